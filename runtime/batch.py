@@ -25,6 +25,13 @@ class Batch(NamedTuple):
     None, every row is one document without padding.
     """
 
+    @property
+    def trained_labels(self) -> torch.Tensor:
+        """The labels, with those of padding set to IGNORED."""
+        if self.documents is None:
+            return self.labels
+        return self.labels.masked_fill(self.documents < 0, IGNORED)
+
 
 def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: str) -> None:
     """Raises UserError if a tensor of `batch` is not int64 of `shape`, or contains a number out of
@@ -35,11 +42,7 @@ def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: s
             _refuse_kind(tensor, shape, f"{where}: {name}")
     last, fix = vocabulary - 1, "tokenize with the model's own tokenizer"
     _refuse_beyond(batch.ids, 0, last, f"{where}: ids", "ids", f"0 to {last}", fix)
-    labels = (
-        batch.labels
-        if batch.documents is None
-        else batch.labels.masked_fill(batch.documents < 0, IGNORED)
-    )
+    labels = batch.trained_labels
     labelled = labels[labels != IGNORED]
     _refuse_beyond(
         labelled,

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,9 +25,20 @@ from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.cpu_adam_bench import BYTES, ChunkUpdates
-from megatrain.runtime.calibration.microbenchmarks import Rates, measure_rates
+from megatrain.runtime.calibration.measured_costs import (
+    OPTIMIZER_KINDS,
+    GridPoint,
+    Samples,
+    copy_curve,
+    cost_table,
+    duplex_curve,
+    linear_efficiency,
+    rate_at_the_end,
+    workspace,
+)
+from megatrain.runtime.calibration.microbenchmarks import measure_rates
 from megatrain.runtime.calibration.profile_steps import StepProfile, profile_steps
-from megatrain.runtime.calibration.timing import rounded, spread
+from megatrain.runtime.calibration.timing import rounded
 from megatrain.runtime.execution.executor import lane_threads
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
@@ -39,17 +47,12 @@ from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import (
-    ATTENTION_EFFICIENCY,
-    ATTENTION_HALF_TOKENS,
     COMPUTE_KINDS,
     COPY_KINDS,
     CURVE_KINDS,
     EVALUATION_KINDS,
     WIDE_KINDS,
-    CostTable,
-    Curve,
     HardwareSpec,
-    Workspace,
 )
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -80,11 +83,6 @@ tokens, nor on compilation of the layers."""
 _UNCERTAINTY = 0.10
 """Uncertainty of times that are predicted from the rates instead of the table. It is low, because
 the layers and copies of this machine were measured."""
-_MARGIN_BYTES = 2**21
-"""A small block of PyTorch's allocator."""
-_OPTIMIZER_KINDS = ("update", "norm", "clip", "update_ratios")
-Samples = dict[tuple[str, str | int], list[int]]
-"""Durations in ns, by key of the cost table and size or shape."""
 
 
 class Subject(NamedTuple):
@@ -94,19 +92,6 @@ class Subject(NamedTuple):
     """Its layers and their shapes."""
     config: PretrainedConfig
     """The transformers configuration of the model."""
-
-
-class _GridPoint(NamedTuple):
-    """Measurements of one model at one workload of the grid."""
-
-    shape: str
-    """Shapes of the model and the workload: the key in the cost table."""
-    tokens: int
-    """Tokens in a micro-batch."""
-    saved_bytes: int
-    """Bytes of the activations of one decoder layer."""
-    workspace: Workspace | None
-    """Device memory besides the pools; None without CUDA."""
 
 
 class _Bench:
@@ -190,7 +175,7 @@ class _Bench:
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
 
-    def layers(self, subject: Subject, workload: Workload, base: Workload) -> _GridPoint | None:
+    def layers(self, subject: Subject, workload: Workload, base: Workload) -> GridPoint | None:
         """Measures all times and memory that depend on the tokens, at one point of the grid.
         Returns None if it does not fit.
 
@@ -201,7 +186,7 @@ class _Bench:
         small, cuda = subject.model.shortest(_LAYERS), self.device.type == "cuda"
         evaluates = workload == base or not workload.compiled
         # with this policy, the optimizer's ops on the device run while no other op does
-        further = {"resident": _OPTIMIZER_KINDS}
+        further = {"resident": OPTIMIZER_KINDS}
         profile = None
         for policy in ("resident", "double_buffer") if cuda else ("sequential",):
             with contextlib.suppress(UserError):
@@ -229,11 +214,11 @@ class _Bench:
                     ),
                     ("recompute",),
                 )
-        return _GridPoint(
+        return GridPoint(
             f"{subject.model.shape}/{workload.shape}",
             workload.tokens,
             profile.saved_bytes,
-            _workspace(profile) if profile.peaks else None,
+            workspace(profile) if profile.peaks else None,
         )
 
 
@@ -325,11 +310,18 @@ def calibrate(
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()
         )
-    table = _table(
-        bench, rates, together, [point for point in points if point], workload.loss_chunk, device
+    table = cost_table(
+        bench.samples,
+        bench.amounts,
+        bench.process_growth,
+        rates,
+        together,
+        [point for point in points if point],
+        workload.loss_chunk,
+        device,
     )
     described = machine.describe(device)
-    h2d, d2h = _curve(rates.copies["load_weights"]), _curve(rates.copies["save_gradients"])
+    h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name,
@@ -341,18 +333,18 @@ def calibrate(
         host_bytes=limits[1],
         cores=machine.cores(),
         peak_tflops={workload.dtype: rounded(rates.matmul_flops / 1e12)},
-        linear_efficiency=rounded(_linear_efficiency(table, rates, small, workload)),
+        linear_efficiency=rounded(linear_efficiency(table, rates, small, workload)),
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],
         h2d_curve=h2d,
         d2h_curve=d2h,
-        duplex_curve=_duplex(rates.duplex, h2d, d2h),
+        duplex_curve=duplex_curve(rates.duplex, h2d, d2h),
         duplex_fraction=min(kept_h2d.get("d2h", 1.0), kept_d2h.get("h2d", 1.0)),
         link_latency_ns=rates.copies["load_weights"][0][1],
         uncertainty=_UNCERTAINTY,
         host_gb_per_s=rounded(rates.host_bytes_per_s / 1e9),
-        cpu_update_per_s=rounded(_rate(table.curves["cpu_update"])),
+        cpu_update_per_s=rounded(rate_at_the_end(table.curves["cpu_update"])),
         cpu_adam_per_s=rounded(rates.cpu_adam_per_s),
         thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9),
         costs=table,
@@ -392,9 +384,9 @@ def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> N
         msgspec.structs.replace(workload, accumulation=2),
     )
     for what, policy, work, kinds, alone in (
-        ("optimizer on the device", "resident", workload, _OPTIMIZER_KINDS, False),
-        ("gradient accumulation on the device", "resident", twice, _OPTIMIZER_KINDS, False),
-        ("optimizer on the device, in chunks", "overlapped", workload, _OPTIMIZER_KINDS, True),
+        ("optimizer on the device", "resident", workload, OPTIMIZER_KINDS, False),
+        ("gradient accumulation on the device", "resident", twice, OPTIMIZER_KINDS, False),
+        ("optimizer on the device, in chunks", "overlapped", workload, OPTIMIZER_KINDS, True),
         ("clipping by update on the CPU", "sequential", by_update, ("update_ratios",), False),
         ("clipping by update, in chunks", "overlapped", by_update, ("update_ratios",), True),
         ("clipping by update on the device", "resident", by_update, ("update_ratios",), True),
@@ -428,164 +420,5 @@ def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
     if op.kind in COMPUTE_KINDS + EVALUATION_KINDS:
         return op.kind, op.shape
     how = ":add" if op.adds else ":wide" if wide else ""
-    other_lane = f"@{op.lane}" if op.kind in _OPTIMIZER_KINDS[1:] and op.lane != "cpu" else ""
+    other_lane = f"@{op.lane}" if op.kind in OPTIMIZER_KINDS[1:] and op.lane != "cpu" else ""
     return f"{op.kind}{how}{other_lane}", op.parameters
-
-
-def _table(
-    bench: _Bench,
-    rates: Rates,
-    together: StepProfile,
-    points: list[_GridPoint],
-    loss_chunk: int,
-    device: torch.device,
-) -> CostTable:
-    """Returns the cost table: the median of each measurement, and its spread."""
-    curves: dict[str, list[tuple[int, int]]] = {
-        kind: list(points) for kind, points in rates.copies.items()
-    }
-    compute: dict[str, dict[str, tuple[int, int]]] = {}
-    overhead = [
-        round(seconds * 1e9) - timeline.makespan_ns
-        for seconds, timeline in zip(together.seconds, together.timelines, strict=True)
-    ]
-    waits, lanes = _waits(together), rates.contention
-    spreads = rates.spread | {
-        f"dispatch_ns.{lane}": spread([statistics.median(step) for step in steps])
-        for lane, steps in waits.items()
-    }
-    spreads["step_overhead_ns"] = spread(overhead)
-    for (kind, size), durations in sorted(bench.samples.items(), key=_by_number):
-        typical = round(statistics.median(durations))
-        if isinstance(size, str):
-            compute.setdefault(kind, {})[size] = (bench.amounts[kind, size], typical)
-        else:
-            curves.setdefault(kind, []).append((size, typical))
-        spreads[f"{kind} {size}"] = spread(durations)
-    return CostTable(
-        measured_on=str(machine.describe(device)["device"]),
-        date=time.strftime("%Y-%m-%d"),
-        curves={kind: _ascending(points) for kind, points in curves.items()},
-        compute=compute,
-        loss_chunk=loss_chunk,
-        activations={
-            point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace
-        },
-        workspace={point.shape: point.workspace for point in points if point.workspace},
-        contention=lanes.kept,
-        turns=lanes.turns,
-        fixed=rates.fixed,
-        process_bytes=_process_bytes(bench.process_growth, device),
-        dispatch_ns=_dispatch(waits),
-        spread=spreads,
-        step_overhead_ns=max(round(statistics.median(overhead)), 0),
-    )
-
-
-def _process_bytes(grown: list[int], device: torch.device) -> int:
-    """Returns the median of `grown`. The result is 0 without CUDA, because `grown` would include
-    the device pools.
-    """
-    return round(statistics.median(grown)) if grown and device.type == "cuda" else 0
-
-
-def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:
-    """Returns a key that sorts by number: 3x512 before 12x512."""
-    return [
-        digits.zfill(20) if digits.isdigit() else digits
-        for digits in re.split(r"(\d+)", " ".join(map(str, sample[0])))
-    ]
-
-
-def _workspace(profile: StepProfile) -> Workspace:
-    """Returns the measured workspace plus a margin, because memory must not be under-predicted. The
-    peak of 36 layers was 1.0 MiB of 11.9 GiB higher than that of 3 layers.
-    """
-    peaks, margin = profile.peaks, profile.saved_bytes // 200 + _MARGIN_BYTES
-    layer = max(peaks[kind] for kind in ("forward", "recompute", "backward")) - profile.saved_bytes
-    head = max(peaks[kind] for kind in ("embed", "head", "embed_backward"))
-    update = max((peaks[kind] for kind in _OPTIMIZER_KINDS if kind in peaks), default=0)
-    return Workspace(layer=max(layer, 0) + margin, head=head + margin, update=update + margin)
-
-
-def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns the points in ascending order of size. If there is only one, and its size is not 0, a
-    second point of twice the size and duration is added, so that the curve is a rate.
-    """
-    ordered = sorted(points)
-    if len(ordered) == 1 and ordered[0][0] > 0:
-        size, duration = ordered[0]
-        return (ordered[0], (2 * size, 2 * duration))
-    return tuple(ordered)
-
-
-def _waits(measured: StepProfile) -> dict[str, list[list[int]]]:
-    """Returns how long ops waited although they were ready, in ns, by lane and step. An op is ready
-    when its lane is free and its dependencies have ended.
-    """
-    waits: dict[str, list[list[int]]] = {lane: [] for lane in measured.schedule.lanes}
-    for timeline in measured.timelines:
-        free = dict.fromkeys(measured.schedule.lanes, 0)
-        for steps in waits.values():
-            steps.append([])
-        for op in measured.schedule.ops:
-            span = timeline.by_op[op.id]
-            ready = max([free[op.lane], *(timeline.by_op[other].end_ns for other in op.after)])
-            waits[op.lane][-1].append(max(span.start_ns - ready, 0))
-            free[op.lane] = span.end_ns
-    return waits
-
-
-def _dispatch(waits: dict[str, list[list[int]]]) -> dict[str, int]:
-    """Returns the median wait of each lane over all steps, in ns."""
-    return {
-        lane: round(statistics.median(itertools.chain(*steps))) for lane, steps in waits.items()
-    }
-
-
-def _linear_efficiency(
-    table: CostTable, rates: Rates, model: ModelSpec, workload: Workload
-) -> float:
-    """Returns the rate of matrix products in a decoder layer, relative to that of a single large
-    product.
-
-    It is chosen such that the datasheet's formula, with the usual efficiency of attention, gives
-    the measured time of the layer's forward. At least half of that time counts as matrix products,
-    even if the other terms of the formula take more, as on a CPU.
-    """
-    layer = model.decoders[0]
-    work = model.work("forward", layer.name, workload)
-    seconds = table.compute["forward"][f"{layer.signature}/{workload.shape}"][1] / 1e9
-    rest = work.moved_bytes / rates.device_bytes_per_s
-    rest += (
-        work.attention_flops
-        * (1 + ATTENTION_HALF_TOKENS / workload.sequence)
-        / (ATTENTION_EFFICIENCY * rates.matmul_flops)
-    )
-    return min(1.0, work.linear_flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
-
-
-def _curve(points: list[tuple[int, int]]) -> Curve:
-    """Returns pairs of bytes and GB/s from pairs of bytes and ns. If noise made a copy faster than
-    a smaller one, it counts as equally long.
-    """
-    longest, curve = 0.0, []
-    for size, duration in points:
-        rate = rounded(size / max(duration, 1))
-        curve.append((size, min(rate, size / longest) if longest else rate))
-        longest = size / curve[-1][1]
-    return tuple(curve)
-
-
-def _duplex(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
-    """Returns pairs of bytes and GB/s of each direction while both are busy. A rate is at most that
-    of the faster direction alone.
-    """
-    alone = {size: max(dict(h2d)[size], dict(d2h)[size]) for size, _ in both}
-    return tuple((size, min(rate, alone[size])) for size, rate in _curve(both))
-
-
-def _rate(points: tuple[tuple[int, int], ...]) -> float:
-    """Returns the rate per second at the largest size."""
-    size, duration = points[-1]
-    return size / (duration / 1e9)

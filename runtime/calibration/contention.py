@@ -215,7 +215,7 @@ def _lane_work(
     x = torch.randn(work.batch, work.sequence, model.carried, device=device).to(
         functional_layers.dtype
     )
-    chunk = _copied_bytes(layer, width, largest)
+    chunk = min(largest, width * layer.elements)
     flat = {
         name: arenas.flat(name, torch.uint8, chunk)
         for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")
@@ -255,11 +255,6 @@ def _update(count: int, device: torch.device) -> Work:
     return lambda: optimizer.update(
         master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None
     )
-
-
-def _copied_bytes(layer: LayerSpec, width: int, largest: int) -> int:
-    """Returns the bytes of one copy, which is a unit of work of the copy lanes."""
-    return min(largest, width * layer.elements)
 
 
 def _measure_together(

@@ -35,6 +35,7 @@ _LEAST_DUPLEX = 2**20  # bytes; enqueueing a smaller copy takes as long as the c
 _DUPLEX_UNIT = 2**26  # bytes of copies that are enqueued at once
 _TOUCHED_BYTES = 2**30  # bytes of new pages that are timed
 _PIECES = 8  # how many parts of them are touched and registered one after the other
+_MATRIX_ROWS = {"cuda": 8192, "cpu": 768}  # of a square matrix product
 _CALLS, _ROUNDS = 100, 10  # calls in a round, and rounds, for launches and events
 
 
@@ -235,7 +236,7 @@ def _time_duplex(
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> TimedRate:
     """Returns the FLOP/s of a large square matrix product of random numbers."""
-    size = 8192 if device.type == "cuda" else 768
+    size = _MATRIX_ROWS[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return _rate(2 * size**3, timed(lambda: left @ right, device))
 

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatrain.runtime.checkpoint.checkpoint import (
     ASIDE,
@@ -91,7 +91,7 @@ class Checkpoints:
         plan: Plan,
         optimizer: AdamW,
         settings: Mapping[str, Any],
-        step: int | None = None,
+        step: int | Literal["newest"] = "newest",
         *,
         known: bool = True,
     ) -> None:
@@ -103,7 +103,7 @@ class Checkpoints:
             plan: plan of the run.
             optimizer: optimizer of the run.
             settings: settings of the run.
-            step: step of the checkpoint to restore; None for the newest one.
+            step: step of the checkpoint to restore.
             known: whether `settings` are complete. If not, only those that are there are compared.
         """
         self.recover()
@@ -117,7 +117,10 @@ class Checkpoints:
             refuse_other_run(manifest, plan, optimizer, settings, path, known=known)
 
     def restore(
-        self, executor: Executor, settings: Mapping[str, Any], step: int | None = None
+        self,
+        executor: Executor,
+        settings: Mapping[str, Any],
+        step: int | Literal["newest"] = "newest",
     ) -> RunState | None:
         """Restores the newest checkpoint, or that of `step`. Returns None if there is none.
 
@@ -134,20 +137,22 @@ class Checkpoints:
         self._current = chosen
         return run
 
-    def _choose(self, step: int | None) -> int | None:
-        """Returns `step`, or the newest step if it is None. Returns None without checkpoints.
+    def _choose(self, step: int | Literal["newest"]) -> int | None:
+        """Returns `step` as a number, or None for the newest step if there is no checkpoint.
 
         Raises UserError if there is no checkpoint of `step`.
         """
         steps = self.steps()
-        if step is not None and step not in steps:
+        if step == "newest":
+            return max(steps, default=None)
+        if step not in steps:
             raise UserError(
                 str(self.folder),
                 found=f"no checkpoint of step {step}",
                 allowed=", ".join(map(str, steps)) or "none yet",
                 fix="name one of these",
             )
-        return step if step is not None else max(steps, default=None)
+        return step
 
     @staticmethod
     def _manifest(path: Path, step: int) -> Manifest:

@@ -14,24 +14,17 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatrain.runtime.data import tool_calls
+from megatrain.runtime.data.chat_template import THOUGHTS, UNSHOWN, ChatTemplate, Undetermined
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marked_template import Captured, MarkedTemplate, marked_template
-from megatrain.runtime.data.marks import (
-    MARK,
-    Rendering,
-    TextSpan,
-    numbered,
-    unmarked,
-    written_loops,
-)
+from megatrain.runtime.data.marks import Rendering, TextSpan
 from megatrain.runtime.data.options import Loss
 from megatrain.simulator.base.errors import UserError
 
@@ -39,20 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that have its thoughts."""
-_UNSHOWN = (
-    "the chat template does not show which text belongs to which message; {% generation %} in it"
-    " would mark the text that the model generates"
-)
-_CHANGED = (
-    "the chat template changes the text of messages after {{% {} %}} took it; {{% generation %}}"
-    " in it would mark the text that the model generates"
-)
-
-
-class _Undetermined(Exception):
-    """Raised if it is unclear which text of a conversation the model generates, with the reason."""
 
 
 class _Rendered(NamedTuple):
@@ -88,7 +67,7 @@ class Chat:
         """
         self._tokenizer, self._loss = tokenizer, loss
         self._long = LongText(tokenizer)
-        self._marked: dict[tuple[str, bool, Captured], MarkedTemplate] = {}
+        self._template = ChatTemplate(tokenizer)
         self._prompts: dict[tuple[str, bytes], str] = {}
         """Generation prompts that are the same after every message, by the template and its other
         arguments."""
@@ -184,11 +163,11 @@ class Chat:
         """Renders the conversation with the arguments of tool calls converted by `form`."""
         try:
             return self._found(replace(conversation, messages=form(conversation.messages)))
-        except (_Undetermined, ValueError) as error:
+        except (Undetermined, ValueError) as error:
             return str(error)
 
     def _found(self, conversation: Conversation) -> _Rendered:
-        """Renders the conversation and finds the text with loss. Raises _Undetermined."""
+        """Renders the conversation and finds the text with loss. Raises Undetermined."""
         messages = conversation.messages
         turns = [
             number
@@ -203,20 +182,20 @@ class Chat:
         every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
         calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
         if self._loss == "all" and not conversation.silent and not calling:
-            text = self._render(conversation, messages)
+            text = self._template.render(conversation, messages)
             return _Rendered(text, [TextSpan(0, len(text))])
-        rendering = self._render_marked(
+        rendering = self._template.checked(
             conversation, messages, items=not (self.marked and every) or bool(calling)
         )
         if not rendering.messages and (calling or self._loss == "all"):
-            raise _Undetermined(_UNSHOWN)
+            raise Undetermined(UNSHOWN)
         for number in calling:
             if tool_calls.left_out(
                 messages[number],
                 "".join(rendering.text[begin:end] for begin, end in _written(rendering, number)),
             ):
                 # The model would learn to answer without calling the tool.
-                raise _Undetermined(
+                raise Undetermined(
                     f"the chat template leaves out the tool calls of message {number + 1}"
                 )
         if self._loss == "all":
@@ -253,7 +232,7 @@ class Chat:
         """
         spans = _written(rendering, number)
         if not rendering.messages:
-            raise _Undetermined(_UNSHOWN)
+            raise Undetermined(UNSHOWN)
         if not spans:
             return []
         begin = self._begin(conversation, rendering, number, spans[0])
@@ -278,7 +257,7 @@ class Chat:
                 prompt = (
                     self._prompt(conversation, rendering, messages[:before]) if before else None
                 )
-            except _Undetermined:
+            except Undetermined:
                 if before > number:
                     raise
                 continue  # for example, because the template needs a user's message first
@@ -295,9 +274,7 @@ class Chat:
             if text[:shared].strip():
                 break
         if not prompts:
-            raise _Undetermined(
-                f"the chat template does not show where message {number + 1} begins"
-            )
+            raise Undetermined(f"the chat template does not show where message {number + 1} begins")
         if shared == len(prompts[-1]):
             return span.begin + shared
         if (
@@ -305,7 +282,7 @@ class Chat:
             and any(prompts)
             and not text.lstrip().startswith(tuple(words) or "\0")
         ):
-            raise _Undetermined(
+            raise Undetermined(
                 f"the chat template does not begin message {number + 1} with the generation prompt"
             )
         # The message itself may begin like the rest of the prompt.
@@ -326,7 +303,7 @@ class Chat:
         ours = [span for number in range(len(messages)) for span in _written(whole, number)]
         if not ours:
             return None
-        marked = self._template(conversation)
+        marked = self._template.marked_source(conversation)
         key = (
             (marked.source, msgspec.json.encode(conversation.arguments))
             if marked.last_loop and marked.last_loop == whole.last_loop
@@ -334,7 +311,7 @@ class Chat:
         )
         if key in self._prompts:
             return self._prompts[key]
-        prompted = self._marked_text(conversation, messages, prompt=True)
+        prompted = self._template.marked(conversation, messages, prompt=True)
         theirs = [span for number in range(len(messages)) for span in _written(prompted, number)]
         if not theirs:
             return None
@@ -350,7 +327,7 @@ class Chat:
                 self._prompts[key] = prompt
             return prompt
         # The template may write the prompt as part of the last message.
-        without = self._render(conversation, messages)
+        without = self._template.render(conversation, messages)
         return prompted.text[_shared(prompted.text, without) :]
 
     def _end(
@@ -392,8 +369,8 @@ class Chat:
         calls = tool_calls.calls(conversation.messages[-1])
         next_one = {"role": "tool" if calls else "user", "content": "x"}
         try:
-            longer = self._marked_text(conversation, [*conversation.messages, next_one])
-        except _Undetermined:
+            longer = self._template.marked(conversation, [*conversation.messages, next_one])
+        except Undetermined:
             return ""
         # The last message may be rendered differently when another one follows.
         spans = longer.messages.get(len(conversation.messages) - 1)
@@ -407,129 +384,11 @@ class Chat:
         message = next(
             message for message in reversed(conversation.messages) if message["role"] == "assistant"
         )
-        thoughts = [message.get(key) for key in _THOUGHTS]
+        thoughts = [message.get(key) for key in THOUGHTS]
         thoughts += re.findall(r"<think>(.+?)</think>", str(message.get("content")), re.DOTALL)
         self._without_thought += any(
             isinstance(thought, str) and thought.strip() not in text for thought in thoughts
         )
-
-    # ---- the template ----
-
-    def _render(
-        self,
-        conversation: Conversation,
-        messages: list[dict[str, Any]],
-        source: str | None = None,
-        *,
-        prompt: bool = False,
-    ) -> str:
-        """Returns the output of the template, or of `source`.
-
-        Raises _Undetermined for every error of the template, which may depend on the conversation.
-        """
-        tools: Any = conversation.tools
-        try:
-            text: Any = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                chat_template=source,
-                **conversation.arguments,
-            )
-        except Exception as error:
-            raise _Undetermined(
-                f"the chat template reports: {' '.join(str(error).split()) or type(error).__name__}"
-            ) from None
-        return text
-
-    def _template(
-        self, conversation: Conversation, *, items: bool = True, captured: Captured = "marked"
-    ) -> MarkedTemplate:
-        source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        key: tuple[str, bool, Captured] = (source, items, captured)
-        if key not in self._marked:
-            self._marked[key] = marked_template(source, items=items, captured=captured)
-        return self._marked[key]
-
-    def _render_marked(
-        self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool
-    ) -> Rendering:
-        """Renders the marked template. Raises _Undetermined if marks would change the text."""
-        if MARK.encode() in msgspec.json.encode(
-            [messages, conversation.tools, conversation.arguments]
-        ):
-            raise _Undetermined("a message contains U+FDD1, which is not a character of text")
-        return self._marked_text(conversation, messages, items=items)
-
-    def _marked_text(
-        self,
-        conversation: Conversation,
-        messages: list[dict[str, Any]],
-        *,
-        items: bool = True,
-        prompt: bool = False,
-    ) -> Rendering:
-        """Renders the marked template, and removes the marks from its output.
-
-        Raises _Undetermined if marks would change the text.
-        """
-        template = self._template(conversation, items=items)
-        given = numbered(messages) if items else messages
-        if template.exact:
-            rendering = unmarked(self._render(conversation, given, template.source, prompt=prompt))
-            assert rendering is not None, "nothing changes these marks"
-            return rendering
-        plain = self._render(conversation, messages, prompt=prompt)
-        why = ""
-        for captured in get_args(Captured):
-            template = self._template(conversation, items=items, captured=captured)
-            try:
-                marked = self._render(conversation, given, template.source, prompt=prompt)
-            except _Undetermined:  # the template takes exception to the marks
-                continue
-            found = unmarked(marked)
-            # A block may take text only to look at it, such as a macro that says whether there are
-            # calls. Then it needs no marks.
-            if (
-                found is not None
-                and found.text == plain
-                and (captured != "unmarked" or not (why or _astray(messages, found)))
-            ):
-                return found
-            loops = [loop for loop in written_loops(marked) if loop in template.captures]
-            why = why or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
-        raise _Undetermined(why or _UNSHOWN)
-
-
-def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
-    """Whether text of a message is written only where other messages should be."""
-    turns = {
-        number: [rendering.text[begin:end] for begin, end in spans]
-        for number, spans in rendering.messages.items()
-        if messages[number]["role"] == "assistant"
-    }
-    between, end = [], 0
-    for span in sorted(span for number in turns for span in rendering.messages[number]):
-        between.append(rendering.text[end : span.begin])
-        end = span.end
-    between.append(rendering.text[end:])
-    for number, message in enumerate(messages):
-        allowed = turns.get(number, []) if message["role"] == "assistant" else between
-        for text in _texts(message):
-            if text in rendering.text and not any(text in place for place in allowed):
-                return True
-    return False
-
-
-def _texts(message: dict[str, Any]) -> list[str]:
-    """Returns the texts of a message: its words, its thoughts and the names of its calls."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    found += [message.get(key) for key in _THOUGHTS]
-    found += [tool_calls.function(call).get("name") for call in tool_calls.calls(message)]
-    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
 def _shared(one: str, other: str) -> int:
@@ -560,7 +419,7 @@ def _of_messages(rendering: Rendering, numbers: list[int]) -> list[TextSpan]:
         for span in _written(rendering, number)
     )
     if not begins:
-        raise _Undetermined(_UNSHOWN)
+        raise Undetermined(UNSHOWN)
     places = [begin for begin, _ in begins]
     found = [(bisect_right(places, span.begin), span) for span in rendering.generated]
     return [span for after, span in found if after and begins[after - 1][1] in numbers]

@@ -11,6 +11,7 @@ written. Loops in these blocks write marks only when they are over messages.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -89,6 +90,7 @@ class _Block(NamedTuple):
     """Variable of a loop, or empty."""
 
 
+@functools.lru_cache(maxsize=32)
 def marked_template(
     template: str, *, items: bool = True, captured: Captured = "marked"
 ) -> MarkedTemplate:

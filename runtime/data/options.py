@@ -8,17 +8,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from megatrain.runtime.files.user_cache import user_cache
+from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 
 Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
 Loss = Literal["assistant", "last", "all"]
 Packing = Literal["documents", "plain", "none"]
-
-
-def default_cache() -> Path:
-    """Returns the folder `tokens` in the user's cache folder (`user_cache`)."""
-    return user_cache() / "tokens"
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,5 +138,5 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def cache_folder(self) -> Path:
-        """`cache` as a path, or the default folder if it is empty."""
-        return Path(self.cache) if self.cache else default_cache()
+        """`cache` as a path. If it is empty, the folder `tokens` in the user's cache folder."""
+        return Path(self.cache) if self.cache else user_cache() / "tokens"

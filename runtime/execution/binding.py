@@ -1,6 +1,7 @@
 """Turns each op of a schedule into a closure over the tensors of its buffers.
 
 There is one method for each kind of op. Its docstring says what the closure does that it returns.
+`buffer_tensors.py` has the tensors of buffers.
 Nothing here decides an order or waits for another op: the lanes do that (`lanes.py`).
 """
 
@@ -12,19 +13,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.runtime.execution.buffer_tensors import BufferTensors
 from megatrain.runtime.execution.host_scalars import HostScalarCopy
 from megatrain.runtime.execution.param_groups import ParamGroup, group_slices, param_group
-from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.functional_layers import (
     FunctionalLayers,
     SavedForBackward,
     layer_tensors,
 )
-from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer import outside
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.model.optimizer import ADAMW, find
+from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
@@ -49,7 +50,7 @@ class StepState:
     lane read."""
 
 
-class Binder:
+class Binder(BufferTensors):
     """Binds the ops of `schedule` to the tensors of `arenas`."""
 
     def __init__(
@@ -62,16 +63,8 @@ class Binder:
         host_workers: optimizer.Workers,
         state: StepState,
     ) -> None:
-        self.plan, self.schedule, self.arenas, self.functional_layers, self.settings, self.state = (
-            plan,
-            schedule,
-            arenas,
-            functional_layers,
-            settings,
-            state,
-        )
-        self.dtype = TORCH_DTYPE[plan.workload.dtype]
-        self._optimizer = find(plan.workload.optimizer)
+        super().__init__(plan, schedule, arenas)
+        self.functional_layers, self.settings, self.state = functional_layers, settings, state
         self._host_workers = host_workers
         self._kinds: dict[str, Callable[[Op], Run]] = {
             "load_weights": self._copy,
@@ -130,49 +123,6 @@ class Binder:
         """Returns the host copies of those of `buffers` that have one."""
         return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
 
-    def tokens(self, micro: int) -> torch.Tensor:
-        """Returns the tokens of a micro-batch on the device: int64, [2 or 3, batch, sequence]. The
-        rows are ids, labels and, if the workload has documents, document numbers.
-        """
-        work = self.plan.workload
-        return self.arenas.tensor(
-            self.schedule.state["tokens", str(micro)],
-            torch.int64,
-            (work.token_rows, work.batch, work.sequence),
-        )
-
-    def _dtype(self, buffer: str, layer: str) -> torch.dtype:
-        """Returns the dtype in which `buffer` holds the data of `layer`."""
-        return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
-
-    def _hidden(self, buffer: str) -> torch.Tensor:
-        """Returns hidden states, or their gradient: [batch, sequence, carried] in the compute
-        dtype. `ModelSpec.carried` is the hidden size of most models.
-        """
-        work = self.plan.workload
-        return self.arenas.tensor(
-            buffer, self.dtype, (work.batch, work.sequence, self.plan.model.carried)
-        )
-
-    def _attention(self, layer: str, buffer: str) -> Attention:
-        """Returns the saved attention output of `layer` in `buffer`, [batch, sequence, heads, head
-        size], and its log-sum-exp, [batch, heads, sequence] fp32.
-        """
-        model, work = self.plan.model, self.plan.workload
-        part = model.kept_attention(layer, work.tokens, work.dtype)
-        heads = part.log_sum_exp // (4 * work.tokens)
-        size = part.output // (heads * work.tokens * self.dtype.itemsize)
-        return Attention(
-            self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, heads, size)),
-            self.arenas.tensor(
-                buffer, torch.float32, (work.batch, heads, work.sequence), part.offset
-            ),
-        )
-
-    def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
-        """Returns the weights of `layer` in `buffer` by tensor name."""
-        return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
-
     def _copy(self, op: Op) -> Run:
         """Copies the same range of bytes from one buffer to another."""
         (source,), (target,) = (map(base_buffer, op.reads), map(base_buffer, op.writes))
@@ -213,26 +163,6 @@ class Binder:
         if held.data == "moments":
             return list(self._moments(held.id, op))
         return [self._elements(held.id, op)]
-
-    def _elements(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns the parameters of `op` as a vector. `buffer` holds a whole layer or one chunk."""
-        dtype, first = (
-            self._dtype(buffer, op.layer),
-            0 if self.schedule.buffer[buffer].chunk else op.offset,
-        )
-        return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
-
-    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns all moments of the parameters of `op`, [moments, parameters] fp32. `buffer`
-        holds a whole layer or one chunk.
-        """
-        count = self._optimizer.moments
-        if self.schedule.buffer[buffer].chunk:
-            return self.arenas.tensor(buffer, torch.float32, (count, op.parameters))
-        elements = self.plan.model.stack[op.layer].elements
-        return self.arenas.tensor(buffer, torch.float32, (count, elements))[
-            :, op.offset : op.offset + op.parameters
-        ]
 
     def _embed(self, op: Op) -> Run:
         """Runs the embedding. This is the first op of a micro-batch."""
@@ -416,19 +346,10 @@ class Binder:
         its target, it copies them.
         """
         slab, target = op.reads[0], op.writes[0]
-        read, write = (
-            self.arenas.flat(slab, self._dtype(slab, op.layer), op.parameters),
-            self._gradient(op.layer, target),
-        )
+        read, write = self._elements(slab, op), self._elements(target, op)
         first = target not in op.reads
         workers = self._host_workers if op.lane == "cpu" else None
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
-
-    def _gradient(self, layer: str, buffer: str) -> torch.Tensor:
-        """Returns the gradient of the layer for this step, [elements]."""
-        return self.arenas.flat(
-            buffer, self._dtype(buffer, layer), self.plan.model.stack[layer].elements
-        )
 
     def _workers(self, op: Op) -> optimizer.Workers:
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
@@ -436,7 +357,7 @@ class Binder:
     def _norm(self, op: Op) -> Run:
         """Computes the sum of squares of a layer's gradient."""
         gradient, total = (
-            self._gradient(op.layer, op.reads[0]),
+            self._elements(op.reads[0], op),
             self.arenas.flat(op.writes[0], torch.float32, 1),
         )
         workers = self._workers(op)
@@ -463,10 +384,6 @@ class Binder:
                 )
 
         return run
-
-    def _floats(self, buffer: str) -> torch.Tensor:
-        """Returns a whole buffer of losses, norms or clipping factors, as fp32."""
-        return self.arenas.flat(buffer, torch.float32, self.schedule.buffer[buffer].bytes // 4)
 
     def _values(self, op: Op, buffer: str, count: int) -> torch.Tensor:
         """Returns the first `count` values of `buffer`, in memory that the lane of `op` can read:
@@ -538,15 +455,13 @@ class Binder:
                 (part, treated, clip, None)
                 for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
             ]
-        start = -op.offset
         made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
-        for tensor, scale in zip(
-            layer.tensors, self._values(op, factor, len(layer.tensors)), strict=True
-        ):
+        scales = self._values(op, factor, len(layer.tensors))
+        for tensor, offset, scale in zip(layer.tensors, layer.offsets, scales, strict=True):
+            start = offset - op.offset
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
                 made.append((part, param_group(self.settings, layer, tensor), None, scale))
-            start += tensor.padded
         return made
 
     def _update(self, op: Op) -> Run:

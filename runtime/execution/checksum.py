@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.schedule import Schedule
@@ -33,11 +32,11 @@ def checksum(plan: Plan, schedule: Schedule, arenas: Arenas) -> int:
     Layers are in the model's order. Layers for which `schedule` has no buffer are left out. Waits
     for the device.
     """
-    state, width = ModelState(plan, schedule, lambda: arenas), DTYPE_BYTES[plan.workload.dtype]
+    width = DTYPE_BYTES[plan.workload.dtype]
     parts = []
     for layer in plan.model.stack.values():
         for name, size in (("weights", width), ("master_low", 4 - width)):
-            if size and (buffer := state.home(name, layer.name)):
+            if size and (buffer := schedule.state.get((name, layer.name))):
                 parts.append(_words(arenas.flat(buffer, torch.int64, size * layer.elements // 8)))
     total = 0
     for part in parts:

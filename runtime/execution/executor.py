@@ -34,7 +34,6 @@ from megatrain.runtime.execution.lanes import (
 from megatrain.runtime.execution.out_of_memory import out_of_memory
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import ModelState
-from megatrain.runtime.layers.documents import trained_labels
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
 from megatrain.runtime.memory.arenas import Arenas, OnAllocate
@@ -121,6 +120,7 @@ class Executor:
         threads: dict[str, int] | None = None,
         on_allocate: OnAllocate = lambda *_: None,
         host_memory: HostMemory | None = None,
+        seed: int = 0,
     ) -> None:
         """Allocates the pools, binds the schedule and starts the threads of the lanes.
 
@@ -135,6 +135,7 @@ class Executor:
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
             host_memory: Where the host pools come from. Pass the same one to several executors to
                 pin host memory only once. By default the executor owns its memory.
+            seed: The run's seed, for layers that draw random numbers (`Family.draws`).
 
         Raises:
             UserError: The plan cannot be executed, or does not fit.
@@ -166,7 +167,7 @@ class Executor:
         try:
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.functional_layers = FunctionalLayers(
-                plan.model, plan.workload, config, device, keeps=keeps
+                plan.model, plan.workload, config, device, keeps=keeps, seed=seed
             )
             self._binder = Binder(
                 plan,
@@ -374,7 +375,7 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        labels = [trained_labels(batch) for batch in batches]
+        labels = [batch.trained_labels for batch in batches]
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
         for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):

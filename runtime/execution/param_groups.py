@@ -58,10 +58,8 @@ def group_slices(
     from `first`. The padding of a tensor belongs to its slice: it is zero and stays zero.
     """
     slices: list[tuple[slice, ParamGroup]] = []
-    start = -first
-    for tensor in layer.tensors:
-        begin, end = max(start, 0), min(start + tensor.padded, count)
-        start += tensor.padded
+    for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
+        begin, end = max(offset - first, 0), min(offset - first + tensor.padded, count)
         if begin >= end:
             continue
         group = param_group(settings, layer, tensor)

@@ -22,7 +22,7 @@ from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.execution.param_groups import ParamGroup, param_group
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers.documents import masks, positions, trained_labels
+from megatrain.runtime.layers.documents import masks, positions
 from megatrain.runtime.layers.meta_model import widen_buffers
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer.adamw import (
@@ -124,7 +124,7 @@ class Reference:
         Returns the mean loss and the gradient norm. The norm is None unless the workload clips by
         `global` or `layer`.
         """
-        batches = [batch._replace(labels=trained_labels(batch)) for batch in batches]
+        batches = [batch._replace(labels=batch.trained_labels) for batch in batches]
         scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
         total: dict[str, list[dict[str, torch.Tensor]]] = {layer: [] for layer in self._parameters}
         losses = [self._micro_batch(batch, scale, total) for batch in batches]

@@ -35,15 +35,9 @@ class FileLock:
         self._handle: int | None = None
         self._depth = 0
         self._made: list[Path] = []
-        self._abandoned = False
-
-    @property
-    def abandoned(self) -> bool:
-        """Returns whether an earlier process died while it held the lock.
-
-        Valid while this process holds the lock.
-        """
-        return self._abandoned
+        self.abandoned = False
+        """Whether an earlier process died while it held the lock. Valid while this process holds
+        it."""
 
     def __enter__(self) -> Self:
         """Acquires the lock without waiting.
@@ -91,7 +85,7 @@ class FileLock:
                     )
                 # If not, another process has just removed the file, and the loop tries again.
                 if is_at(handle, self._path):
-                    self._abandoned = os.fstat(handle).st_size > 0
+                    self.abandoned = os.fstat(handle).st_size > 0
                     with contextlib.suppress(OSError):  # the lock also works on a full disk
                         os.ftruncate(handle, 0)
                         os.pwrite(handle, f"{_this_process()}\n".encode(), 0)

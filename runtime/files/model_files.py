@@ -225,8 +225,7 @@ class ModelState:
         """
         for layer in self._plan.model.stack.values():
             high, low = self._halves(layer)
-            offset = 0
-            for tensor in layer.tensors:
+            for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
                 values = weights(layer.name, tensor.name, tensor.shape).reshape(-1)
                 for start in range(0, tensor.elements, _PIECE):
                     master = values[start : start + _PIECE].to(high.device, torch.float32)
@@ -235,7 +234,6 @@ class ModelState:
                         high[part].copy_(master)
                     else:
                         optimizer.split(master.contiguous(), high[part], low[part])
-                offset += tensor.padded
             if (moments := self._moments(layer)) is not None:
                 moments.zero_()
             progress(layer.parameters)
@@ -287,25 +285,20 @@ class ModelState:
         found = []
         for layer in self._plan.model.stack.values():
             high, _ = self._halves(layer)
-            offset = 0
-            for tensor in layer.tensors:
-                if not all(
-                    bool(piece.isfinite().all())
-                    for piece in high[offset : offset + tensor.elements].split(_PIECE)
-                ):
+            for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
+                values = high[offset : offset + tensor.elements]
+                if not all(bool(piece.isfinite().all()) for piece in values.split(_PIECE)):
                     found.append(hub_name(layer.name, tensor.name))
-                offset += tensor.padded
         return found
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """Returns copies of the layer's fp32 master weights by tensor name."""
         high, low = self._halves(layer)
         master = high.clone() if low is None else optimizer.join(high, low)
-        made, offset = {}, 0
-        for tensor in layer.tensors:
-            made[tensor.name] = master[offset : offset + tensor.elements].view(tensor.shape)
-            offset += tensor.padded
-        return made
+        return {
+            tensor.name: master[offset : offset + tensor.elements].view(tensor.shape)
+            for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
+        }
 
     def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
         """Returns the layer's buffers by name."""
@@ -323,15 +316,14 @@ def weight_sources(
         high: reads the weights that the layer computes with.
         low: reads the low halves of the masters. None if the layer computes in fp32.
     """
-    made, offset = {}, 0
-    for tensor in layer.tensors:
-        made[tensor.name] = TensorSource(
+    return {
+        tensor.name: TensorSource(
             dtype,
             tensor.shape,
             functools.partial(_converted, high, low, offset, offset + tensor.elements, dtype),
         )
-        offset += tensor.padded
-    return made
+        for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
+    }
 
 
 def _converted(

@@ -1,4 +1,4 @@
-"""Positions, labels and masks of rows that contain several documents, or padding.
+"""Positions and masks of rows that contain several documents, or padding.
 
 `documents` is a tensor [batch, sequence] int64. It has the number of each token's document, and -1
 for padding.
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-from megatrain.runtime.batch import IGNORED, Batch
 
 
 def begins(documents: torch.Tensor) -> torch.Tensor:
@@ -30,15 +28,6 @@ def positions(documents: torch.Tensor) -> torch.Tensor:
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     return index - torch.where(begins(documents), index, 0).cummax(1).values
-
-
-def trained_labels(batch: Batch) -> torch.Tensor:
-    """Returns the labels [batch, sequence] int64, with those of padding set to IGNORED."""
-    return (
-        batch.labels
-        if batch.documents is None
-        else batch.labels.masked_fill(batch.documents < 0, IGNORED)
-    )
 
 
 def chunks(documents: torch.Tensor, size: int) -> torch.Tensor:

@@ -74,11 +74,10 @@ def layer_tensors(
     arenas: Arenas, layer: LayerSpec, buffer: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Returns views of the layer's tensors by name, in the arena buffer `buffer` of `dtype`."""
-    tensors, offset = {}, 0
-    for tensor in layer.tensors:
-        tensors[tensor.name] = arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
-        offset += tensor.padded
-    return tensors
+    return {
+        tensor.name: arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
+        for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
+    }
 
 
 @dataclass
@@ -110,6 +109,7 @@ class FunctionalLayers:
         device: torch.device,
         *,
         keeps: bool = False,
+        seed: int = 0,
     ) -> None:
         """Builds the modules of `model` without memory for parameters.
 
@@ -119,6 +119,7 @@ class FunctionalLayers:
             config: the config of `config_of`.
             device: the device that computes.
             keeps: whether the attention output of some layer is saved for its recompute.
+            seed: the run's seed, for layers that draw random numbers.
         """
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
@@ -165,7 +166,7 @@ class FunctionalLayers:
             compiled=workload.compiled,
             draws=bool(family.draws),
         )
-        self._draws = LayerDraws(device) if family.draws else None
+        self._draws = LayerDraws(device, seed) if family.draws else None
         self._edges = embedding_and_head(whole, model, self.dtype, device)
         self._looked_up = {*model.tables[1:], *model.positions}
         """tensors of the embedding that a tied head does not use"""
@@ -338,23 +339,6 @@ class FunctionalLayers:
                     x.requires_grad_(),
                 )
             return run(weights | self.buffers[layer], x, arguments)
-
-    def decoder(
-        self,
-        layer: str,
-        weights: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        micro: int = 0,
-        kept: Attention | None = None,
-    ) -> torch.Tensor:
-        """Runs one decoder layer with autograd, and never compiled.
-
-        If `kept` is given, uses these saved attention results instead of computing attention.
-        """
-        with self._seeded(layer, micro):
-            return self._kinds[int(layer)].eager(
-                weights | self.buffers[layer], x, self._layer_arguments(layer, micro, kept)
-            )[0]
 
     def _seeded(self, layer: str, micro: int) -> AbstractContextManager[None]:
         """Returns a context in which the layer draws the same numbers in every call."""

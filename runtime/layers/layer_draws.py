@@ -3,10 +3,10 @@
 A family names in `Family.draws` what its layers draw: in Phi-3.5-MoE, the router draws experts, and
 its input is multiplied with noise. Such a layer runs several times for a micro-batch, in the
 forward pass and in each recompute, and must draw the same numbers each time. So before each of
-these calls, the device's global generator is seeded with the number of the step, the index of the
-micro-batch and the name of the layer. After the call, it gets its state back. A run that is resumed
-draws what it would have drawn, and transformers' whole model draws the same with a generator that
-is seeded in this way before each layer.
+these calls, the device's global generator is seeded with the run's seed, the number of the step,
+the index of the micro-batch and the name of the layer. After the call, it gets its state back. A
+run that is resumed draws what it would have drawn, and transformers' whole model draws the same
+with a generator that is seeded in this way before each layer.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from contextlib import contextmanager
 import torch
 
 
-def seed_of(step: int, micro: int, layer: str) -> int:
-    """Returns the seed for one layer of one micro-batch of a step."""
-    return zlib.crc32(f"{step} {micro} {layer}".encode())
+def seed_of(run: int, step: int, micro: int, layer: str) -> int:
+    """Returns the seed for one layer of one micro-batch of a step, in a run with the seed `run`."""
+    return zlib.crc32(f"{run} {step} {micro} {layer}".encode())
 
 
 class LayerDraws:
-    """Seeds what the layers on one device draw."""
+    """Seeds what the layers on one device draw, in a run with the seed `run_seed`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, run_seed: int) -> None:
         if device.type == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generator = torch.cuda.default_generators[index]
         else:
             self._generator = torch.default_generator
+        self._run_seed = run_seed
         self.step = 0
         """number of the step"""
 
@@ -40,7 +41,7 @@ class LayerDraws:
     def seeded(self, layer: str, micro: int) -> Iterator[None]:
         """Seeds the generator for a call of `layer`. Does not synchronize with the device."""
         state = self._generator.get_state()
-        self._generator.manual_seed(seed_of(self.step, micro, layer))
+        self._generator.manual_seed(seed_of(self._run_seed, self.step, micro, layer))
         try:
             yield
         finally:

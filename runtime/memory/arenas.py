@@ -65,7 +65,7 @@ class Arenas:
             self._refuse(place, limit)
         self.host_memory = host_memory or HostMemory(registered=device.type == "cuda")
         self._place: dict[str, tuple[torch.UntypedStorage, int, int]] = {}
-        self._progress = _Progress(sum(self.pool_bytes.values()), on_allocate)
+        self._allocated, self._on_allocate = 0, on_allocate
         try:
             for pool, buffers in pools.items():
                 storage = self._take(pool, [buffer.allocated for buffer in buffers])
@@ -122,9 +122,14 @@ class Arenas:
             storage = torch.zeros(
                 sum(parts), dtype=torch.uint8, device=self.device
             ).untyped_storage()
-            self._progress.add(sum(parts))
+            self._report(sum(parts))
             return storage
-        return self.host_memory.allocate(parts, self._progress.add)
+        return self.host_memory.allocate(parts, self._report)
+
+    def _report(self, size: int) -> None:
+        """Reports that `size` more bytes are allocated."""
+        self._allocated += size
+        self._on_allocate(self._allocated, sum(self.pool_bytes.values()))
 
     def tensor(
         self, buffer: str, dtype: torch.dtype, shape: tuple[int, ...], byte_offset: int = 0
@@ -175,15 +180,3 @@ class Arenas:
         """Unregisters and frees all pools."""
         self.host_memory.close()
         self._place = {}
-
-
-class _Progress:
-    """Adds up the bytes that are allocated, and reports them."""
-
-    def __init__(self, total: int, report: OnAllocate) -> None:
-        self._done, self._total, self._report = 0, total, report
-
-    def add(self, size: int) -> None:
-        """Adds `size` bytes."""
-        self._done += size
-        self._report(self._done, self._total)

@@ -50,11 +50,6 @@ class HostMemory:
         self.registrations = 0
         """Number of registrations so far."""
 
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes that are registered now."""
-        return sum(piece.nbytes for piece in self._registered)
-
     def allocate(
         self, parts: Sequence[int], progress: Callable[[int], None]
     ) -> torch.UntypedStorage:

@@ -30,11 +30,6 @@ class ReusablePinnedPool(HostMemory):
         self._used: list[int] = []
         """Used bytes of each region."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(region.nbytes for _, region in self._regions)
-
     def reserve(self, size: int) -> None:
         """Makes sure that there is a region of at least `size` bytes."""
         if not any(region.nbytes >= size for _, region in self._regions):

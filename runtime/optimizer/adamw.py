@@ -239,18 +239,6 @@ def update(
         "a kernel would write past the end of the shorter tensors"
     )
     fused = _fused(workers, *runs, (clip, torch.float32), (scale, torch.float32))
-
-    def tensors(
-        part: slice,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (
-            weights[part],
-            None if low is None else low[part],
-            moments[0, part],
-            moments[1, part],
-            gradient[part],
-        )
-
     if fused is not None:
         fused.adamw(weights, low, moments[0], moments[1], gradient, clip, scale, copy_to, scalars)
         return
@@ -274,7 +262,18 @@ def update(
             if stop is not None:
                 for tensor, before in zip(state, kept, strict=True):
                     before[:length] = tensor[part]
-            _update_block(*tensors(part), scratch[:, :length], wide[:length], scalars, clip, scale)
+            _update_block(
+                weights[part],
+                None if low is None else low[part],
+                moments[0, part],
+                moments[1, part],
+                gradient[part],
+                scratch[:, :length],
+                wide[:length],
+                scalars,
+                clip,
+                scale,
+            )
             if stop is not None:
                 for tensor, before in zip(state, kept, strict=True):
                     torch.where(stop, before[:length], tensor[part], out=tensor[part])

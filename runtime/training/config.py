@@ -54,7 +54,10 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             le=2**32 - 1,
-            description="seed for the order of the data and for random initial weights",
+            description=(
+                "seed for the order of the data, for random initial weights, and for routers that"
+                " draw experts at random"
+            ),
         ),
     ] = 0
     init: Annotated[

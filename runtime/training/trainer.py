@@ -38,10 +38,11 @@ from megatrain.runtime.training.callback import Callback, CallbackError, Evaluat
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.evaluating import evaluate
 from megatrain.runtime.training.interruption import Interruption
-from megatrain.runtime.training.learning_rate import (
-    HIGHEST_PRETRAINED_RATE,
-    PRETRAINED_RATE,
-    format_rate,
+from megatrain.runtime.training.notes import (
+    best_checkpoints_note,
+    epochs_note,
+    learning_rate_notes,
+    little_room_note,
 )
 from megatrain.runtime.training.opening import (
     BatchSource,
@@ -61,7 +62,6 @@ from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
-from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -268,6 +268,7 @@ class Trainer(TrainingRun):
             self.device,
             schedule=self.schedule,
             on_allocate=lambda done, total: self._notify("on_allocate", done, total),
+            seed=training.seed,
         ) as self.executor:
             self._load(buffers_alone=self._restore())
             self._note_little_room()
@@ -303,17 +304,13 @@ class Trainer(TrainingRun):
             )
 
     def _refuse_steps_that_are_done(self) -> None:
-        start = self._start
+        start, steps = self._start, self.config.training.steps
         done = self._checkpoints.steps() if self._checkpoints and start is not None else []
-        if (
-            done
-            and self.config.training.steps
-            and (least := done[-1] if start == "newest" else int(start or 0))
-            > self.config.training.steps
-        ):
+        least = done[-1] if done and start == "newest" else start
+        if done and steps and isinstance(least, int) and least > steps:
             raise UserError(
                 "training: steps",
-                found=self.config.training.steps,
+                found=steps,
                 allowed=f">= {least}, since that many steps are done already",
                 fix=f"train to a step after {least}",
             )
@@ -324,10 +321,10 @@ class Trainer(TrainingRun):
         Called before the data is tokenized, and again with `known` set when `settings` contain the
         data's digest. Both calls come before memory is allocated.
         """
-        start = self._start
-        if self._checkpoints is not None and start is not None:
-            step = None if start == "newest" else start
-            self._checkpoints.refuse(self.plan, self.config.optimizer, settings, step, known=known)
+        if self._checkpoints is not None and self._start is not None:
+            self._checkpoints.refuse(
+                self.plan, self.config.optimizer, settings, self._start, known=known
+            )
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
         data, held_out = self._data, self._evaluation_data
@@ -343,23 +340,10 @@ class Trainer(TrainingRun):
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._count_epochs(data)
-        self._notes += self._learning_rate()
+        self._notes += learning_rate_notes(self.config)
         self._settings = settings_of(self.config, data)
-        steps, evaluate, save = (
-            self.config.training.steps,
-            self.config.evaluation.every_steps,
-            self.config.saving.every_steps,
-        )
-        if self.config.saving.keep_best and save and held_out and save % (evaluate or steps):
-            evaluated = (
-                f"every {math.lcm(save, evaluate)} steps and after the last step"
-                if evaluate
-                else "only after the last step"
-            )
-            self._notes.append(
-                "keep_best chooses only among checkpoints with an evaluation at the same step:"
-                f" {evaluated}"
-            )
+        if held_out and (note := best_checkpoints_note(self.config)):
+            self._notes.append(note)
         return data, held_out
 
     def _count_epochs(self, data: BatchSource) -> None:
@@ -382,48 +366,21 @@ class Trainer(TrainingRun):
             steps = math.ceil(round(training.epochs * steps_per_epoch, 6))
             self.config = self.config.with_steps(max(1, steps))
         if rows:
-            steps = self.config.training.steps
-            text = f"{steps_per_epoch:,.1f}".removesuffix(".0")
-            self._notes.append(
-                f"{text} step{'s' * (text != '1')} an epoch; {steps:,}"
-                f" step{'s are' if steps > 1 else ' is'} {steps / steps_per_epoch:.2f} epochs"
-            )
-
-    def _learning_rate(self) -> list[str]:
-        """Returns the note on the learning rate, and a warning if it is high."""
-        schedule = self.config.schedule
-        notes = [f"learning rate {schedule}"]
-        high = (schedule.rate or 0) > HIGHEST_PRETRAINED_RATE
-        if high and self.config.training.init == "model":
-            notes.append(
-                f"warning: a learning rate of {format_rate(schedule.rate or 0)} can destroy what"
-                f" pretrained weights have learned; usual is {format_rate(PRETRAINED_RATE)} to"
-                f" {format_rate(2 * PRETRAINED_RATE)}"
-            )
-        return notes
+            self._notes.append(epochs_note(self.config.training.steps, steps_per_epoch))
 
     def _note_little_room(self) -> None:
         """Notes if the disk has less room than the run's checkpoints will need."""
         saving = self.config.saving
-        if self._checkpoints is None or not (saving.every_steps or saving.every_minutes):
-            return
-        size, free = checkpoint_bytes(self.executor), self._checkpoints.free_bytes()
-        # While one is written, those that it replaces are still there.
-        most = saving.keep_last + saving.keep_best + 1
-        if (most - len(self._checkpoints.steps())) * size > free:
-            self.note(
-                f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
-                f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
-                " --saving.keep_last 1 keeps fewer, and --save-every-minutes 0 saves none"
-            )
+        if self._checkpoints is not None and (saving.every_steps or saving.every_minutes):
+            size = checkpoint_bytes(self.executor)
+            if note := little_room_note(saving, self._checkpoints, size):
+                self.note(note)
 
     def _restore(self) -> bool:
         """Restores the checkpoint to resume from. Returns whether there is one."""
-        start = self._start
-        if self._checkpoints is None or start is None:
+        if self._checkpoints is None or self._start is None:
             return False
-        step = None if start == "newest" else start
-        run = self._checkpoints.restore(self.executor, self._settings, step)
+        run = self._checkpoints.restore(self.executor, self._settings, self._start)
         assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
             self._notify("on_load", layer.parameters)

@@ -117,3 +117,12 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, which gets an `s` unless the number is 1.
+
+    >>> counted(1, "row"), counted(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -9,6 +9,7 @@ buffer, one tensor after the other, each padded to a multiple of `ALIGNMENT` ele
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -94,6 +95,12 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         it zero.
         """
         return sum(tensor.padded for tensor in self.tensors)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The first element of each tensor in the flat buffer."""
+        ends = itertools.accumulate(tensor.padded for tensor in self.tensors)
+        return tuple(end - tensor.padded for tensor, end in zip(self.tensors, ends, strict=True))
 
 
 class Heads(NamedTuple):

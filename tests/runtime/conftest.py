@@ -76,6 +76,7 @@ class Session:
         weights: Weights,
         threads: dict[str, int],
         settings: AdamW,
+        seed: int,
     ) -> None:
         self.plan = plan
         self.executor = Executor(
@@ -85,6 +86,7 @@ class Session:
             torch.device("cpu"),
             schedule=schedule,
             threads=threads,
+            seed=seed,
         )
         self.state = self.executor.state
         try:
@@ -160,8 +162,9 @@ def session() -> Callable[..., Session]:
         weights: Weights | None = None,
         threads: dict[str, int] = ONE_THREAD,
         settings: AdamW = AdamW(max_norm=0.05, weight_decay=0.1),  # noqa: B008 - frozen
+        seed: int = 0,
     ) -> Session:
-        return Session(plan, schedule, weights or random_weights(0), threads, settings)
+        return Session(plan, schedule, weights or random_weights(0), threads, settings, seed)
 
     return make
 
@@ -181,6 +184,7 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
                 "dtype": "fp32",
                 "loss_chunk": 13,
                 "checkpoint_interval": 3,
+                "chunk_bytes": 2**20,
                 **changes,
             },
         )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatrain.runtime.calibration import calibrate as module
-from megatrain.runtime.calibration import contention
+from megatrain.runtime.calibration import contention, measured_costs
 from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
 from megatrain.runtime.calibration import microbenchmarks as rates
 from megatrain.runtime.calibration.profile_steps import StepProfile
@@ -49,6 +49,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
+    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
     plan = executable(vocabulary=300)
     messages: list[str] = []
@@ -280,11 +281,11 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
             bench, SimpleNamespace(measure=lambda _: {}), subject, plan.workload, turn
         )
     assert bench.process_growth == [4, 6]
-    assert module._process_bytes(bench.process_growth, cuda) == 5
-    assert module._process_bytes(bench.process_growth, torch.device("cpu")) == 0, (
+    assert measured_costs._process_bytes(bench.process_growth, cuda) == 5
+    assert measured_costs._process_bytes(bench.process_growth, torch.device("cpu")) == 0, (
         "on the CPU, the pools of the device are memory of the process too"
     )
-    assert module._process_bytes([], cuda) == 0
+    assert measured_costs._process_bytes([], cuda) == 0
 
 
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
@@ -307,12 +308,12 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     trial = StepProfile(
         schedule, [Timeline(name="measured", digest="", spans=spans)], [1.0], None, {}, 0, 0, 0
     )
-    assert module._waits(trial) == {"compute": [[1, 3, 5]], "h2d": [[7]]}
-    assert module._dispatch(module._waits(trial)) == {"compute": 3, "h2d": 7}
+    assert measured_costs._waits(trial) == {"compute": [[1, 3, 5]], "h2d": [[7]]}
+    assert measured_costs._dispatch(measured_costs._waits(trial)) == {"compute": 3, "h2d": 7}
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
-    assert module._curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == (
+    assert measured_costs.copy_curve([(100, 50), (200, 40), (400, 80), (800, 0)]) == (
         (100, 2.0),
         (200, 4.0),
         (400, 5.0),
@@ -322,10 +323,10 @@ def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:
 
 def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
     h2d, d2h = (
-        module._curve([(100, 10), (200, 9), (400, 30)]),
-        module._curve([(100, 11), (200, 12), (400, 33)]),
+        measured_costs.copy_curve([(100, 10), (200, 9), (400, 30)]),
+        measured_costs.copy_curve([(100, 11), (200, 12), (400, 33)]),
     )
-    curve = module._duplex([(100, 5), (200, 15), (400, 14)], h2d, d2h)
+    curve = measured_costs.duplex_curve([(100, 5), (200, 15), (400, 14)], h2d, d2h)
     assert curve == (
         (100, 10.0),
         (200, pytest.approx(200 / 15, rel=1e-4)),
@@ -354,6 +355,6 @@ def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
 
 
 def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
-    assert module._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
-    assert module._ascending([(100, 7)]) == ((100, 7), (200, 14))
-    assert module._ascending([(0, 7)]) == ((0, 7),)
+    assert measured_costs._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
+    assert measured_costs._ascending([(100, 7)]) == ((100, 7), (200, 14))
+    assert measured_costs._ascending([(0, 7)]) == ((0, 7),)

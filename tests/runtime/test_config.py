@@ -355,10 +355,13 @@ def test_evaluation_data_is_named_in_one_way(ways: dict[str, Any]) -> None:
 
 def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert DataOptions(cache="here").cache_folder == Path("here")
+    monkeypatch.delenv("MEGATRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert DataOptions().cache_folder == tmp_path / "megatrain" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert DataOptions().cache_folder == Path.home() / ".cache" / "megatrain" / "tokens"
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
+    assert DataOptions().cache_folder == tmp_path / "tokens"
 
 
 def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:

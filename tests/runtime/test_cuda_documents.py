@@ -255,8 +255,12 @@ def gradients(plan: Plan) -> tuple[float, torch.Tensor]:
     with opened(plan) as (executor, _):
         loss = executor.step(drawn(plan, 0), rate=0.0, number=1).loss
         flat = [
-            executor._binder._gradient(name, f"device.gradients:{name}")
-            for name in plan.model.stack
+            executor._arenas.flat(
+                buffer := f"device.gradients:{layer.name}",
+                executor._binder._dtype(buffer, layer.name),
+                layer.elements,
+            )
+            for layer in plan.model.stack.values()
         ]
         return loss, torch.cat([part.float() for part in flat])
 

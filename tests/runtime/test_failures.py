@@ -132,7 +132,7 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
     and no moment. Training goes on as if the step had not been tried.
     """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
-    plan = executable(policy)
+    plan = executable(policy, chunk_bytes=2**14)
 
     def state(running: Any) -> bytes:
         running.executor.flush_update()

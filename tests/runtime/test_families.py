@@ -89,6 +89,8 @@ KINDS = {
     "cohere2_moe": 3,
     "hy_v3": 2,
 }
+COMPILED = ("llama", "qwen3_moe", "deepseek_v3", "mistral", "qwen2", "qwen3", "nanochat")
+"""families of which the graphs are counted"""
 ROUTED = (
     "granitemoe",
     "gpt_oss",
@@ -112,7 +114,11 @@ ROUTED = (
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, "fp32") for family in FAMILIES), *others_nightly(FAMILIES, "bf16")],
+    [
+        *((family, "fp32") for family in FAMILIES),
+        # The test of saved models trains the sample in bf16.
+        *others_nightly(FAMILIES, "bf16", among=("llama", "gpt_oss")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_whole_model(
     run: Callable[..., Any], family: str, dtype: str
@@ -159,8 +165,10 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 # ---- routers
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", others_nightly(ROUTED))
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [*others_nightly(ROUTED, False), *others_nightly(ROUTED, True, among=("gpt_oss", "mixtral"))],
+)
 def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
     """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
     layer's graph is kept from the forward pass, and the others' are not.
@@ -227,10 +235,7 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        *((family, "bf16") for family in FAMILIES),
-        *(pytest.param(family, "fp32", marks=pytest.mark.nightly) for family in FAMILIES),
-    ],
+    [*others_nightly(FAMILIES, "bf16"), *others_nightly(FAMILIES, "fp32", among=())],
 )
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
@@ -297,7 +302,7 @@ def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
     config = config_of(model_of(family))
     whole, real = (
@@ -312,17 +317,11 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
         assert torch.equal(found[name], buffer), name
 
 
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-    "family",
+    ("family", "documents"),
     [
-        "llama",
-        "qwen3_moe",
-        "deepseek_v3",
-        *(
-            pytest.param(family, marks=pytest.mark.nightly)
-            for family in ("mistral", "qwen2", "qwen3", "nanochat")
-        ),
+        *others_nightly(COMPILED, False, among=("deepseek_v3",)),
+        *others_nightly(COMPILED, True, among=("qwen3_moe",)),
     ],
 )
 def test_compiled_there_is_one_graph_for_each_kind_of_layer(

@@ -77,8 +77,8 @@ def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
 
 def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage:
     if pool.startswith("host."):
-        return self.host_memory.allocate(parts, self._progress.add)
-    self._progress.add(sum(parts))
+        return self.host_memory.allocate(parts, self._report)
+    self._report(sum(parts))
     return torch.zeros(sum(parts), dtype=torch.uint8).untyped_storage()
 
 
@@ -143,7 +143,7 @@ def test_all_host_memory_is_registered_once_and_no_step_adds_to_it(
         assert (
             sum(registrar.now.values())
             == executor.allocated("host")
-            == executor._arenas.host_memory.registered_bytes
+            == sum(piece.nbytes for piece in executor._arenas.host_memory._registered)
         )
         calls = registrar.calls
         assert calls > 1 or not executor.allocated("host")

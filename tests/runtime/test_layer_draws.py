@@ -5,21 +5,25 @@ transformers with a generator that is seeded alike, and an evaluation draws noth
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from whole_models import drawn, model_of, scale_of, token_losses, whole_model
 
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.layer_draws import LayerDraws, seed_of
 from megatrain.runtime.layers.supported import refuse_unsupported
+from megatrain.runtime.training.config import Config
+from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Placement, Plan
 
-LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30}
+LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30, "chunk_bytes": 2**20}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -27,7 +31,7 @@ def test_every_plan_draws_the_same(
     executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
 ) -> None:
     """Layers recomputed, stored, or with their weights in slots: losses and weights have the same
-    bits.
+    bits. Another seed gives others.
     """
     plans = [
         executable(policy, model=model_of("phimoe"), accumulation=2, dtype=dtype, **LIMITS, **knobs)
@@ -39,9 +43,11 @@ def test_every_plan_draws_the_same(
     ]
     found = []
     for plan in plans:
-        with session(plan) as running:
+        with session(plan, seed=7) as running:
             found.append(running.bits())
     assert found[0] == found[1] == found[2]
+    with session(plans[0], seed=8) as running:
+        assert running.bits().results != found[0].results
 
 
 def test_each_step_draws_anew_and_the_same_when_it_is_repeated(run: Callable[..., Any]) -> None:
@@ -53,6 +59,45 @@ def test_each_step_draws_anew_and_the_same_when_it_is_repeated(run: Callable[...
         )
         assert first == again != second
         assert torch.equal(torch.get_rng_state(), before), "others draw what they would have drawn"
+
+
+def test_a_run_draws_by_its_own_seed_and_the_same_when_it_is_resumed(
+    executable: Callable[..., Plan], tmp_path: Path
+) -> None:
+    plan = executable("resident", model=model_of("phimoe"), dtype="fp32", **LIMITS)
+    whole_model(plan, config_of(plan.model)).save_pretrained(tmp_path / "model")
+
+    class Rows:
+        def step(self, number: int) -> list[Batch]:
+            return drawn(plan)
+
+    def weights(out: str, seed: int, steps: int, resume: Literal["newest"] | None = None) -> bytes:
+        config = Config.load(
+            None,
+            {
+                "training.steps": steps,
+                "training.seed": seed,
+                "schedule.kind": "constant",
+                "saving.every_steps": 1,
+                "saving.export": False,
+            },
+        )
+        Trainer(
+            plan,
+            tmp_path / "model",
+            Rows(),
+            config,
+            out=tmp_path / out,
+            resume=resume,
+            progress=False,
+            device=torch.device("cpu"),
+        ).fit()
+        (newest,) = sorted((tmp_path / out / "checkpoints").glob(f"*{steps}"))
+        return (newest / "state-00001.safetensors").read_bytes()
+
+    whole, other = weights("whole", 1, 2), weights("other", 2, 2)
+    weights("resumed", 1, 1)
+    assert weights("resumed", 1, 2, "newest") == whole != other
 
 
 def test_an_evaluation_draws_nothing_as_in_transformers(run: Callable[..., Any]) -> None:
@@ -69,10 +114,10 @@ def test_an_evaluation_draws_nothing_as_in_transformers(run: Callable[..., Any])
 
 
 def test_the_generator_gets_its_state_back_after_a_failure() -> None:
-    draws, before = LayerDraws(torch.device("cpu")), torch.get_rng_state()
+    draws, before = LayerDraws(torch.device("cpu"), 5), torch.get_rng_state()
     draws.step = 3
     with draws.seeded("1", 2):
-        assert torch.initial_seed() == seed_of(3, 2, "1")
+        assert torch.initial_seed() == seed_of(5, 3, 2, "1")
 
     def fails() -> None:
         with draws.seeded("1", 2):
@@ -83,14 +128,15 @@ def test_the_generator_gets_its_state_back_after_a_failure() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_draws_of_step_micro_batch_and_layer_differ() -> None:
+def test_draws_of_run_step_micro_batch_and_layer_differ() -> None:
     seeds = {
-        seed_of(step, micro, str(layer))
-        for step in range(30)
-        for micro in range(30)
-        for layer in range(30)
+        seed_of(run, step, micro, str(layer))
+        for run in range(10)
+        for step in range(10)
+        for micro in range(10)
+        for layer in range(10)
     }
-    assert len(seeds) > 26_990
+    assert len(seeds) > 9_990
 
 
 def test_what_is_drawn_is_no_dropout() -> None:

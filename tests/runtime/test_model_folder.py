@@ -450,7 +450,7 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
     """Loading uses at most one shard of memory besides the final state, and saving none. The fp32
-    model has 230 MB in shards of 36 MB, and mapped files count.
+    model has 130 MB in shards of 24 MB, and mapped files count.
     """
     plan = executable(
         hidden=640,
@@ -458,8 +458,8 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
         heads=10,
         kv_heads=10,
         head_dim=64,
-        layers=6,
-        vocabulary=16_000,
+        layers=4,
+        vocabulary=8_000,
         device_limit_bytes=2**40,
         host_limit_bytes=2**40,
     )
@@ -472,7 +472,7 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
             if (
                 shards[-1]
                 and sum(held.bytes for held in shards[-1].values()) + tensor.elements * 4
-                > 36_000_000
+                > 24_000_000
             ):
                 shards.append({})
             shards[-1][hub_name(layer.name, tensor.name)] = TensorSource.of(
@@ -484,8 +484,8 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
         write_tensors(tmp_path / "model" / f"model-{number}.safetensors", shard)[0]
         for number, shard in enumerate(shards, 1)
     ]
-    assert sum(sizes) > 200_000_000
-    assert max(sizes) < 42_000_000
+    assert sum(sizes) > 125_000_000
+    assert max(sizes) < 25_000_000
     (tmp_path / "model" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": names})
     )
@@ -511,5 +511,5 @@ def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
     assert found["peak"] <= found["final"] + max(sizes) + 2**26, (
         found
     )  # a few pieces of 16 MiB may be in progress
-    assert found["written"] > 100_000_000
+    assert found["written"] > 60_000_000
     assert found["writing"] < 2**23, found

@@ -29,7 +29,8 @@ def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
     model = ModelSpec.from_config(
         tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family
     )
-    plan = executable("overlapped", model=model, device_limit_bytes=2**30, host_limit_bytes=2**30)
+    limits = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30, "chunk_bytes": 2**20}
+    plan = executable("overlapped", model=model, **limits)
     drawn = random_weights(0)
 
     def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -41,12 +41,14 @@ biases, positions, parallel blocks, experts, latent and linear attention, state-
 scores without a fused kernel."""
 
 
-def others_nightly(families: Iterable[str], *values: Any) -> list[Any]:
-    """Returns parameters of a test: those outside of `SAMPLE` are marked as nightly.
+def others_nightly(
+    families: Iterable[str], *values: Any, among: Container[str] = SAMPLE
+) -> list[Any]:
+    """Returns parameters of a test: those outside of `among` are marked as nightly.
 
     Each parameter is a family, or a family and `values` if there are any.
     """
     return [
-        pytest.param(family, *values, marks=[] if family in SAMPLE else [pytest.mark.nightly])
+        pytest.param(family, *values, marks=[] if family in among else [pytest.mark.nightly])
         for family in families
     ]

@@ -285,7 +285,7 @@ def with_our_draws(model: Any, step: int = 1) -> Any:
             def seed(
                 _layer: object, _input: object, name: str, micro_batches: Iterator[int]
             ) -> None:
-                torch.manual_seed(seed_of(step, next(micro_batches), name))
+                torch.manual_seed(seed_of(0, step, next(micro_batches), name))
 
             layer.register_forward_pre_hook(
                 functools.partial(seed, name=str(index), micro_batches=micro_batches)

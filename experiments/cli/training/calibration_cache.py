@@ -19,8 +19,8 @@ from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.calibrate import calibrate
 from megatrain.runtime.calibration.presets import LARGE_DEVICE_BYTES
-from megatrain.runtime.files.user_cache import user_cache
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.optimizer import ADAMW

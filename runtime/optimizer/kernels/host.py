@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.atomic_files import AtomicWrite
 
 _SOURCE = Path(__file__).with_name("host.c")
@@ -208,7 +208,7 @@ def host_kernels() -> HostKernels | None:
     content = b"|".join([source, *map(str.encode, _FLAGS), _processor()])
     name = f"host-{hashlib.sha256(content).hexdigest()[:24]}.so"
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain"
+        folder = user_cache()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return _loaded(folder / name, compilers)
     except (OSError, RuntimeError) as problem:

@@ -126,15 +126,15 @@ def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
 def test_a_file_that_changes_while_it_is_read_is_refused(
     opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.runtime.data import opening
+    from megatrain.runtime.data import reading
 
     path = jsonl(BOTTOM)
-    tokenize = opening._tokenize
+    tokenize = reading._tokenize
 
     def slowly(*given: Any) -> None:
         tokenize(*given)
         path.write_text(path.read_text() + "\n")
 
-    monkeypatch.setattr(opening, "_tokenize", slowly)
+    monkeypatch.setattr(reading, "_tokenize", slowly)
     with pytest.raises(UserError, match="found files that changed while they were read"):
         opened(path)

@@ -1,4 +1,4 @@
-"""The user's cache folder of megatrain, for tokens and calibrations."""
+"""The user's cache folder of megatrain, for tokens, calibrations and compiled kernels."""
 
 from __future__ import annotations
 

@@ -1,0 +1,218 @@
+"""Makes a CostTable of the durations and bytes that calibration measured."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatrain.runtime import machine
+from megatrain.runtime.calibration.microbenchmarks import Rates
+from megatrain.runtime.calibration.profile_steps import StepProfile
+from megatrain.runtime.calibration.timing import rounded, spread
+from megatrain.simulator.hardware.machine import (
+    ATTENTION_EFFICIENCY,
+    ATTENTION_HALF_TOKENS,
+    CostTable,
+    Curve,
+    Workspace,
+)
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+_MARGIN_BYTES = 2**21
+"""A small block of PyTorch's allocator."""
+OPTIMIZER_KINDS = ("update", "norm", "clip", "update_ratios")
+Samples = dict[tuple[str, str | int], list[int]]
+"""Durations in ns, by key of the cost table and size or shape."""
+
+
+class GridPoint(NamedTuple):
+    """Measurements of one model at one workload of the grid."""
+
+    shape: str
+    """Shapes of the model and the workload: the key in the cost table."""
+    tokens: int
+    """Tokens in a micro-batch."""
+    saved_bytes: int
+    """Bytes of the activations of one decoder layer."""
+    workspace: Workspace | None
+    """Device memory besides the pools; None without CUDA."""
+
+
+def cost_table(
+    samples: Samples,
+    amounts: Mapping[tuple[str, str | int], int],
+    process_growth: Sequence[int],
+    rates: Rates,
+    together: StepProfile,
+    points: list[GridPoint],
+    loss_chunk: int,
+    device: torch.device,
+) -> CostTable:
+    """Returns the cost table: the median of each measurement, and its spread.
+
+    Args:
+        samples: Durations in ns.
+        amounts: The amount of work that the duration of a compute op is proportional to, by key.
+        process_growth: Bytes that the process took besides its pools, in each run of the CPU
+            optimizer.
+        rates: The rates that do not depend on a model.
+        together: Steps with all lanes.
+        points: Measurements at the workloads of the grid.
+        loss_chunk: Tokens that the head computes at a time.
+        device: The device that was measured.
+    """
+    curves: dict[str, list[tuple[int, int]]] = {
+        kind: list(points) for kind, points in rates.copies.items()
+    }
+    compute: dict[str, dict[str, tuple[int, int]]] = {}
+    overhead = [
+        round(seconds * 1e9) - timeline.makespan_ns
+        for seconds, timeline in zip(together.seconds, together.timelines, strict=True)
+    ]
+    waits, lanes = _waits(together), rates.contention
+    spreads = rates.spread | {
+        f"dispatch_ns.{lane}": spread([statistics.median(step) for step in steps])
+        for lane, steps in waits.items()
+    }
+    spreads["step_overhead_ns"] = spread(overhead)
+    for (kind, size), durations in sorted(samples.items(), key=_by_number):
+        typical = round(statistics.median(durations))
+        if isinstance(size, str):
+            compute.setdefault(kind, {})[size] = (amounts[kind, size], typical)
+        else:
+            curves.setdefault(kind, []).append((size, typical))
+        spreads[f"{kind} {size}"] = spread(durations)
+    return CostTable(
+        measured_on=str(machine.describe(device)["device"]),
+        date=time.strftime("%Y-%m-%d"),
+        curves={kind: _ascending(points) for kind, points in curves.items()},
+        compute=compute,
+        loss_chunk=loss_chunk,
+        activations={
+            point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace
+        },
+        workspace={point.shape: point.workspace for point in points if point.workspace},
+        contention=lanes.kept,
+        turns=lanes.turns,
+        fixed=rates.fixed,
+        process_bytes=_process_bytes(process_growth, device),
+        dispatch_ns=_dispatch(waits),
+        spread=spreads,
+        step_overhead_ns=max(round(statistics.median(overhead)), 0),
+    )
+
+
+def _process_bytes(grown: Sequence[int], device: torch.device) -> int:
+    """Returns the median of `grown`. The result is 0 without CUDA, because `grown` would include
+    the device pools.
+    """
+    return round(statistics.median(grown)) if grown and device.type == "cuda" else 0
+
+
+def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:
+    """Returns a key that sorts by number: 3x512 before 12x512."""
+    return [
+        digits.zfill(20) if digits.isdigit() else digits
+        for digits in re.split(r"(\d+)", " ".join(map(str, sample[0])))
+    ]
+
+
+def workspace(profile: StepProfile) -> Workspace:
+    """Returns the measured workspace plus a margin, because memory must not be under-predicted. The
+    peak of 36 layers was 1.0 MiB of 11.9 GiB higher than that of 3 layers.
+    """
+    peaks, margin = profile.peaks, profile.saved_bytes // 200 + _MARGIN_BYTES
+    layer = max(peaks[kind] for kind in ("forward", "recompute", "backward")) - profile.saved_bytes
+    head = max(peaks[kind] for kind in ("embed", "head", "embed_backward"))
+    update = max((peaks[kind] for kind in OPTIMIZER_KINDS if kind in peaks), default=0)
+    return Workspace(layer=max(layer, 0) + margin, head=head + margin, update=update + margin)
+
+
+def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns the points in ascending order of size. If there is only one, and its size is not 0, a
+    second point of twice the size and duration is added, so that the curve is a rate.
+    """
+    ordered = sorted(points)
+    if len(ordered) == 1 and ordered[0][0] > 0:
+        size, duration = ordered[0]
+        return (ordered[0], (2 * size, 2 * duration))
+    return tuple(ordered)
+
+
+def _waits(measured: StepProfile) -> dict[str, list[list[int]]]:
+    """Returns how long ops waited although they were ready, in ns, by lane and step. An op is ready
+    when its lane is free and its dependencies have ended.
+    """
+    waits: dict[str, list[list[int]]] = {lane: [] for lane in measured.schedule.lanes}
+    for timeline in measured.timelines:
+        free = dict.fromkeys(measured.schedule.lanes, 0)
+        for steps in waits.values():
+            steps.append([])
+        for op in measured.schedule.ops:
+            span = timeline.by_op[op.id]
+            ready = max([free[op.lane], *(timeline.by_op[other].end_ns for other in op.after)])
+            waits[op.lane][-1].append(max(span.start_ns - ready, 0))
+            free[op.lane] = span.end_ns
+    return waits
+
+
+def _dispatch(waits: dict[str, list[list[int]]]) -> dict[str, int]:
+    """Returns the median wait of each lane over all steps, in ns."""
+    return {
+        lane: round(statistics.median(itertools.chain(*steps))) for lane, steps in waits.items()
+    }
+
+
+def linear_efficiency(
+    table: CostTable, rates: Rates, model: ModelSpec, workload: Workload
+) -> float:
+    """Returns the rate of matrix products in a decoder layer, relative to that of a single large
+    product.
+
+    It is chosen such that the datasheet's formula, with the usual efficiency of attention, gives
+    the measured time of the layer's forward. At least half of that time counts as matrix products,
+    even if the other terms of the formula take more, as on a CPU.
+    """
+    layer = model.decoders[0]
+    work = model.work("forward", layer.name, workload)
+    seconds = table.compute["forward"][f"{layer.signature}/{workload.shape}"][1] / 1e9
+    rest = work.moved_bytes / rates.device_bytes_per_s
+    rest += (
+        work.attention_flops
+        * (1 + ATTENTION_HALF_TOKENS / workload.sequence)
+        / (ATTENTION_EFFICIENCY * rates.matmul_flops)
+    )
+    return min(1.0, work.linear_flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
+
+
+def copy_curve(points: list[tuple[int, int]]) -> Curve:
+    """Returns pairs of bytes and GB/s from pairs of bytes and ns. If noise made a copy faster than
+    a smaller one, it counts as equally long.
+    """
+    longest, curve = 0.0, []
+    for size, duration in points:
+        rate = rounded(size / max(duration, 1))
+        curve.append((size, min(rate, size / longest) if longest else rate))
+        longest = size / curve[-1][1]
+    return tuple(curve)
+
+
+def duplex_curve(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
+    """Returns pairs of bytes and GB/s of each direction while both are busy. A rate is at most that
+    of the faster direction alone.
+    """
+    alone = {size: max(dict(h2d)[size], dict(d2h)[size]) for size, _ in both}
+    return tuple((size, min(rate, alone[size])) for size, rate in copy_curve(both))
+
+
+def rate_at_the_end(points: tuple[tuple[int, int], ...]) -> float:
+    """Returns the rate per second at the largest size."""
+    size, duration = points[-1]
+    return size / (duration / 1e9)

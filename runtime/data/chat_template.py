@@ -1,0 +1,154 @@
+"""Renders conversations with the chat template of a tokenizer, and shows which text of the output
+belongs to which message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import msgspec
+
+from megatrain.runtime.data import tool_calls
+from megatrain.runtime.data.columns import Conversation
+from megatrain.runtime.data.marked_template import Captured, MarkedTemplate, marked_template
+from megatrain.runtime.data.marks import MARK, Rendering, numbered, unmarked, written_loops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that have its thoughts."""
+UNSHOWN = (
+    "the chat template does not show which text belongs to which message; {% generation %} in it"
+    " would mark the text that the model generates"
+)
+_CHANGED = (
+    "the chat template changes the text of messages after {{% {} %}} took it; {{% generation %}}"
+    " in it would mark the text that the model generates"
+)
+
+
+class Undetermined(Exception):
+    """Raised if it is unclear which text of a conversation the model generates, with the reason."""
+
+
+class ChatTemplate:
+    """The chat template of `tokenizer`, which must have one, as it is and with marks."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def render(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        source: str | None = None,
+        *,
+        prompt: bool = False,
+    ) -> str:
+        """Returns the output of the template, or of `source`.
+
+        Raises Undetermined for every error of the template, which may depend on the conversation.
+        """
+        tools: Any = conversation.tools
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=source,
+                **conversation.arguments,
+            )
+        except Exception as error:
+            raise Undetermined(
+                f"the chat template reports: {' '.join(str(error).split()) or type(error).__name__}"
+            ) from None
+        return text
+
+    def marked_source(
+        self, conversation: Conversation, *, items: bool = True, captured: Captured = "marked"
+    ) -> MarkedTemplate:
+        """Returns the template with marks (`marked_template`)."""
+        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        return marked_template(source, items=items, captured=captured)
+
+    def checked(
+        self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool
+    ) -> Rendering:
+        """Renders the marked template. Raises Undetermined if marks would change the text."""
+        if MARK.encode() in msgspec.json.encode(
+            [messages, conversation.tools, conversation.arguments]
+        ):
+            raise Undetermined("a message contains U+FDD1, which is not a character of text")
+        return self.marked(conversation, messages, items=items)
+
+    def marked(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        *,
+        items: bool = True,
+        prompt: bool = False,
+    ) -> Rendering:
+        """Renders the marked template, and removes the marks from its output.
+
+        Raises Undetermined if marks would change the text.
+        """
+        template = self.marked_source(conversation, items=items)
+        given = numbered(messages) if items else messages
+        if template.exact:
+            rendering = unmarked(self.render(conversation, given, template.source, prompt=prompt))
+            assert rendering is not None, "nothing changes these marks"
+            return rendering
+        plain = self.render(conversation, messages, prompt=prompt)
+        why = ""
+        for captured in get_args(Captured):
+            template = self.marked_source(conversation, items=items, captured=captured)
+            try:
+                marked = self.render(conversation, given, template.source, prompt=prompt)
+            except Undetermined:  # the template takes exception to the marks
+                continue
+            found = unmarked(marked)
+            # A block may take text only to look at it, such as a macro that says whether there are
+            # calls. Then it needs no marks.
+            if (
+                found is not None
+                and found.text == plain
+                and (captured != "unmarked" or not (why or _astray(messages, found)))
+            ):
+                return found
+            loops = [loop for loop in written_loops(marked) if loop in template.captures]
+            why = why or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
+        raise Undetermined(why or UNSHOWN)
+
+
+def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
+    """Whether text of a message is written only where other messages should be."""
+    turns = {
+        number: [rendering.text[begin:end] for begin, end in spans]
+        for number, spans in rendering.messages.items()
+        if messages[number]["role"] == "assistant"
+    }
+    between, end = [], 0
+    for span in sorted(span for number in turns for span in rendering.messages[number]):
+        between.append(rendering.text[end : span.begin])
+        end = span.end
+    between.append(rendering.text[end:])
+    for number, message in enumerate(messages):
+        allowed = turns.get(number, []) if message["role"] == "assistant" else between
+        for text in _texts(message):
+            if text in rendering.text and not any(text in place for place in allowed):
+                return True
+    return False
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """Returns the texts of a message: its words, its thoughts and the names of its calls."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    found += [message.get(key) for key in THOUGHTS]
+    found += [tool_calls.function(call).get("name") for call in tool_calls.calls(message)]
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]

@@ -1,0 +1,327 @@
+"""Reads sources as tokenized documents, from the cache if they are there. Without a tokenizer, text
+is read as bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from megatrain.runtime.data import byte_level
+from megatrain.runtime.data.bad_rows import BadRows, describe_bad_rows
+from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
+from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_columns
+from megatrain.runtime.data.documents import TARGET, Documents
+from megatrain.runtime.data.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.mixture import joined
+from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.sources import DataSource
+from megatrain.runtime.data.tokenize import (
+    Encoder,
+    load_tokenizer,
+    read_chat_template,
+    tokenizer_digest,
+)
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import printable
+from megatrain.simulator.base.units import counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Note = Callable[[str], None]
+_FORMAT = 5
+"""Version of the tokenization. It is part of the cache's key."""
+_LOOKED_AT = 100
+"""Number of rows from which the layout is recognized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedData:
+    """The documents of one or several sources, before they are packed."""
+
+    sources: list[DataSource]
+    """The files of each source."""
+    summaries: list[TokenSummary]
+    """What was found in each source; empty if there is no tokenizer."""
+    starts: list[int]
+    """Index of the first token of each source in the tokens of `documents`."""
+    documents: Documents
+    """The documents of all sources."""
+
+
+class SourceReader:
+    """Reads files as documents, with the model's tokenizer."""
+
+    def __init__(
+        self, options: DataOptions, folder: Path | None, vocabulary: int, on_note: Note
+    ) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            options: the options of the run.
+            folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
+            vocabulary: number of rows of the model's embedding.
+            on_note: receives lines for the user.
+
+        Raises UserError if the tokenizer cannot be loaded.
+        """
+        self._options, self._folder = options, folder
+        self._vocabulary, self._on_note = vocabulary, on_note
+        self.tokenizer = (
+            load_tokenizer(
+                folder,
+                chat_template=options.chat_template,
+                trust_remote_code=options.trust_remote_code,
+            )
+            if folder
+            else None
+        )
+        """The tokenizer, or None to read text as bytes."""
+
+    def read(self, sources: list[DataSource]) -> TokenizedData:
+        """Returns the documents of all `sources`."""
+        found = [self._documents(source) for source in sources]
+        parts = [documents for documents, _ in found]
+        return TokenizedData(
+            sources=sources,
+            summaries=[summary for _, summary in found if summary is not None],
+            starts=list(itertools.accumulate((len(part.tokens) for part in parts[:-1]), initial=0)),
+            documents=joined(parts, sources),
+        )
+
+    def _documents(self, source: DataSource) -> tuple[Documents, TokenSummary | None]:
+        """Returns the documents of `source`, from the cache if they are there, and their summary.
+
+        Without a tokenizer, the documents are bytes, and there is no summary.
+        """
+        which = f", split {source.split}" if source.split else ""
+        left_out = f"; not read: {source.left_out}" if source.left_out else ""
+        self._on_note(
+            f"data {source.path}: {source.kind},"
+            f" {counted(len(source.files), 'file')}{which}{left_out}"
+        )
+        if self.tokenizer is None or self._folder is None:
+            return _as_bytes(source, self._folder, self._vocabulary, self._on_note), None
+        documents, summary, state = self._tokenized(source, self._folder, self.tokenizer)
+        self._on_note(f"recognized: {summary.layout}")
+        empty = f", {summary.empty:,} without text" if summary.empty else ""
+        self._on_note(
+            f"{counted(summary.rows, 'row')}{empty}, {counted(len(documents), 'document')},"
+            f" {counted(documents.total, 'token')}; {state}"
+        )
+        if summary.bad:
+            if self._options.strict:
+                raise _stopped(summary.shown[0][0])
+            self._on_note(describe_bad_rows(summary.bad, summary.shown))
+        for layout, count in summary.elsewhere.items():
+            self._on_note(
+                f"{count:,} of these have the columns of {layout}; all rows are read with the"
+                " layout of the first rows, or with that of --columns"
+            )
+        if summary.largest_id >= self._vocabulary:
+            raise UserError(
+                f"model: vocabulary, for data {source.path}",
+                found=self._vocabulary,
+                allowed=f">= {summary.largest_id + 1}, the largest token id + 1",
+                fix="use the model's own tokenizer",
+            )
+        return documents, summary
+
+    def _tokenized(
+        self, source: DataSource, folder: Path, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[Documents, TokenSummary, str]:
+        """Returns documents, their summary, and a phrase on whether they came from the cache."""
+        key = _key(source, self._options, folder, tokenizer)
+        stored, state = load(self._options.cache_folder, key), "tokens from the cache"
+        if stored is None:
+            layout = Layout("text", ()) if source.kind == "text" else _layout(source, self._options)
+            largest = max(tokenizer.get_vocab().values(), default=0)
+            _tokenize(
+                source,
+                Encoder(
+                    tokenizer, layout, self._options.loss, str(folder), self._options.chat_template
+                ),
+                self._options,
+                key,
+                largest,
+            )
+            if _key(source, self._options, folder, tokenizer) != key:
+                raise UserError(
+                    f"data {source.path}",
+                    found="files that changed while they were read",
+                    allowed="files that do not change",
+                    fix="start again",
+                )
+            stored, state = load(self._options.cache_folder, key), "tokenized now, and cached"
+            if stored is None:
+                raise UserError(
+                    f"cache {self._options.cache_folder}",
+                    found="a file whose content is not what was written",
+                    allowed="a working disk",
+                    fix="choose another folder with --data-cache",
+                )
+        return (*stored, state)
+
+
+def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
+    """Returns text as bytes. Raises UserError for data that need a tokenizer."""
+    if source.kind != "text":
+        raise UserError(
+            f"tokenizer {folder or 'of the model'}",
+            found="none",
+            allowed=f"one in the model's folder, for {source.kind} data",
+            fix=(
+                "copy the model's tokenizer files there, or give plain text, which is read as bytes"
+                " without a tokenizer"
+            ),
+        )
+    documents = byte_level.byte_documents(source, vocabulary)
+    on_note(
+        f"text is read as bytes, at most {byte_level.MOST_BYTES:,}, because the model's folder has"
+        " no tokenizer"
+    )
+    on_note(f"{counted(len(documents), 'document')}, {counted(documents.total, 'token')}")
+    return documents
+
+
+def _layout(source: DataSource, options: DataOptions) -> Layout:
+    """Returns the layout of the first row that has one.
+
+    Raises UserError if none of the first rows has a layout.
+    """
+    looked_at = list(itertools.islice(rows(source), _LOOKED_AT))
+    found: set[str] = set()
+    for row in looked_at:
+        if isinstance(row, TextRow) and isinstance(row.value, dict):
+            layout = recognize(row.value.keys(), options.columns)
+            if layout:
+                return layout
+            found |= row.value.keys()
+    if not looked_at:
+        raise _nothing(source, "no rows")
+    if all(isinstance(row, BadRow) for row in looked_at):
+        raise (
+            _stopped(str(looked_at[0]))
+            if options.strict
+            else _nothing(
+                source,
+                f"no row that can be read, the first {looked_at[0]}",
+                "at least one row without such a mistake",
+            )
+        )
+    raise unknown_columns(f"data {source.path}", found, options.columns)
+
+
+def _tokenize(
+    source: DataSource, encoder: Encoder, options: DataOptions, key: str, largest: int
+) -> None:
+    """Tokenizes `source` and writes the tokens to the cache, under `key`.
+
+    Raises UserError if no row can be used, and if `options.strict` is set for the first bad row.
+    """
+    count = empty = largest_id = 0
+    bad = BadRows()
+    elsewhere: Counter[str] = Counter()
+    dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
+    layout = encoder.layout
+    with CacheWriter(options.cache_folder, key, dtype) as writer:
+        for found in encoder.encode(rows(source, layout.columns)):
+            if found is None:
+                count, empty = count + 1, empty + 1
+            elif isinstance(found, BadRow):
+                if options.strict:
+                    raise _stopped(str(found))
+                count += 1
+                bad.add(found)
+                elsewhere.update([found.layout] if found.layout else [])
+            else:
+                ids, closes = found
+                count += closes
+                largest_id = max(largest_id, int((ids & np.uint32(TARGET - 1)).max(initial=0)))
+                writer.add(ids, closes=closes)
+        if not writer.documents:
+            reasons = "; ".join(row for row, _ in bad.shown)
+            if reasons:
+                raise _nothing(
+                    source,
+                    f"no row that can be used, the first {reasons}",
+                    "at least one row without such a mistake",
+                )
+            raise _nothing(source, "no text" if count else "no rows")
+        known = TokenSummary(
+            layout=encoder.describe(),
+            flagged=encoder.flagged,
+            whole=layout.name != "text",
+            largest_id=largest_id,
+            rows=count,
+            bad=bad.count,
+            shown=bad.shown,
+            empty=empty,
+            templated=encoder.templated,
+            elsewhere=dict(elsewhere),
+        )
+        writer.finish(known)
+
+
+def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: object) -> str:
+    """Returns the digest of everything that the tokens depend on, as the key of the cache.
+
+    A file is identified by its path, its size, and the times at which its content and its inode
+    changed. The latter is needed because `cp -p` sets the former.
+    """
+    import tokenizers
+    import transformers
+
+    try:
+        files = [
+            (printable(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            for file in source.files
+            if (status := file.stat())
+        ]
+    except OSError as error:
+        raise UserError(
+            f"data {source.path}",
+            found=str(error.strerror).lower(),
+            allowed="files that do not change",
+            fix="check the path",
+        ) from None
+    template = read_chat_template(options.chat_template) if options.chat_template else ""
+    parts = (
+        _FORMAT,
+        source.kind,
+        files,
+        options.columns,
+        options.loss,
+        template,
+        tokenizer_digest(folder, tokenizer),
+        transformers.__version__,
+        tokenizers.__version__,
+        [layout.columns for layout in LAYOUTS],
+    )
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _stopped(row: str) -> UserError:
+    """Returns the error for a bad row with `strict`."""
+    return UserError(
+        f"bad row {row.partition(': ')[0]}",
+        found=row.partition(": ")[2],
+        allowed="rows that can be used",
+        fix="correct the row, or run without --strict",
+    )
+
+
+def _nothing(
+    source: DataSource, found: str, allowed: str = "at least one row with text"
+) -> UserError:
+    """Returns the error for data without a usable row."""
+    return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")

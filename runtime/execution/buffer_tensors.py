@@ -1,0 +1,88 @@
+"""The tensors of a schedule's buffers, with the shapes and dtypes in which ops use them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.runtime.layers.attention import Attention
+from megatrain.runtime.layers.functional_layers import layer_tensors
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.simulator.model.optimizer import find
+from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.schedule.plan import Plan
+
+
+class BufferTensors:
+    """The tensors of the buffers of `schedule` in `arenas`. They are views: nothing is copied."""
+
+    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas) -> None:
+        self.plan, self.schedule, self.arenas = plan, schedule, arenas
+        self.dtype = TORCH_DTYPE[plan.workload.dtype]
+        self._optimizer = find(plan.workload.optimizer)
+
+    def tokens(self, micro: int) -> torch.Tensor:
+        """Returns the tokens of a micro-batch on the device: int64, [2 or 3, batch, sequence]. The
+        rows are ids, labels and, if the workload has documents, document numbers.
+        """
+        work = self.plan.workload
+        return self.arenas.tensor(
+            self.schedule.state["tokens", str(micro)],
+            torch.int64,
+            (work.token_rows, work.batch, work.sequence),
+        )
+
+    def _dtype(self, buffer: str, layer: str) -> torch.dtype:
+        """Returns the dtype in which `buffer` holds the data of `layer`."""
+        return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
+
+    def _hidden(self, buffer: str) -> torch.Tensor:
+        """Returns hidden states, or their gradient: [batch, sequence, carried] in the compute
+        dtype. `ModelSpec.carried` is the hidden size of most models.
+        """
+        work = self.plan.workload
+        return self.arenas.tensor(
+            buffer, self.dtype, (work.batch, work.sequence, self.plan.model.carried)
+        )
+
+    def _attention(self, layer: str, buffer: str) -> Attention:
+        """Returns the saved attention output of `layer` in `buffer`, [batch, sequence, heads, head
+        size], and its log-sum-exp, [batch, heads, sequence] fp32.
+        """
+        model, work = self.plan.model, self.plan.workload
+        part = model.kept_attention(layer, work.tokens, work.dtype)
+        heads = part.log_sum_exp // (4 * work.tokens)
+        size = part.output // (heads * work.tokens * self.dtype.itemsize)
+        return Attention(
+            self.arenas.tensor(buffer, self.dtype, (work.batch, work.sequence, heads, size)),
+            self.arenas.tensor(
+                buffer, torch.float32, (work.batch, heads, work.sequence), part.offset
+            ),
+        )
+
+    def _weights(self, layer: str, buffer: str) -> dict[str, torch.Tensor]:
+        """Returns the weights of `layer` in `buffer` by tensor name."""
+        return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
+
+    def _elements(self, buffer: str, op: Op) -> torch.Tensor:
+        """Returns the parameters of `op` as a vector. `buffer` holds a whole layer or one chunk."""
+        dtype, first = (
+            self._dtype(buffer, op.layer),
+            0 if self.schedule.buffer[buffer].chunk else op.offset,
+        )
+        return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
+
+    def _moments(self, buffer: str, op: Op) -> torch.Tensor:
+        """Returns all moments of the parameters of `op`, [moments, parameters] fp32. `buffer`
+        holds a whole layer or one chunk.
+        """
+        count = self._optimizer.moments
+        if self.schedule.buffer[buffer].chunk:
+            return self.arenas.tensor(buffer, torch.float32, (count, op.parameters))
+        elements = self.plan.model.stack[op.layer].elements
+        return self.arenas.tensor(buffer, torch.float32, (count, elements))[
+            :, op.offset : op.offset + op.parameters
+        ]
+
+    def _floats(self, buffer: str) -> torch.Tensor:
+        """Returns a whole buffer of losses, norms or clipping factors, as fp32."""
+        return self.arenas.flat(buffer, torch.float32, self.schedule.buffer[buffer].bytes // 4)

@@ -1,0 +1,76 @@
+"""Lines for the user that follow from the settings of a run: its learning rate, its epochs, and the
+checkpoints that it keeps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.training.config import Config, Saving
+from megatrain.runtime.training.learning_rate import (
+    HIGHEST_PRETRAINED_RATE,
+    PRETRAINED_RATE,
+    format_rate,
+)
+from megatrain.simulator.base.units import format_bytes
+
+
+def epochs_note(steps: int, steps_per_epoch: float) -> str:
+    """Returns how many steps an epoch has, and how many epochs `steps` are."""
+    text = f"{steps_per_epoch:,.1f}".removesuffix(".0")
+    return (
+        f"{text} step{'s' * (text != '1')} an epoch; {steps:,}"
+        f" step{'s are' if steps > 1 else ' is'} {steps / steps_per_epoch:.2f} epochs"
+    )
+
+
+def learning_rate_notes(config: Config) -> list[str]:
+    """Returns the learning rate, and a warning if it is high."""
+    schedule = config.schedule
+    notes = [f"learning rate {schedule}"]
+    high = (schedule.rate or 0) > HIGHEST_PRETRAINED_RATE
+    if high and config.training.init == "model":
+        notes.append(
+            f"warning: a learning rate of {format_rate(schedule.rate or 0)} can destroy what"
+            f" pretrained weights have learned; usual is {format_rate(PRETRAINED_RATE)} to"
+            f" {format_rate(2 * PRETRAINED_RATE)}"
+        )
+    return notes
+
+
+def best_checkpoints_note(config: Config) -> str:
+    """Returns which checkpoints `keep_best` can choose, if not all of them are evaluated. Otherwise
+    returns an empty string.
+    """
+    steps, evaluate, save = (
+        config.training.steps,
+        config.evaluation.every_steps,
+        config.saving.every_steps,
+    )
+    if not (config.saving.keep_best and save and save % (evaluate or steps)):
+        return ""
+    evaluated = (
+        f"every {math.lcm(save, evaluate)} steps and after the last step"
+        if evaluate
+        else "only after the last step"
+    )
+    return (
+        f"keep_best chooses only among checkpoints with an evaluation at the same step: {evaluated}"
+    )
+
+
+def little_room_note(saving: Saving, checkpoints: Checkpoints, size: int) -> str:
+    """Returns a warning if the disk has less room than the run's checkpoints of `size` bytes will
+    need. Otherwise returns an empty string.
+    """
+    free = checkpoints.free_bytes()
+    # While one is written, those that it replaces are still there.
+    most = saving.keep_last + saving.keep_best + 1
+    if (most - len(checkpoints.steps())) * size <= free:
+        return ""
+    return (
+        f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
+        f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
+        " --saving.keep_last 1 keeps fewer, and --save-every-minutes 0 saves none"
+    )
