@@ -20,7 +20,14 @@ link_latency_ns and cpu_update_per_s. From costs.contention: duplex_fraction.
 From costs.compute: linear_efficiency. Bytes are counted and have no spread either.
 attention_efficiency and attention_half_tokens are those of an H200 and were not measured here.
 uncertainty is an assumption, and applies to predictions that use the rates only."""
+_CORRECTED = (
+    """The machine of a plan, corrected by `{command}`, which measured the operations of a run."""
+)
 _COMMENTS = {
+    "corrections": (
+        "Measured divided by predicted duration, by KIND@LANE, by lane for other kinds on it, and\n"
+        "`all` for other lanes."
+    ),
     "h2d_curve": "[bytes of a copy, GB/s], to the device (h2d) and to the host (d2h)",
     "duplex_curve": "[bytes of a copy, GB/s of each direction while both are busy]",
     "peak_tflops": "Speed of a large matrix product in 10^12 FLOP/s, by dtype.",
@@ -76,14 +83,16 @@ _COMMENTS = {
 
 
 def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
-    """Writes `hardware`, measured by `command`, to the file `path` in one atomic operation.
+    """Writes `hardware`, measured or corrected by `command`, to the file `path` in one atomic
+    operation.
 
     Empty fields are left out. `HardwareSpec.load` returns an equal value.
     """
     content = _without_empty(msgspec.to_builtins(hardware))
     if "costs" in content:
         content["costs"] = _without_empty(content["costs"])
-    write_toml(path, content, _HEADING.format(command=command), _COMMENTS)
+    heading = _CORRECTED if hardware.corrections else _HEADING
+    write_toml(path, content, heading.format(command=command), _COMMENTS)
 
 
 def _without_empty(table: dict[str, Any]) -> dict[str, Any]:

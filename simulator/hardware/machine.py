@@ -336,6 +336,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time from an op being ready to its start, by lane."""
     costs: CostTable | None = None
     """The calibration of this machine, used in place of the rates above. None for a datasheet."""
+    corrections: dict[str, float] = {}
+    """Measured divided by predicted duration of a run's ops, as `megatrain train --adapt` found it,
+    by `KIND@LANE`, by lane for other kinds on it, and `all` for other lanes."""
     cost_model: str = ""
     """A cost model from outside the package, used in place of the built-in ones: the name that an
     installed package gives it (`megatrain.cost_models`), or the path of a `.py` file."""
@@ -392,6 +395,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     fix="correct the curve",
                 )
         _check_lanes(where, self.contention, self.dispatch_ns)
+        for key, factor in self.corrections.items():
+            _known(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
+            _within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
 
     @classmethod
     def load(cls, source: str) -> HardwareSpec:
