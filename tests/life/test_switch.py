@@ -43,6 +43,13 @@ def rows(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+def adapting(place: Path) -> None:
+    """Makes the machine of the plan one with which `--adapt` always switches."""
+    write_machine(place)
+    plan = place / "double_buffer.toml"
+    plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "counted.toml"'))
+
+
 @pytest.fixture(scope="module")
 def straight(driver: Any, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of a run that was never disturbed. Tests must not change it."""
@@ -65,9 +72,7 @@ def straight(driver: Any, prepared: Path, tmp_path_factory: pytest.TempPathFacto
 def test_a_run_that_is_killed_in_a_switch_continues_with_the_same_bits(
     driver: Any, workplace: Path, straight: Path, moment: str, leftovers: Any
 ) -> None:
-    write_machine(workplace)
-    plan = workplace / "double_buffer.toml"
-    plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "counted.toml"'))
+    adapting(workplace)
     at = (*MOMENTS[moment], "SIGKILL")
     killed = driver.run(workplace, *TRAIN, "--adapt", "--out", "run", at=at)
     assert killed.status == -signal.SIGKILL, killed.text
@@ -79,3 +84,14 @@ def test_a_run_that_is_killed_in_a_switch_continues_with_the_same_bits(
     assert rows(run) == rows(straight)
     assert (run / model).read_bytes() == (straight / model).read_bytes()
     assert leftovers(workplace) == []
+
+
+def test_a_signal_in_a_switch_is_obeyed_when_the_state_is_there(
+    driver: Any, workplace: Path, straight: Path
+) -> None:
+    adapting(workplace)
+    at = (*MOMENTS["while the state is read"], "SIGTERM")
+    ended = driver.run(workplace, *TRAIN, "--adapt", "--out", "run", at=at)
+    assert ended.status == 128 + signal.SIGTERM, ended.text
+    assert "stopped after step 5; saved; continue with: megatrain train --resume run" in ended.text
+    assert rows(workplace / "run") == rows(straight)[:5]
