@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -12,6 +14,8 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
+# The tests do not depend on the machines that the user's folder has.
+os.environ["MEGATRAIN_MACHINES"] = str(Path(__file__).with_name("no-machines"))
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile(
     "megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

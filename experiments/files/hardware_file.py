@@ -9,6 +9,7 @@ import msgspec
 
 from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.shared import SharedMachine
 
 _HEADING = """A machine, measured by `{command}`. 1 GB is 10^9 bytes, and 1 ns is 10^-9 s.
 Each measured number is a median or a mean. Its spread is in costs.spread, the last section,
@@ -20,7 +21,18 @@ link_latency_ns and cpu_update_per_s. From costs.contention: duplex_fraction.
 From costs.compute: linear_efficiency. Bytes are counted and have no spread either.
 attention_efficiency and attention_half_tokens are those of an H200 and were not measured here.
 uncertainty is an assumption, and applies to predictions that use the rates only."""
+_SHARED = """A machine, measured by `megatrain calibrate --share`. 1 GB is 10^9 bytes.
+The file has no name of a person or a host, and no path. In ~/.config/megatrain/machines, or in the
+folder that MEGATRAIN_MACHINES names, it replaces the library's estimates of the machine with this
+GPU."""
+_CORRECTED = (
+    """The machine of a plan, corrected by `{command}`, which measured the operations of a run."""
+)
 _COMMENTS = {
+    "corrections": (
+        "Measured divided by predicted duration, by KIND@LANE, by lane for other kinds on it, and\n"
+        "`all` for other lanes."
+    ),
     "h2d_curve": "[bytes of a copy, GB/s], to the device (h2d) and to the host (d2h)",
     "duplex_curve": "[bytes of a copy, GB/s of each direction while both are busy]",
     "peak_tflops": "Speed of a large matrix product in 10^12 FLOP/s, by dtype.",
@@ -76,14 +88,21 @@ _COMMENTS = {
 
 
 def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
-    """Writes `hardware`, measured by `command`, to the file `path` in one atomic operation.
+    """Writes `hardware`, measured or corrected by `command`, to the file `path` in one atomic
+    operation.
 
     Empty fields are left out. `HardwareSpec.load` returns an equal value.
     """
     content = _without_empty(msgspec.to_builtins(hardware))
     if "costs" in content:
         content["costs"] = _without_empty(content["costs"])
-    write_toml(path, content, _HEADING.format(command=command), _COMMENTS)
+    heading = _CORRECTED if hardware.corrections else _HEADING
+    write_toml(path, content, heading.format(command=command), _COMMENTS)
+
+
+def write_shared(path: Path, machine: SharedMachine) -> None:
+    """Writes what may be shared of a calibration to the file `path` in one atomic operation."""
+    write_toml(path, _without_empty(msgspec.to_builtins(machine)), _SHARED, _COMMENTS)
 
 
 def _without_empty(table: dict[str, Any]) -> dict[str, Any]:

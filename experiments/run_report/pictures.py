@@ -7,7 +7,7 @@ and the loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +43,15 @@ class StepRecord(NamedTuple):
     """Wall time of each step."""
     evaluations: list[tuple[int, float]]
     """Step number and loss of each evaluation."""
+    first: int = 0
+    """Position in `steps` of the first step of the plan that the run has now."""
 
     @property
     def steady_seconds(self) -> dict[int, float]:
-        """Wall time by step number. Warm-up steps are left out, unless there are no others."""
-        times = list(zip(self.steps, self.seconds, strict=True))
+        """Wall time by step number, of the steps under the plan that the run has now. Warm-up steps
+        are left out, unless there are no others.
+        """
+        times = list(zip(self.steps, self.seconds, strict=True))[self.first :]
         return dict(times[WARM_UP_STEPS:] or times)
 
 
@@ -79,6 +83,7 @@ def read_record(folder: Path) -> StepRecord:
             columns[1],
             columns[2],
             evaluations,
+            _first_of_plan([str(row.get("schedule")) for row in rows]),
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
@@ -87,6 +92,12 @@ def read_record(folder: Path) -> StepRecord:
             allowed="what `megatrain train` writes",
             fix="train again",
         ) from None
+
+
+def _first_of_plan(schedules: Sequence[str]) -> int:
+    """Returns the position from which on all of `schedules` are that of the last step."""
+    others = [index for index, each in enumerate(schedules) if each != schedules[-1]]
+    return others[-1] + 1 if others else 0
 
 
 def draw_run(

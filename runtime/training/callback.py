@@ -86,6 +86,13 @@ class Callback:
         overlaps its forward pass.
         """
 
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        """Called when another plan is in use (`TrainingRun.switch`), before its first step.
+
+        `seconds` is the time since the last step. It is called again, with 0, if the first step
+        fails and the former plan is taken up again.
+        """
+
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
         """Called after each evaluation."""
 

@@ -47,6 +47,9 @@ class Progress(Callback):
     def on_start(self, trainer: TrainingRun) -> None:
         self._left.start(trainer.first_step)
 
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        self._left.start(trainer.first_step)
+
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         steps, now = trainer.config.training.steps, time.monotonic()
         left = self._left.after(step.number, steps)

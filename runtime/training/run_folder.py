@@ -8,6 +8,8 @@ During the run:
 With each checkpoint, and when the run ends or is stopped:
     measured.json           timeline of the step with the median duration, without warm-up steps
     memory.json             bytes allocated
+When another plan replaces the one that the run has:
+    plans/SCHEDULE/         the former plan, its machine and its measurements
 At the end:
     model/                  the model in Hugging Face format
 
@@ -40,20 +42,22 @@ from megatrain.runtime.training.stopped_run import readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_text, write_json, write_text, write_toml
+from megatrain.simulator.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.training_run import TrainingRun
 
 
+PLANS = "plans"
+"""folder of the plans that a run does not use, or no longer, by the digest of their schedule"""
+
+
 class RunFolder(Callback):
     """Writes plan, config, metrics, measurements and model to the run folder."""
 
-    def __init__(self, path: Path, origin: Path, *, resumed: bool = False) -> None:
-        """Takes the run folder `path`, which is new or empty unless its run is `resumed`.
-
-        Relative paths in the plan are relative to `origin`.
-        """
-        self.path, self._origin, self._resumed = path, origin, resumed
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        """Takes the run folder `path`, which is new or empty unless its run is `resumed`."""
+        self.path, self._resumed = path, resumed
 
     def on_start(self, trainer: TrainingRun) -> None:
         try:
@@ -81,6 +85,9 @@ class RunFolder(Callback):
             "All settings of this run. `megatrain train --config` reads this file.",
         )
 
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        self._save_plan(trainer)
+
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         row = {
             "step": step.number,
@@ -89,6 +96,7 @@ class RunFolder(Callback):
             "rate": step.rate,
             "seconds": round(step.seconds, 6),
             "tokens_per_second": round(step.tokens_per_second, 1),
+            "schedule": trainer.plan.digest,
         }
         append(
             self.path / "metrics.jsonl",
@@ -173,19 +181,39 @@ class RunFolder(Callback):
     def _save_plan(self, trainer: TrainingRun) -> None:
         """Saves the plan and a copy of the hardware file that it was made for.
 
-        So `megatrain compare` also works after the run folder has been moved.
+        So `megatrain compare` also works after the run folder has been moved. The plan that the run
+        had before, if it had another schedule, is moved to `plans/` with its measurements.
         """
-        plan, source = trainer.plan, Path(trainer.source)
-        hardware = self._origin / plan.hardware
-        if hardware.suffix == ".toml" and hardware.is_file():
-            write_text(self.path / "hardware.toml", read_text(hardware))
-            plan = msgspec.structs.replace(plan, hardware="hardware.toml")
-        name = (
-            os.path.relpath(source.resolve(), self.path.resolve())
-            if source.exists()
-            else trainer.source
-        )
-        msgspec.structs.replace(plan, source=name).save(self.path / "plan.toml")
+        former = trainer.plan
+        with contextlib.suppress(UserError):  # no plan yet, or a damaged one
+            former = Plan.load(self.path / "plan.toml")
+        if former.digest != trainer.plan.digest:
+            aside = self.path / PLANS / former.digest
+            save_plan(former, self.path, trainer.source, aside)
+            for name in ("measured.json", "memory.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).replace(aside / name)
+        save_plan(trainer.plan, trainer.origin, trainer.source, self.path)
+
+
+def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
+    """Saves `plan` to `plan.toml` in `folder`, and the file of its machine, if it has one, to
+    `hardware.toml`.
+
+    Args:
+        plan: the plan.
+        origin: the folder that its relative paths are relative to.
+        source: the model's folder, or its name on the hub.
+        folder: the folder to write to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = origin / plan.hardware
+    if hardware.suffix == ".toml" and hardware.is_file():
+        write_text(folder / "hardware.toml", read_text(hardware))
+        plan = msgspec.structs.replace(plan, hardware="hardware.toml")
+    there = Path(source)
+    name = os.path.relpath(there.resolve(), folder.resolve()) if there.exists() else source
+    msgspec.structs.replace(plan, source=name).save(folder / "plan.toml")
 
 
 def append(metrics: Path, row: Mapping[str, object]) -> None:

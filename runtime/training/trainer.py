@@ -62,6 +62,7 @@ from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -80,6 +81,15 @@ class Fitted(NamedTuple):
     """the last evaluation; None if there was none"""
     stopped: str
     """the reason if a callback stopped the training early; otherwise empty"""
+
+
+class _Execution(NamedTuple):
+    """A plan to execute."""
+
+    plan: Plan
+    schedule: Schedule
+    origin: Path
+    """folder that relative paths in the plan are relative to"""
 
 
 class Trainer(TrainingRun):
@@ -136,7 +146,7 @@ class Trainer(TrainingRun):
         )
         grow_segments()
         self.device = device or default_device()
-        origin = Path() if isinstance(plan, Plan) else Path(plan).parent
+        self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(
             model
             if model is not None
@@ -155,7 +165,7 @@ class Trainer(TrainingRun):
         )
         refuse_unmatched(self.config.optimizer, self.plan.model)
         self._lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
-        place = None if self._lock is None else self._lock.folder
+        self.out = place = None if self._lock is None else self._lock.folder
         logging, self._notes = trackers(self.config.logging, place)
         saving = self.config.saving
         if place is None and (saving.every_steps or resume is not None):
@@ -173,7 +183,7 @@ class Trainer(TrainingRun):
             )
         )
         self._resume: Literal["newest", "scratch"] | int | None = resume
-        folder = [] if place is None else [RunFolder(place, origin, resumed=resume is not None)]
+        folder = [] if place is None else [RunFolder(place, resumed=resume is not None)]
         self._refuse_taken()
         printed = [Progress()] if progress else []
         self._callbacks: list[Callback] = [*folder, *logging, *printed, *callbacks]
@@ -189,6 +199,9 @@ class Trainer(TrainingRun):
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
         self._stopped = ""
+        self._executing = contextlib.ExitStack()
+        self._next: _Execution | None = None
+        self._former: _Execution | None = None
         self._not_saved: CheckpointError | None = None
 
     @property
@@ -198,6 +211,37 @@ class Trainer(TrainingRun):
 
     def stop(self, reason: str) -> None:
         self._stopped = reason
+
+    def switch(self, plan: Path | str) -> None:
+        if self._checkpoints is None:
+            raise UserError(
+                "training: switch",
+                found="no run folder",
+                allowed="a run folder, since a checkpoint hands the state over",
+                fix="pass out",
+            )
+        other = Plan.load(Path(plan))
+        for what, found, allowed in (
+            ("model", other.model, self.plan.model),
+            ("workload", other.workload, self.plan.workload),
+        ):
+            if found != allowed:
+                raise UserError(
+                    f"{plan}: {what}",
+                    found=f"another {what}",
+                    allowed=f"the {what} of the run",
+                    fix="switch to a plan that differs in its policy and its knobs only",
+                )
+        schedule = preflight(
+            other,
+            self.config.optimizer,
+            self.device,
+            deterministic=self.config.training.deterministic,
+        )
+        refuse_what_does_not_fit(
+            other, schedule, host_bytes=self._host_bytes, device_bytes=device_bytes(self.device)
+        )
+        self._next = _Execution(other, schedule, Path(plan).parent)
 
     def note(self, text: str) -> None:
         self._notify("on_note", text)
@@ -257,19 +301,8 @@ class Trainer(TrainingRun):
         if training.deterministic:
             make_deterministic()
         torch.manual_seed(training.seed)
-        forget_device_memory(self.device)
-        self.device_bytes_before = (
-            torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        )
-        with Executor(
-            self.plan,
-            self.model_config,
-            self.config.optimizer,
-            self.device,
-            schedule=self.schedule,
-            on_allocate=lambda done, total: self._notify("on_allocate", done, total),
-            seed=training.seed,
-        ) as self.executor:
+        with self._executing:
+            self._open_executor()
             self._load(buffers_alone=self._restore())
             self._note_little_room()
             try:
@@ -283,6 +316,24 @@ class Trainer(TrainingRun):
         if self._not_saved is not None:
             raise self._not_saved
         return fitted
+
+    def _open_executor(self) -> None:
+        """Allocates the memory of the plan. It is released with `_executing`."""
+        forget_device_memory(self.device)
+        self.device_bytes_before = (
+            torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        )
+        self.executor = self._executing.enter_context(
+            Executor(
+                self.plan,
+                self.model_config,
+                self.config.optimizer,
+                self.device,
+                schedule=self.schedule,
+                on_allocate=lambda done, total: self._notify("on_allocate", done, total),
+                seed=self.config.training.seed,
+            )
+        )
 
     def _refuse_to_start_over(self) -> None:
         """Raises UserError if a resumed run has no checkpoint, or if one that is to begin again has
@@ -442,17 +493,20 @@ class Trainer(TrainingRun):
             )
             evaluation = found or evaluation
             by_clock = clock > 0 and time.monotonic() - saved_at >= 60 * clock
-            if interruption or by_clock or (save and (saving.every_steps or clock)):
+            due = bool(interruption) or by_clock or (save and (saving.every_steps or clock))
+            switch = self._next is not None and not (self.finished or interruption)
+            if due or switch:
                 best_by = found.loss if found else None if held_out else loss
                 pending = bool(evaluate and held_out and not found)
-                self._save(
-                    RunState(
-                        step=number,
-                        loss=best_by,
-                        settings=self._settings,
-                        progress={"evaluation_owed": pending},
-                    )
+                run = RunState(
+                    step=number,
+                    loss=best_by,
+                    settings=self._settings,
+                    progress={"evaluation_owed": pending},
                 )
+                saved = bool(due) and self._save(run)
+                if switch:
+                    self._switch(run, saved=saved)
                 saved_at = time.monotonic()
             if self.finished:
                 break
@@ -469,6 +523,13 @@ class Trainer(TrainingRun):
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
             raise
+        except UserError as error:  # out of memory, for example
+            if self._former is None:
+                raise
+            self._return(self._former, number - 1, error)
+            self._notify("on_switch", self, 0.0)
+            return self._step(data, number)
+        self._former = None
         if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
             self.timelines = [*self.timelines[1 - _KEPT_TIMELINES :], result.timeline]
         return Step(
@@ -481,6 +542,48 @@ class Trainer(TrainingRun):
             timeline=result.timeline,
             checksum=result.checksum,
         )
+
+    def _switch(self, run: RunState, *, saved: bool) -> None:
+        """Continues under the plan of `switch`, from the checkpoint of `run`, which is made unless
+        it is `saved`.
+
+        If it cannot be written, or if the other plan cannot be executed, the training continues
+        under the plan that it has.
+        """
+        assert self._next is not None
+        other, self._next = self._next, None
+        former, begin = _Execution(self.plan, self.schedule, self.origin), time.monotonic()
+        try:
+            saved = saved or self._save(run)
+        except CheckpointError as error:
+            self.note(str(error))
+        if not saved:
+            self.note("continues under the same plan, since no checkpoint could be written")
+            return
+        try:
+            self._reopen(other, run.step)
+        except UserError as error:
+            self._return(former, run.step, error)
+            return
+        self._former = former
+        self._notify("on_switch", self, time.monotonic() - begin)
+
+    def _return(self, former: _Execution, step: int, error: UserError) -> None:
+        """Continues under the plan `former` from the checkpoint of `step`, because of `error`."""
+        self._former = None
+        self.note(f"continues under the former plan, since the other cannot be executed: {error}")
+        self._reopen(former, step)
+
+    def _reopen(self, execution: _Execution, step: int) -> None:
+        """Releases all memory, and restores the checkpoint of `step` under another plan."""
+        assert self._checkpoints is not None
+        self.timelines = []
+        self._executing.close()
+        self.plan, self.schedule, self.origin = execution
+        self._open_executor()
+        self._checkpoints.restore(self.executor, self._settings, step)
+        self._load(buffers_alone=True)
+        self.first_step = step + 1
 
     def _refuse_weights_that_are_not_finite(self) -> None:
         """Raises UserError if the loaded weights contain infinity or NaN.
@@ -522,15 +625,17 @@ class Trainer(TrainingRun):
         self._notify("on_evaluation", self, evaluation)
         return evaluation
 
-    def _save(self, run: RunState) -> None:
-        """Saves a checkpoint, then calls `on_save` of the callbacks.
+    def _save(self, run: RunState) -> bool:
+        """Saves a checkpoint, then calls `on_save` of the callbacks. Returns whether it was saved.
 
         Raises CheckpointError if it cannot be written and `on_failure` is "stop". After the last
         step, `fit` raises it when the model has been exported.
         """
+        saved = False
         try:
             if self._checkpoints is not None:
                 self._checkpoints.save(self.executor, run)
+                saved = True
         except CheckpointError as error:
             if self.config.saving.on_failure == "go on":
                 self.note(str(error))
@@ -539,6 +644,7 @@ class Trainer(TrainingRun):
             else:
                 raise
         self._notify("on_save", self, run.step)
+        return saved
 
     def _notify(self, event: str, *details: object) -> None:
         for callback in self._callbacks:

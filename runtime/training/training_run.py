@@ -23,6 +23,10 @@ class TrainingRun(abc.ABC):
 
     plan: Plan
     """the plan that is executed"""
+    out: Path | None
+    """the run folder; None if there is none"""
+    origin: Path
+    """folder that relative paths in the plan are relative to"""
     config: Config
     """all settings that are not in the plan"""
     device: torch.device
@@ -39,7 +43,8 @@ class TrainingRun(abc.ABC):
     executor: Executor
     """executes the steps; set by `fit`"""
     first_step: int
-    """number of the first step to do; restoring a checkpoint sets it"""
+    """number of the first step to do with this executor; restoring a checkpoint and switching to
+    another plan set it"""
     finished: bool
     """whether no further step will be done"""
     timelines: list[Timeline]
@@ -65,6 +70,20 @@ class TrainingRun(abc.ABC):
         """Ends the training after the current step. Called from a callback.
 
         It counts as the last step: the model is evaluated, saved and exported as the config says.
+        """
+
+    @abc.abstractmethod
+    def switch(self, plan: Path | str) -> None:
+        """Continues under another plan after the current step. Called from a callback.
+
+        The state is handed over by a checkpoint of that step. The result is the same, bit for bit.
+        If the checkpoint cannot be written, or if the other plan fails before its first step has
+        ended, a note says so and the training continues under the plan that it has.
+
+        Args:
+            plan: file of a plan of the same model and workload.
+
+        Raises UserError if there is no run folder, or if the plan cannot be executed.
         """
 
     @abc.abstractmethod

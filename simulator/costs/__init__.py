@@ -10,6 +10,7 @@ from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.contention import ContentionModel
+from megatrain.simulator.costs.corrected import Corrected
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
@@ -18,7 +19,15 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
-__all__ = ["Calibrated", "CostModel", "Datasheet", "Replayed", "EstimatedCosts", "cost_model"]
+__all__ = [
+    "Calibrated",
+    "Corrected",
+    "CostModel",
+    "Datasheet",
+    "Replayed",
+    "EstimatedCosts",
+    "cost_model",
+]
 
 
 GROUP = "megatrain.cost_models"
@@ -29,9 +38,15 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
     """Returns the cost model of `model` and `workload` on `hardware`.
 
     That is the one that `hardware.cost_model` names, if it names one. Otherwise it is `Calibrated`
-    if the machine was measured, and `Datasheet` if not. Raises UserError if a cost model from
-    outside the package is not found or fails.
+    if the machine was measured, and `Datasheet` if not. With `hardware.corrections`, its durations
+    are corrected. Raises UserError if a cost model from outside the package is not found or fails.
     """
+    costs = _uncorrected(hardware, model, workload)
+    return Corrected(costs, hardware.corrections) if hardware.corrections else costs
+
+
+def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
+    """Returns the cost model without `hardware.corrections`."""
     if hardware.cost_model:
         return _from_outside(hardware, model, workload)
     table = hardware.costs

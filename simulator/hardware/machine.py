@@ -336,6 +336,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time from an op being ready to its start, by lane."""
     costs: CostTable | None = None
     """The calibration of this machine, used in place of the rates above. None for a datasheet."""
+    measured_by_others: str = ""
+    """The date on which others measured the rates of this machine (`shared.py`). Empty if they are
+    estimates, or if `costs` has a calibration."""
+    corrections: dict[str, float] = {}
+    """Measured divided by predicted duration of a run's ops, as `megatrain train --adapt` found it,
+    by `KIND@LANE`, by lane for other kinds on it, and `all` for other lanes."""
     cost_model: str = ""
     """A cost model from outside the package, used in place of the built-in ones: the name that an
     installed package gives it (`megatrain.cost_models`), or the path of a `.py` file."""
@@ -392,33 +398,50 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     fix="correct the curve",
                 )
         _check_lanes(where, self.contention, self.dispatch_ns)
+        for key, factor in self.corrections.items():
+            _known(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
+            _within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
 
     @classmethod
     def load(cls, source: str) -> HardwareSpec:
-        """Returns the machine of a TOML file, of the library, or of an installed package.
+        """Returns the machine of a TOML file, the library, others, or an installed package.
 
-        `source` is the path of the file, or a name. The library is `simulator/library/hardware`;
-        a package names machines under the entry point group `megatrain.hardware`. Raises UserError
-        if there is no such machine, or if its file is wrong.
+        `source` is the path of the file, or a name. The library is `simulator/library/hardware`. If
+        others measured a machine of it (`shared.py`), their rates replace its estimates. A package
+        names machines under the entry point group `megatrain.hardware`. Raises UserError if there
+        is no such machine, or if its file is wrong.
         """
         name = hardware_name(source)
         if _is_file(name):
             return read_toml(Path(name), cls)
-        return read_toml(library()[name], cls) if name in library() else cls._installed(name)
+        if name in library():
+            return _as_measured(read_toml(library()[name], cls))
+        if name in (measured := _only_measured()):
+            return measured[name]
+        return cls._installed(name)
 
     @classmethod
     def of_gpu(cls, gpu: str) -> HardwareSpec | None:
-        """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
-        return _of_gpu(gpu)
+        """Returns the machine of the library, or of others, whose GPU the driver calls `gpu`. None
+        if there is none.
+        """
+        known = _of_gpu(gpu)
+        if known is not None:
+            return _as_measured(known)
+        return next((each for each in _only_measured().values() if gpu in each.gpu_names), None)
 
     def datasheet_tflops(self, dtype: str) -> float | None:
         """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
 
-        In a calibrated file, `peak_tflops` is what a large product reached, so the peak is that of
-        the library's machine with the same GPU. None if the library has no such GPU, or if the
+        In a calibration, `peak_tflops` is what a large product reached, so the peak is that of the
+        library's machine with the same GPU. None if the library has no such GPU, or if the
         peak of `dtype` is not known.
         """
-        sheet = self if self.costs is None else _of_gpu(self.costs.measured_on)
+        sheet: HardwareSpec | None = self
+        if self.costs is not None:
+            sheet = _of_gpu(self.costs.measured_on)
+        elif self.measured_by_others:
+            sheet = _of_gpu(self.gpu_names[0])
         return sheet.peak_tflops.get(dtype) if sheet else None
 
     @classmethod
@@ -442,9 +465,34 @@ def library_names() -> list[str]:
     return list(library())
 
 
+def known_names() -> list[str]:
+    """Returns the names of the machines in the library, of others, and of installed packages."""
+    return list(dict.fromkeys([*library(), *_only_measured(), *plugins.installed(GROUP)]))
+
+
+def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
+    """Returns a machine of the library as others measured it, or unchanged if nobody did."""
+    from megatrain.simulator.hardware.shared import shared_machines
+
+    shared = shared_machines()
+    gpu = next((gpu for gpu in estimated.gpu_names if gpu in shared), None)
+    return estimated if gpu is None else shared[gpu][1].replacing(estimated)
+
+
+def _only_measured() -> dict[str, HardwareSpec]:
+    """Returns the machines that others measured, without those of which the library has the GPU."""
+    from megatrain.simulator.hardware.shared import shared_machines
+
+    return {
+        name: machine.machine(name)
+        for gpu, (name, machine) in shared_machines().items()
+        if _of_gpu(gpu) is None
+    }
+
+
 @functools.cache
 def _of_gpu(gpu: str) -> HardwareSpec | None:
-    """Returns what `HardwareSpec.of_gpu` does."""
+    """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
     for file in library().values():
         # Most files do not have the name, and searching one is faster than parsing it.
         if f'"{gpu}"' in file.read_text(encoding="utf-8"):
@@ -563,7 +611,7 @@ def hardware_name(source: str) -> str:
     """
     if _is_file(source):
         return source
-    known = [*library(), *plugins.installed(GROUP)]
+    known = known_names()
     if name := meant(source, known):
         return name
     raise UserError(

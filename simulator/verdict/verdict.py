@@ -157,6 +157,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Place (`device` or `host`) -> class of data -> bytes."""
     calibrated: str
     """Date of the calibration. Empty if costs come from datasheet rates."""
+    measured_by_others: str = ""
+    """Date on which others measured the machine's rates. Empty if they are estimates, or if the
+    machine was calibrated."""
     uncertainty: float | None
     """Relative uncertainty of datasheet rates. None if the machine was calibrated."""
     extrapolated: dict[str, int]
@@ -247,6 +250,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         pools=dict(account.pools),
         classes=account.classes,
         calibrated=hardware.costs.date if hardware.costs else "",
+        measured_by_others="" if hardware.costs else hardware.measured_by_others,
         uncertainty=None if hardware.costs else hardware.uncertainty,
         extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work),

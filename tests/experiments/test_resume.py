@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from megatrain.simulator.base.files import read_json
+from megatrain.simulator.schedule.plan import Plan
 
 Command = Callable[..., Any]
 # A process that a shell starts in the background ignores SIGINT. The handler is set again here.
@@ -61,6 +62,11 @@ def rows(run: str) -> list[dict[str, Any]]:
         {key: value for key, value in json.loads(line).items() if key not in TIMES}
         for line in lines
     ]
+
+
+def losses(run: str) -> list[dict[str, Any]]:
+    """Returns the rows of steps."""
+    return [row for row in rows(run) if "loss" in row]
 
 
 def weights(run: str) -> bytes:
@@ -140,10 +146,16 @@ def test_another_plan_goes_on_with_the_same_run(
         )
     )
     monkeypatch.chdir("..")
-    assert [row for row in rows("run") if "loss" in row] == [
-        row for row in rows("straight") if "loss" in row
-    ]
+    trained, straight = losses("run"), losses("straight")
+    schedules = [row.pop("schedule") for row in trained]
+    (only,) = {row.pop("schedule") for row in straight}
+    assert trained == straight
     assert weights("run") == weights("straight")
+    other = Plan.load(Path("overlapped.toml")).digest
+    assert schedules == [only, only, only, other, other, other]
+    former = Path("run/plans") / only
+    assert Plan.load(former / "plan.toml").digest == only
+    assert (former / Plan.load(former / "plan.toml").source / "config.json").is_file()
 
 
 @pytest.mark.usefixtures("workplace")

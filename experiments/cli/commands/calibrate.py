@@ -64,6 +64,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="the hardware file to write, e.g. hardware.toml",
     )
     parser.add_argument(
+        "--share",
+        type=Path,
+        metavar="FILE",
+        help="also write a small file for others: rates, the names of GPU and CPU, memory, date"
+        " and version, but no name of a person or a host, and no path",
+    )
+    parser.add_argument(
         "--name",
         default="this-machine",
         help="the machine's name in reports (default this-machine)",
@@ -98,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.model.specs import ModelSpec
 
     options.check_writable(args.out)
+    if args.share:
+        options.check_writable(args.share)
+        _refuse_limits(args)
     if args.optimizer != "adamw":
         raise UserError(
             "--optimizer",
@@ -151,7 +161,39 @@ def run(args: argparse.Namespace) -> int:
         f" {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; took"
         f" {time.monotonic() - began:.0f} s"
     )
+    if args.share:
+        _share(args.share, hardware)
     return _compare(earlier, hardware, str(args.again)) if earlier else 0
+
+
+def _refuse_limits(args: argparse.Namespace) -> None:
+    """Raises UserError for limits of memory, which would be shared as the machine's memory."""
+    for option, limit in (
+        ("--device-memory", args.device_memory),
+        ("--host-memory", args.host_memory),
+    ):
+        if limit is not None:
+            raise UserError(
+                "--share",
+                found=f"{option} as well",
+                allowed="a calibration with all of the machine's memory",
+                fix=f"leave {option} out",
+            )
+
+
+def _share(file: Path, hardware: HardwareSpec) -> None:
+    """Writes what may be shared of a calibration."""
+    from importlib.metadata import version
+
+    from megatrain.experiments.files.hardware_file import write_shared
+    from megatrain.runtime.machine import processor
+    from megatrain.simulator.hardware.shared import SharedMachine
+
+    write_shared(file, SharedMachine.of(hardware, processor(), version("megatrain")))
+    print(
+        f"wrote {file}, to share: in the folder ~/.config/megatrain/machines it replaces the"
+        " library's estimates of this machine"
+    )
 
 
 def _default_set(args: argparse.Namespace) -> DefaultSet:

@@ -37,12 +37,13 @@ def _models() -> list[Row]:
 
 
 def _hardware() -> list[Row]:
-    """Returns the machines of the library and of installed packages, the smallest GPU first."""
-    from megatrain.simulator.base import plugins
-    from megatrain.simulator.hardware.machine import GROUP, HardwareSpec, library
+    """Returns the machines of the library, of others and of installed packages, the smallest GPU
+    first.
+    """
+    from megatrain.simulator.hardware.machine import HardwareSpec, known_names
 
     rows = []
-    for name in dict.fromkeys([*library(), *plugins.installed(GROUP)]):
+    for name in known_names():
         machine = HardwareSpec.load(name)
         rows.append(
             {
@@ -52,6 +53,7 @@ def _hardware() -> list[Row]:
                 "link_gb_per_s": None if machine.unified else machine.h2d_gb_per_s,
                 "host_bytes": machine.host_bytes,
                 "cores": machine.cores,
+                "measured_by_others": machine.measured_by_others or None,
             }
         )
     return sorted(rows, key=lambda row: row["gpu_bytes"])
@@ -127,14 +129,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(rows: Sequence[Row], width: int) -> str:
-    """Returns rows with the same keys as a table. Texts of the last column are wrapped at `width`.
+    """Returns rows with the same keys as a table, without columns that are empty. Texts of the last
+    column are wrapped at `width`.
 
     >>> print(table([{"name": "a", "parameters": 7.6e9}, {"name": "bc", "parameters": None}], 80))
     name  parameters
     a          7.6 B
     bc             -
     """
-    keys = list(rows[0])
+    keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     cells = [[_HEADINGS.get(key, key.replace("_", " ")) for key in keys]]
     cells += [[_text(key, row[key]) for key in keys] for row in rows]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -113,6 +113,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="with --resume: begin a run that has no checkpoint again at step 1",
     )
     parser.add_argument(
+        "--adapt",
+        action="store_true",
+        help="plan again from the first measured steps, and continue under the better plan, with"
+        " the same bits",
+    )
+    parser.add_argument(
         "--model",
         metavar="SOURCE",
         help="a Hugging Face folder or a name on the hub (default: the plan's model)",
@@ -281,6 +287,7 @@ class _Begun(Callback):
 
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
+    from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
     from megatrain.experiments.cli.training.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss, read_record
@@ -290,7 +297,7 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
     folder = lock.folder
     bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
     start = _Begun()
-    comparison = StepComparison(plan_file, None if bars is None else bars.compared)
+    comparison = StepComparison(None if bars is None else bars.compared)
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
         resume = "scratch" if args.from_scratch else args.from_step or "newest"
@@ -301,7 +308,12 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         config,
         out=lock,
         resume=resume,
-        callbacks=[*([] if bars is None else [bars]), start, comparison],
+        callbacks=[
+            *([] if bars is None else [bars]),
+            start,
+            comparison,
+            *([Adaptation()] if args.adapt else []),
+        ],
         progress=bars is None,
         device=options.device(args),
     )

@@ -62,8 +62,9 @@ class ProgressBars(Callback):
             self._begin()
 
     def on_allocate(self, done: int, total: int) -> None:
-        """Updates the bar for allocating memory, in bytes."""
-        self._allocated(done, total)
+        """Updates the bar for allocating memory, in bytes, until the other bars appear."""
+        if not self._bars.live.is_started:
+            self._allocated(done, total)
 
     def on_load(self, parameters: int) -> None:
         """Advances the bar for loading weights by a number of parameters."""
@@ -80,6 +81,13 @@ class ProgressBars(Callback):
         steps = trainer.config.training.steps
         self._bars.update(self._training, total=steps, completed=trainer.first_step - 1)
         self._bars.start_task(self._training)
+        self._measure_memory(trainer)
+
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        self._left.start(trainer.first_step)
+        self._measure_memory(trainer)
+
+    def _measure_memory(self, trainer: TrainingRun) -> None:
         sizes = [
             f"{format_bytes(trainer.executor.allocated(each))} {each}"
             for each in ("device", "host")

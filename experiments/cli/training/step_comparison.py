@@ -6,7 +6,6 @@ Only what the run measures anyway is used, after a step has ended, so that no st
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from megatrain.experiments.cli.options import hardware_of
 from megatrain.experiments.run_report.pictures import memory_errors
@@ -31,22 +30,22 @@ _LEAST_SHARE = 0.1
 
 
 class StepComparison(Callback):
-    """Notes measured against predicted step time and memory, once, after the first steps.
+    """Notes measured against predicted step time and memory, once for each plan, after its first
+    steps.
 
     The first two steps are left out. If the difference is large, the note names the kind of
     operation and the lane that explain the largest part.
     """
 
-    def __init__(self, plan: Path, show: Callable[[str], object] | None = None) -> None:
-        """Reads nothing yet.
-
-        Args:
-            plan: the plan's file, beside which its hardware file is.
-            show: receives the difference of the step time as a short text; None if nothing does.
-        """
-        self._plan, self._show = plan, show
+    def __init__(self, show: Callable[[str], object] | None = None) -> None:
+        """Takes what receives the difference of the step time as a short text, if anything does."""
+        self._show = show
         self._seconds: dict[int, float] = {}
         self._done = False
+
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        """Compares again, under another plan."""
+        self._seconds, self._done = {}, False
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         if self._done or step.number < trainer.first_step + WARM_UP_STEPS:
@@ -61,14 +60,14 @@ class StepComparison(Callback):
             UserError
         ):  # the machine's file is missing or damaged, which does not stop the training
             return
-        calibrated = (self._plan.parent / trainer.plan.hardware).is_file()
+        calibrated = (trainer.origin / trainer.plan.hardware).is_file()
         trainer.note(describe_difference(report, trainer.executor.schedule, calibrated=calibrated))
         if self._show is not None and report.steps is not None:
             self._show(f"step time {difference(report)} against prediction")
 
     def _compare(self, trainer: TrainingRun) -> ErrorReport:
         plan, schedule = trainer.plan, trainer.executor.schedule
-        hardware = hardware_of(self._plan, plan.hardware)
+        hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
         costs = cost_model(hardware, plan.model, plan.workload)
         memory = measured_memory(trainer.executor, trainer.device_bytes_before)
         return compare(

@@ -200,13 +200,18 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
     return ", ".join(parts) or "the same knobs"
 
 
+def rates_source(verdict: Verdict) -> str:
+    """Returns where the machine's rates come from."""
+    if verdict.calibrated:
+        return f"measured {verdict.calibrated}"
+    if verdict.measured_by_others:
+        return f"measured {verdict.measured_by_others}, by a file of others"
+    return "from datasheets, not measured"
+
+
 def _costs(verdict: Verdict) -> str:
     """Returns where the durations come from, and which of them were extrapolated."""
-    source = (
-        f"measured {verdict.calibrated}"
-        if verdict.calibrated
-        else "from datasheet rates, not measured"
-    )
+    source = rates_source(verdict)
     if verdict.step_seconds_low is not None and verdict.step_seconds_high is not None:
         source += (
             f"; a step may take {format_seconds(verdict.step_seconds_low)} to"

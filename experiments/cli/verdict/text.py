@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
-from megatrain.experiments.cli.verdict.reasons import reasons
+from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
 
@@ -143,9 +143,7 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines on speed, and on time and energy if a number of tokens was given."""
     work = verdict.workload
     low, high = verdict.tokens_per_second_low, verdict.tokens_per_second_high
-    source = (
-        f"measured {verdict.calibrated}" if verdict.calibrated else "from datasheets, not measured"
-    )
+    source = rates_source(verdict)
     ends = [layout.rough(end) for end in (low, high) if end is not None]
     # A calibration's spread may be too small for three digits.
     spread = f"{ends[0]} to {ends[1]}; " if len(set(ends)) == 2 else ""

@@ -1,0 +1,217 @@
+"""SharedMachine: a machine that others measured, as a small file without names of people or hosts.
+
+`megatrain calibrate --share FILE` writes such a file. One that is put into `machines_folder`
+replaces the library's estimates of the machine with the same GPU. If the library has no such GPU,
+the machine is known by the file's name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import read_toml
+from megatrain.simulator.hardware.machine import (
+    Curve,
+    HardwareSpec,
+    HostMemorySpec,
+    KernelInterleaving,
+)
+
+FORMAT = 1
+UNCERTAINTY = 0.10
+"""that of a machine whose link and layers were measured"""
+_LONGEST_TEXT = 100
+_LEAST_SHARE = 1e-6
+_LABELS = ("format", "gpu", "cpu", "date", "megatrain", "dtype", "matrix_tflops")
+"""fields that HardwareSpec does not have"""
+
+
+class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rates of one calibration, and the names of its GPU and CPU. Fields that HardwareSpec has
+    too mean the same there.
+    """
+
+    format: int = FORMAT
+    """The version of the file format."""
+    gpu: str
+    """The name that the driver reports for the GPU."""
+    cpu: str
+    """The name of the processor."""
+    date: str
+    """The date of the calibration, like 2026-11-23."""
+    megatrain: str
+    """The version of megatrain that measured."""
+    cores: int
+    """CPU cores of the host."""
+    device_bytes: int
+    """GPU memory that a process can use."""
+    host_bytes: int
+    """Host memory."""
+    dtype: Literal["bf16", "fp32"]
+    """The dtype of the matrix products that were measured."""
+    matrix_tflops: float
+    """The rate of a large matrix product, in 10^12 FLOP/s."""
+    linear_efficiency: float
+    """Share of this rate that the matrix products of a decoder layer reach."""
+    device_gb_per_s: float
+    """Rate at which a copy within GPU memory reads and writes, both counted."""
+    h2d_gb_per_s: float
+    """Rate of large copies from pinned host memory to the device."""
+    d2h_gb_per_s: float
+    """Rate of large copies from the device to pinned host memory."""
+    link_latency_ns: int
+    """Fixed time of one copy."""
+    h2d_curve: Curve = ()
+    """Rates of copies to the device by size."""
+    d2h_curve: Curve = ()
+    """Rates of copies to the host by size."""
+    duplex_fraction: float
+    """Share of its rate that each direction of the link keeps while both are busy."""
+    duplex_curve: Curve = ()
+    """Rate of each direction while both are busy with copies of that size."""
+    host_gb_per_s: float
+    """Rate at which elementwise ops on all cores read and write."""
+    thread_gb_per_s: float
+    """Rate at which the copy of one thread reads and writes."""
+    cpu_update_per_s: float
+    """Parameters per second that the runtime's AdamW updates on the host."""
+    cpu_adam_per_s: float
+    """Parameters per second that a fused AdamW updates on the host."""
+    contention: dict[str, dict[str, float]] = {}
+    """Share of its speed that a lane keeps while another lane is busy."""
+    host_memory: HostMemorySpec | None = None
+    """The host's DRAM."""
+    turns: KernelInterleaving | None = None
+    """The sharing of the device."""
+    dispatch_ns: dict[str, int] = {}
+    """Time from an op being ready to its start, by lane."""
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise UserError(
+                "format",
+                found=self.format,
+                allowed=FORMAT,
+                fix="use a file of this version of megatrain",
+            )
+        for field in ("gpu", "cpu", "megatrain"):
+            text = getattr(self, field)
+            if not (0 < len(text) <= _LONGEST_TEXT and text.isprintable()):
+                raise UserError(
+                    field,
+                    found=repr(text[:_LONGEST_TEXT]),
+                    allowed=f"1 to {_LONGEST_TEXT} printable characters",
+                    fix=f"correct {field}",
+                )
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError:
+            raise UserError(
+                "date",
+                found=repr(self.date[:_LONGEST_TEXT]),
+                allowed="a date like 2026-11-23",
+                fix="correct the date",
+            ) from None
+        self.machine("of others")  # checks the limits of all numbers
+
+    @classmethod
+    def of(cls, hardware: HardwareSpec, cpu: str, version: str) -> SharedMachine:
+        """Returns what can be shared of a calibration by megatrain of `version`."""
+        table = hardware.costs
+        assert table is not None, "a datasheet is not a measurement"
+        ((dtype, rate),) = hardware.peak_tflops.items()
+        known: dict[str, Any] = {
+            field: getattr(hardware, field)
+            for field in cls.__struct_fields__
+            if field not in _LABELS
+        }
+        for field in ("contention", "host_memory", "turns", "dispatch_ns"):
+            known[field] = getattr(table, field)
+        return cls(
+            gpu=table.measured_on,
+            cpu=cpu,
+            date=table.date,
+            megatrain=version,
+            dtype="bf16" if dtype == "bf16" else "fp32",
+            matrix_tflops=rate,
+            **known,
+        )
+
+    def machine(self, name: str) -> HardwareSpec:
+        """Returns this machine under `name`. The library does not have its GPU."""
+        return HardwareSpec(
+            name=name,
+            title=self.gpu,
+            gpu_names=(self.gpu,),
+            peak_tflops={self.dtype: self.matrix_tflops},
+            **self._rates(),
+        )
+
+    def replacing(self, estimated: HardwareSpec) -> HardwareSpec:
+        """Returns the library's machine `estimated` with these rates, cores and memory.
+
+        Its peak stays that of the datasheet. The measured rate of matrix products becomes a share
+        of it.
+        """
+        rates = self._rates()
+        del rates["linear_efficiency"]
+        if self.dtype in estimated.peak_tflops:
+            share = self.linear_efficiency * self.matrix_tflops / estimated.peak_tflops[self.dtype]
+            rates["linear_efficiency"] = min(max(share, _LEAST_SHARE), 1.0)
+        return msgspec.structs.replace(estimated, **rates)
+
+    def _rates(self) -> dict[str, Any]:
+        """Returns the fields of HardwareSpec that replace estimates."""
+        return {
+            "source": f"measured on {self.gpu} with {self.cpu}, {self.date}, by others",
+            "measured_by_others": self.date,
+            "uncertainty": UNCERTAINTY,
+            **{
+                field: getattr(self, field)
+                for field in self.__struct_fields__
+                if field not in _LABELS
+            },
+        }
+
+
+def machines_folder() -> Path:
+    """Returns the folder with machines that others measured: `$MEGATRAIN_MACHINES`, or
+    `$XDG_CONFIG_HOME/megatrain/machines`, or `~/.config/megatrain/machines`.
+    """
+    if named := os.environ.get("MEGATRAIN_MACHINES"):
+        return Path(named)
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config) / "megatrain" / "machines"
+
+
+def shared_machines() -> dict[str, tuple[str, SharedMachine]]:
+    """Returns the name of the file and the machine by GPU: of several with one GPU, the newest.
+
+    Raises UserError for a file that is not as `megatrain calibrate --share` writes it.
+    """
+    found: dict[str, tuple[str, SharedMachine]] = {}
+    folder = machines_folder()
+    for file in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
+        machine = _read(file)
+        if machine.gpu not in found or machine.date > found[machine.gpu][1].date:
+            found[machine.gpu] = (file.stem, machine)
+    return found
+
+
+def _read(file: Path) -> SharedMachine:
+    """Returns the machine of `file`. The fix of an error is also to remove the file."""
+    try:
+        return read_toml(file, SharedMachine)
+    except UserError as error:
+        raise UserError(
+            error.where,
+            found=error.found,
+            allowed=error.allowed,
+            fix=f"{error.fix}, or remove the file",
+        ) from None

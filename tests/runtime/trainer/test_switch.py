@@ -1,0 +1,163 @@
+"""Tests of `TrainingRun.switch`: another plan, from a callback, with the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.runtime.checkpoint import checkpoint
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.training import trainer as training
+from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.trainer import Trainer
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Plan
+
+Prepare = Callable[..., Trainer]
+
+
+class Switch(Callback):
+    """Switches to other plans after the steps that are named."""
+
+    def __init__(self, **plans: Path) -> None:
+        self._plans = {int(key.removeprefix("after_")): plan for key, plan in plans.items()}
+        self.notes: list[str] = []
+        self.switches: list[tuple[str, int]] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_step(self, trainer: Any, step: Step) -> None:
+        if step.number in self._plans:
+            trainer.switch(self._plans[step.number])
+
+    def on_switch(self, trainer: Any, seconds: float) -> None:
+        self.switches.append((trainer.plan.policy, trainer.first_step))
+        assert trainer.timelines == []
+        assert trainer.executor.plan == trainer.plan
+
+
+def other(place: Path, policy: str = "overlapped", **changes: Any) -> Path:
+    """Writes the plan of `place` with another policy, and returns its file."""
+    plan = msgspec.structs.replace(Plan.load(place / "plan.toml"), policy=policy, **changes)
+    path = place / f"{policy}.toml"
+    msgspec.structs.replace(plan, digest=lower(plan).digest).save(path)
+    return path
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if key not in ("seconds", "tokens_per_second", "schedule")
+        }
+        for line in lines
+    ]
+
+
+def assert_same(place: Path, one: str, two: str) -> None:
+    assert rows(place / one) == rows(place / two)
+    model = Path("model") / "model.safetensors"
+    assert (place / one / model).read_bytes() == (place / two / model).read_bytes()
+
+
+@pytest.fixture
+def straight(run: Prepare, place: Path) -> Path:
+    """Returns a place with a run `straight` that was never disturbed."""
+    run(place, "straight", steps=5)
+    return place
+
+
+def test_a_training_goes_there_and_back_with_the_same_bits(
+    prepare: Prepare, straight: Path
+) -> None:
+    first, second = straight / "plan.toml", other(straight)
+    switch = Switch(after_2=second, after_4=first)
+    prepare(straight, "run", callbacks=[switch], steps=5).fit()
+    assert switch.switches == [("overlapped", 3), (Plan.load(first).policy, 5)]
+    assert_same(straight, "run", "straight")
+    assert Plan.load(straight / "run" / "plan.toml").digest == Plan.load(first).digest
+    assert (straight / "run" / "plans" / Plan.load(second).digest / "plan.toml").is_file()
+
+
+def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Path) -> None:
+    switch = Switch(after_5=other(straight))
+    prepare(straight, "run", callbacks=[switch], steps=5).fit()
+    assert not switch.switches
+    assert_same(straight, "run", "straight")
+
+
+@pytest.mark.parametrize("where", ["step", "opening"])
+def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
+    prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    error = UserError("memory", found="too little", allowed="more", fix="none")
+    step = Executor.step
+
+    def fail(self: Executor, *given: Any, **named: Any) -> Any:
+        if self.plan.policy == "overlapped":
+            raise error
+        return step(self, *given, **named)
+
+    def fail_to_open(plan: Plan, *given: Any, **named: Any) -> Executor:
+        if plan.policy == "overlapped":
+            raise error
+        return Executor(plan, *given, **named)
+
+    if where == "step":
+        monkeypatch.setattr(Executor, "step", fail)
+    else:
+        monkeypatch.setattr(training, "Executor", fail_to_open)
+    first, switch = Plan.load(straight / "plan.toml"), Switch(after_2=other(straight))
+    prepare(straight, "run", callbacks=[switch], steps=5).fit()
+    assert "continues under the former plan, since the other cannot be executed: memory: " in (
+        "\n".join(switch.notes)
+    )
+    assert switch.switches == ([("overlapped", 3), (first.policy, 3)] if where == "step" else [])
+    assert_same(straight, "run", "straight")
+    assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "go on"])
+def test_without_a_checkpoint_the_plan_stays(
+    prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str
+) -> None:
+    write, calls = checkpoint.write_tensors, []
+
+    def full_once(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full_once)
+    switch = Switch(after_2=other(straight))
+    fields = {"saving.on_failure": on_failure, "steps": 5}
+    prepare(straight, "run", callbacks=[switch], **fields).fit()
+    assert not switch.switches
+    assert switch.notes[-1] == (
+        "continues under the same plan, since no checkpoint could be written"
+    )
+    assert_same(straight, "run", "straight")
+
+
+def test_what_cannot_be_switched_to_is_refused(prepare: Prepare, place: Path) -> None:
+    longer = msgspec.structs.replace(Plan.load(place / "plan.toml").workload, sequence=8)
+    for plan, match in (
+        (other(place, "resident", workload=longer), "another workload"),
+        (other(place, device_limit_bytes=1), "device memory"),
+    ):
+        with pytest.raises(UserError, match=match):
+            prepare(place, "run", callbacks=[Switch(after_1=plan)], steps=3).fit()
+        (place / "run").rename(place / f"refused {match}")
+    trainer = prepare(place, None, callbacks=[Switch(after_1=other(place))], steps=3)
+    with pytest.raises(UserError, match="no run folder"):
+        trainer.fit()
