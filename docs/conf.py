@@ -27,7 +27,13 @@ extensions = [
     "sphinx.ext.autodoc",
 ]  # of autodoc, only its event for docstrings
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "experiments/results/*/README.md", "paper_figures/README.md"]
+include_patterns = [
+    "*.md",
+    "docs/**",
+    "examples/README.md",
+    "experiments/results/*/README.md",
+    "paper_figures/README.md",
+]
 exclude_patterns = [
     ".*",
     "docs/_templates",

@@ -6,6 +6,7 @@ Comments, docstrings, imports, and the file that contains a definition do not af
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ def code_digest(paths: Iterable[Path]) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(statements).encode())
 
 
-def _statements(source: str) -> list[str]:
+@functools.cache  # some files are in the digests of many figures
+def _statements(source: str) -> tuple[str, ...]:
     """Returns each top-level statement of `source` with its decorators, as text."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -47,4 +49,4 @@ def _statements(source: str) -> list[str]:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         kept = [line.rstrip() for line in lines[first - 1 : node.end_lineno] if line.strip()]
         found += ["\n".join(kept)] if kept else []
-    return found
+    return tuple(found)

@@ -9,6 +9,7 @@ other numbers.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def store(folder: Path, name: str, data: Any, date: str) -> Path:
         },
     )
     return path
+
+
+def writable_results(out: Path) -> Path:
+    """Returns the folder in which results may be stored: that of the repository, or for an
+    installed package a copy of its results in `out`.
+    """
+    if (ROOT / "pyproject.toml").is_file():
+        return RESULTS
+    copied = out / "results"
+    if not copied.exists():
+        shutil.copytree(RESULTS, copied)
+    return copied
 
 
 def is_stale(folder: Path, name: str) -> bool:

@@ -39,6 +39,8 @@ _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
 _ALIASES = {"seq": "sequence", "compile": "compiled"} | {
     name.partition(".")[2]: name for name in _PLACED
 }
+KNOBS = frozenset({*Knobs.__struct_fields__, *_PLACED} - {"placement"})
+"""The axes that are a knob or a class of the placement."""
 AXES = (
     "policy",
     *(name for name in Knobs.__struct_fields__ if name != "placement"),

@@ -33,6 +33,8 @@ class SweepEntry(NamedTuple):
 
     plan: Plan
     key: str
+    planned: bool = False
+    """Whether the planner chooses the knobs. Those of `plan` are ignored then."""
 
 
 OnRows = Callable[[list[SweepRow]], None]
@@ -77,11 +79,17 @@ def _keep(rows: list[SweepRow], store: Store, on_rows: OnRows) -> None:
 
 def _tasks(entries: Iterable[SweepEntry]) -> Iterator[list[SweepEntry]]:
     """Yields lists of entries. Plans of one structure are in one list, and each list is long enough
-    for the cost of a message to another process.
+    for the cost of a message to another process. An entry to plan is a list of its own, because
+    planning takes about a second.
     """
+    entries = list(entries)
+    yield from ([entry] for entry in entries if entry.planned)
     task: list[SweepEntry] = []
     for _, alike in itertools.groupby(
-        sorted(entries, key=lambda entry: likeness(entry.plan)),
+        sorted(
+            (entry for entry in entries if not entry.planned),
+            key=lambda entry: likeness(entry.plan),
+        ),
         key=lambda entry: structure(entry.plan),
     ):
         task += alike
@@ -93,19 +101,24 @@ def _tasks(entries: Iterable[SweepEntry]) -> Iterator[list[SweepEntry]]:
 
 
 def _rows(work: Simulator, task: Iterable[SweepEntry]) -> list[SweepRow]:
-    return [work.row(entry.plan, entry.key) for entry in task]
+    return [_row(work, entry) for entry in task]
+
+
+def _row(work: Simulator, entry: SweepEntry) -> SweepRow:
+    return (work.planned_row if entry.planned else work.row)(entry.plan, entry.key)
 
 
 # ---- in the worker processes
 
-_Message = tuple[str, tuple[object, ...]]
+_Message = tuple[str, bool, tuple[object, ...]]
 _FIELDS = ("policy", "knobs", "workload", "device_limit_bytes", "host_limit_bytes")
 _started_with: list[tuple[Simulator, Plan]] = []  # the arguments of this worker process
 
 
 def _message(entry: SweepEntry) -> _Message:
     """Returns the fields in which entries differ. The model is large and is sent only once."""
-    return entry.key, tuple(getattr(entry.plan, field) for field in _FIELDS)
+    values = tuple(getattr(entry.plan, field) for field in _FIELDS)
+    return entry.key, entry.planned, values
 
 
 def _begin(hardware: HardwareSpec, plan: Plan) -> None:
@@ -121,9 +134,11 @@ def _work(task: list[_Message]) -> list[SweepRow]:
         work,
         [
             SweepEntry(
-                msgspec.structs.replace(plan, **dict(zip(_FIELDS, values, strict=True))), key
+                msgspec.structs.replace(plan, **dict(zip(_FIELDS, values, strict=True))),
+                key,
+                planned,
             )
-            for key, values in task
+            for key, planned, values in task
         ],
     )
 
@@ -148,11 +163,12 @@ def execute(
     work = Simulator(hardware)
     with tempfile.TemporaryDirectory() as folder:
         for entry in entries:
-            row = work.row(entry.plan, entry.key)
+            row = _row(work, entry)
+            plan = msgspec.structs.replace(entry.plan, knobs=row.knobs)
             _keep(
                 [
                     (
-                        executed(row, entry.plan, Path(folder) / "plan.toml", steps, device)
+                        executed(row, plan, Path(folder) / "plan.toml", steps, device)
                         if row.timed
                         else row
                     )

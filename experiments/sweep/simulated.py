@@ -8,6 +8,8 @@ Work that plans share is done once, so plans should be sorted by `likeness`:
   nothing else. One lowering then serves all of them: sizes that depend on the tokens are computed
   for the other workload. The first such schedule of each policy and workload is also lowered and
   compared. If it differs, every later schedule is lowered.
+
+A point that is planned shares no work: the planner searches its knobs and its placement.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.planner.capacity import resized
+from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule import Op, Schedule, has_saved_attention
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Plan
@@ -72,11 +75,39 @@ class Simulator:
         # the last plan without its limits, its memory and its time
         self._known: tuple[object, Account, tuple[float, str, Decided] | None] | None = None
 
-    def row(self, plan: Plan, key: str) -> SweepRow:
-        """Returns the plan's row. If the policy refuses the plan, or an op has no known cost, the
-        row has the reason.
+    def planned_row(self, plan: Plan, key: str) -> SweepRow:
+        """Returns the row of the fastest plan that fits, with the policy, workload and limits of
+        `plan` and with other knobs. If none fits, it is that of the plan with the least memory.
         """
-        fields: dict[str, Any] = {
+        fields = {**self._fields(plan, key), "planned": True}
+        try:
+            best = candidates(
+                plan.model,
+                self.hardware,
+                plan.workload,
+                device_limit=plan.device_limit_bytes,
+                host_limit=plan.host_limit_bytes,
+                policies=[plan.policy],
+            )[0]
+        except UserError as error:
+            return SweepRow(**fields, decided_by="refused", reason=str(error))
+        fields |= {
+            "knobs": best.plan.knobs,
+            "device_peak_bytes": best.account.device_peak_bytes,
+            "host_peak_bytes": best.account.host_peak_bytes,
+        }
+        if not best.feasible:
+            return SweepRow(**fields, decided_by="memory", binding=best.account.binding)
+        return SweepRow(
+            **fields,
+            decided_by="engine",
+            binding=best.bounds.binding,
+            step_seconds=best.step_seconds,
+            tokens_per_second=tokens_per_second(plan.workload, best.step_seconds),
+        )
+
+    def _fields(self, plan: Plan, key: str) -> dict[str, Any]:
+        return {
             "key": key,
             "model": plan.model.name,
             "hardware": self.hardware.name,
@@ -86,6 +117,12 @@ class Simulator:
             "device_limit_bytes": plan.device_limit_bytes,
             "host_limit_bytes": plan.host_limit_bytes,
         }
+
+    def row(self, plan: Plan, key: str) -> SweepRow:
+        """Returns the plan's row. If the policy refuses the plan, or an op has no known cost, the
+        row has the reason.
+        """
+        fields = self._fields(plan, key)
         try:
             account, timed = self._measure(plan, self._cost_model(plan))
         except UserError as error:

@@ -53,6 +53,8 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     plan does not fit. `evaluator`: no op slows another, so the evaluator is as exact as the engine.
     `engine`: simulated by the engine. `execution`: run on a machine.
     """
+    planned: bool = False
+    """Whether the planner chose the knobs. Otherwise the sweep gave them."""
     reason: str = ""
     """Why the plan was refused. Empty if it was not."""
     binding: str = ""
@@ -96,8 +98,8 @@ class Keys:
             msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")
         ).digest()
 
-    def of(self, plan: Plan) -> str:
-        """Returns the key of a plan."""
+    def of(self, plan: Plan, *, planned: bool = False) -> str:
+        """Returns the key of a plan, or of a point of which the planner chooses the knobs."""
         source = (
             Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
         )
@@ -105,7 +107,7 @@ class Keys:
             plan.policy,
             source,
             plan.workload,
-            plan.knobs,
+            "planned" if planned else plan.knobs,
             plan.device_limit_bytes,
             plan.host_limit_bytes,
         )

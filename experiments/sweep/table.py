@@ -55,7 +55,9 @@ def table(rows: Sequence[SweepRow]) -> str:
 
 
 def settings(row: SweepRow) -> dict[str, str]:
-    """Returns every axis of the row as text."""
+    """Returns every axis of the row as text. Knobs that the planner chose are only `planned`, so
+    that a table has no columns for results that `rows.csv` has.
+    """
     knobs = {
         name: _text(name, getattr(row.knobs, name))
         for name in row.knobs.__struct_fields__
@@ -66,6 +68,8 @@ def settings(row: SweepRow) -> dict[str, str]:
         for name in Placement.__struct_fields__
     }
     work = {name: str(getattr(row.workload, name)) for name in row.workload.__struct_fields__}
+    if row.planned:
+        knobs, placed = (dict.fromkeys(names, "planned") for names in (knobs, placed))
     return {
         **knobs,
         **placed,

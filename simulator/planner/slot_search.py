@@ -14,6 +14,7 @@ The search has three rounds. Each uses the smallest schedule that can distinguis
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -65,7 +66,7 @@ class SlotSearch:
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
         self.knobs = policy_library.find(plan.policy).knobs
-        self.tiny = with_knobs(plan, layers=2, accumulation=2, chunk_bytes=ONE_COPY)
+        self.tiny = self._shortest()
         self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
         self.least = {"weight_slots": self.weight_slots[0]}
         self.gradient_slots = self._allowed("gradient_slots", GRADIENT_SLOTS)
@@ -74,6 +75,18 @@ class SlotSearch:
         self.paths = self._path_bytes()
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
         """(interval, weight slots) -> bytes on (device, host), with the first of `paths`."""
+
+    def _shortest(self) -> Plan:
+        """Returns the plan with two decoder layers, or with the fewest that the policy accepts."""
+        plans = [
+            with_knobs(self.plan, layers=layers, accumulation=2, chunk_bytes=ONE_COPY)
+            for layers in (2, 3, 4, _SHORT, self.plan.model.layers)
+        ]
+        for plan in plans:
+            with contextlib.suppress(UserError):
+                policy_library.lower(plan)
+                return plan
+        return plans[0]  # the policy refuses something else, which the search of its knobs finds
 
     def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the values of `knob` that the policy accepts and that make a difference.
@@ -102,7 +115,7 @@ class SlotSearch:
         """Returns the bytes on (device, host) for each pair of gradient slots and staging buffers,
         relative to the first pair.
 
-        They are computed for a model of two layers, because a slot has the same size at any depth.
+        They are computed for a model of few layers, because a slot has the same size at any depth.
         """
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for slots, staging in itertools.product(self.gradient_slots, self.gradient_staging):
@@ -190,7 +203,7 @@ class SlotSearch:
         """
         short = with_knobs(
             self.plan,
-            layers=max(_SHORT, interval + 2),
+            layers=max(_SHORT, interval + 2, self.tiny.model.layers),
             accumulation=2,
             checkpoint_interval=interval,
             weight_slots=slots,

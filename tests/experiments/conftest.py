@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -154,6 +154,29 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return Outcome(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches and explains each plan once, for tests that ask for it as text and as JSON."""
+    from megatrain.simulator.planner import search
+    from megatrain.simulator.verdict import verdict
+
+    for module, name in ((search, "candidates"), (verdict, "explain")):
+        monkeypatch.setattr(module, name, remembering(getattr(module, name)))
+
+
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, called once for the same arguments."""
+    known: dict[str, Any] = {}
+
+    def remembered(*args: Any, **given: Any) -> Any:
+        key = repr((args, given))
+        if key not in known:
+            known[key] = function(*args, **given)
+        return known[key]
+
+    return remembered
 
 
 @pytest.fixture

@@ -152,6 +152,7 @@ def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
     assert len({step.loss for step in first.steps}) == 2  # every step has different tokens
 
 
+@pytest.mark.nightly  # a process of its own, which imports torch
 def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
     """FSDP2 runs in its own process. Without a GPU it shards and clips but offloads nothing."""
     make_plan("double_buffer", accumulation=2).save(tmp_path / "plan.toml")

@@ -504,6 +504,7 @@ def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
     assert not report["host_memory_assumed"]
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     words = (
         "check",
@@ -574,6 +575,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB" in text
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_check_of_what_does_not_fit(command: Any) -> None:
     words = (
         "check",
@@ -635,7 +637,7 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
 
 @pytest.mark.parametrize(
     ("model", "host", "batch"),
-    [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-14b", "64GiB", 1)],
+    [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-1.5b", "2GiB", 1)],
 )
 def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
     command: Any, model: str, host: str, batch: int
@@ -719,6 +721,7 @@ def test_this_machine_s_own_memory_and_cores_are_read() -> None:
     assert this_machine._cores() >= 1
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-1.5b", "qwen2.5-0.5b")]
     monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
@@ -742,6 +745,7 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
     assert (none.status, none.out) == (3, "NO      No model of the library fits.\n")
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_check_of_every_policy(command: Any) -> None:
     words = (
         "check",

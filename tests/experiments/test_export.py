@@ -224,6 +224,7 @@ print(json.dumps({"peak": status("VmHWM") - before[0], "written": written}))
 """
 
 
+@pytest.mark.nightly  # two processes, and a model of 26 MB
 @pytest.mark.usefixtures("workplace")
 def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
     """An export holds only a few pieces of the model in memory at a time.

@@ -6,6 +6,7 @@ All systems of a figure have the same workload, and every result says how it was
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,25 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 Command = Callable[..., tuple[int, str, str]]
+
+
+def test_an_installed_package_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Where there is no repository, `--rerun` stores its results in a copy of the package's."""
+    package = tmp_path / "site-packages" / "megatrain"
+    results = package / "experiments" / "results"
+    shutil.copytree(stored.RESULTS / "figures", results / "figures")
+    before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
+    monkeypatch.setattr(stored, "ROOT", package)
+    monkeypatch.setattr(stored, "RESULTS", results)
+    monkeypatch.setitem(rerun.SIMULATIONS, "figure7", lambda: json.loads(old)["data"])
+    old = (results / "figures" / "figure7.json").read_text()
+    command("figures", "fig7", "--rerun", "--out", tmp_path / "drawn")
+    assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
+    copied = tmp_path / "drawn" / "results" / "figures" / "figure7.json"
+    assert json.loads(copied.read_text())["data"] == json.loads(old)["data"]
+    assert copied.read_text() != old, "it has the date and the inputs of today"
 
 
 def test_a_workload_is_split_before_it_is_cut() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.experiments.run_report import pictures
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
@@ -49,6 +50,14 @@ NEW = (
     "2",
 )
 TIMES = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(autouse=True)
+def small_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens the corpus, half of which is evaluated several times a run, and draws no loss."""
+    for path in (workplace / "corpus").iterdir():
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+    monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
 
 
 def rows(run: str) -> list[dict[str, Any]]:

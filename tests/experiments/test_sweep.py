@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pandas as pd
 import pytest
 
-from megatrain.experiments.sweep import executed, grid
+from megatrain.experiments.sweep import executed, grid, load_sweep
+from megatrain.experiments.sweep.flat import write_csv
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
 from megatrain.experiments.sweep.simulated import Simulator, likeness
@@ -190,7 +192,8 @@ def test_a_policy_in_a_file_of_its_own_is_swept(command: Any, workplace: Path) -
     )
     outcome = command(*words)
     assert outcome.status == 0, outcome.err
-    assert outcome.out.startswith("6 plans: ")
+    assert outcome.out.startswith("planned 6 points: ")
+    assert "\n6 plans: " in outcome.out
     assert re.search(r"^more/pinned.py ", outcome.out, re.MULTILINE)
 
 
@@ -211,6 +214,66 @@ def test_the_sources_are_part_of_a_key(
     ]
     assert len(set(keys)) == 4
     assert Keys(plan, H200, digests[:1]).of(make_plan(weight_slots=3)) not in keys
+
+
+def test_each_point_is_planned_unless_knobs_are_swept(
+    command: Any, monkeypatch: pytest.MonkeyPatch, workplace: Path
+) -> None:
+    """A planned point has the step time that `check` predicts for its policy. Sweeping a knob, or
+    `--default-knobs`, takes plans as they are given.
+    """
+    over = ("--over", "policy", "overlapped", "--over", "batch", 1)
+    words = ("sweep", "tiny", "--hardware", "h200", *WORK, *over, "--jobs", 1, "--out", "swept")
+    outcome = command(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.startswith("planned 1 points: knobs and placement are the fastest that fit")
+    checked = command(
+        *("check", "tiny", "--hardware", "h200", *WORK, "--batch", 1),
+        *("--policy", "overlapped", "--json"),
+    )
+    verdict = msgspec.json.decode(checked.out)
+    frame = load_sweep("swept")
+    (row,) = frame.to_dict("records")
+    assert row["step_seconds"] == verdict["step_seconds"]
+    assert (row["planned"], row["placement.weights"], row["fits"]) == (True, "all", True)
+    assert (row["model"], row["policy"], row["batch"]) == ("tiny", "overlapped", 1)
+
+    monkeypatch.setattr(Simulator, "planned_row", lambda *_: pytest.fail("planned again"))
+    assert "1 had been done before" in command(*words).out
+    given = command(*words, "--default-knobs")
+    assert given.out.startswith(
+        "took 1 plans as given: knobs that are not swept have their default"
+    )
+    knobs = command(*words, "--over", "weight_slots", 2, 3)
+    assert knobs.out.startswith("took 2 plans as given: ")
+    frame = load_sweep(workplace / "swept")
+    assert list(frame["planned"]) == [True, False, False]
+    assert list(frame["weight_slots"][1:]) == [2, 3]
+    assert frame["step_seconds"][0] < frame["step_seconds"][1:].min()
+
+
+def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
+    """`rows.csv` and the DataFrame have one column for each axis and each result, and of a plan
+    that was simulated twice only the last row.
+    """
+    plans = [make_plan("k_buffer"), make_plan("k_buffer", device_limit_bytes=4096)]
+    first, unfit = (Simulator(H200).row(plan, str(plan.device_limit_bytes)) for plan in plans)
+    again = msgspec.structs.replace(first, key="later sources", step_seconds=2.5)
+    with Store(tmp_path / "rows.jsonl") as store:
+        store.add([first, unfit, again])
+        write_csv(tmp_path / "rows.csv", store.rows.values())
+    frame = load_sweep(tmp_path)
+    assert list(frame["step_seconds"].fillna(0)) == [2.5, 0]
+    assert list(frame["fits"]) == [True, False]
+    axes_of_plan = {name for name in grid.AXES if name not in ("device_memory", "host_memory")}
+    assert axes_of_plan <= set(frame.columns)
+    assert all(not isinstance(value, dict) for value in frame.iloc[0])
+    assert all(frame[name].dtype == float for name in ("step_seconds", "predicted_seconds"))
+    read = pd.read_csv(tmp_path / "rows.csv")
+    assert list(read.columns) == list(frame.columns)
+    assert list(read["step_seconds"].fillna(0)) == [2.5, 0]
+    with pytest.raises(UserError, match="found no such file"):
+        load_sweep(tmp_path / "none")
 
 
 def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> None:
@@ -353,7 +416,8 @@ def test_grids_of_a_file_are_joined(command: Any) -> None:
     )
     outcome = command(*words)
     assert outcome.status == 0, outcome.err
-    assert outcome.out.startswith("12 plans: ")
+    assert outcome.out.startswith("took 12 plans as given: ")
+    assert "\n12 plans: " in outcome.out
 
 
 @pytest.mark.usefixtures("workplace")

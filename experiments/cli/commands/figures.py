@@ -25,25 +25,26 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=(
             "first run the simulations of these figures again and store their results, which takes"
-            " some minutes"
+            " some minutes. An installed package is not changed: its results are copied to"
+            " DIR/results of --out, and the new ones are stored there"
         ),
     )
     parser.add_argument(
         "--results",
         type=Path,
         metavar="DIR",
-        help="folder of the stored results (default experiments/results of the repository)",
+        help="folder of the stored results (default: those of the repository or the package)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments.paper_data.stored import RESULTS, is_stale
+    from megatrain.experiments.paper_data.stored import RESULTS, is_stale, writable_results
     from megatrain.paper_figures.gallery import FIGURES, build, known
     from megatrain.paper_figures.results import Results
 
-    folder: Path = args.results or RESULTS
     published = ["published"] if args.rerun else []
     names = known(args.names, [*published, *FIGURES])
+    folder: Path = args.results or (writable_results(args.out) if args.rerun else RESULTS)
     if args.rerun:
         from megatrain.experiments.paper_data.rerun import rerun
 

@@ -1,7 +1,9 @@
 """Simulate or execute every plan of a grid, and compare their time and memory.
 
+Each point of the grid is planned: its knobs and its placement are the fastest that fit. A grid that
+names a knob or a placement is not, and has the default values of those that it does not name.
 The result is a table, a figure of step time against device memory with its Pareto front, and all
-rows as JSON lines.
+rows as JSON lines and as CSV.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from megatrain.experiments.cli.commands import check
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatrain.experiments.sweep.grid import Axes
-    from megatrain.simulator.schedule.plan import Plan
+    from megatrain.experiments.sweep.running import SweepEntry
 
 _EXECUTED_STEPS = 5
 
@@ -56,7 +60,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folder for rows.jsonl and the figure; plans that have a row there are skipped",
+        help="folder for rows.jsonl, rows.csv and the figure; plans that have a row there are"
+        " skipped",
+    )
+    parser.add_argument(
+        "--default-knobs",
+        action="store_true",
+        help="plan no point: knobs that are not swept have their default values, and nothing is"
+        " placed on the device",
     )
     parser.add_argument(
         "--jobs",
@@ -104,12 +115,14 @@ def grids_of(args: argparse.Namespace) -> list[Axes]:
     return [{**grid, **given} for grid in (read_grids(args.grid) if args.grid else [{}])]
 
 
-def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """Returns every plan of the sweep.
+def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
+    """Returns every plan of the sweep, and the points to plan.
 
     Raises UserError for an unknown policy or model, or a value that its axis does not allow.
     """
-    from megatrain.experiments.sweep.grid import plans
+    from megatrain.experiments.sweep.grid import KNOBS, plans
+    from megatrain.experiments.sweep.running import SweepEntry
+    from megatrain.experiments.sweep.store import Keys, sources_digest
     from megatrain.simulator import policies
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model import optimizer
@@ -133,10 +146,29 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
         device_limit_bytes=args.device_memory or hardware.device_bytes,
         host_limit_bytes=args.host_memory or hardware.host_bytes,
     )
-    found = plans(base, grids)
-    for name in dict.fromkeys(plan.workload.optimizer for plan in found):
+    executed = ["executed", args.steps, args.device] if args.execute else []
+    keys = Keys(base, hardware, [sources_digest(), *executed])
+    planned = [grid for grid in grids if not (args.default_knobs or KNOBS & grid.keys())]
+    given = [grid for grid in grids if grid not in planned]
+    found = [
+        SweepEntry(plan, keys.of(plan, planned=chosen), chosen)
+        for some, chosen in ((planned, True), (given, False))
+        for plan in plans(base, some)
+    ]
+    for name in dict.fromkeys(entry.plan.workload.optimizer for entry in found):
         optimizer.find(name)
     return found
+
+
+def _what_was_planned(entries: Sequence[SweepEntry]) -> str:
+    """Returns the first lines of the output: how the plans got their knobs."""
+    planned = sum(entry.planned for entry in entries)
+    given = len(entries) - planned
+    lines = [
+        f"planned {planned:,} points: knobs and placement are the fastest that fit",
+        f"took {given:,} plans as given: knobs that are not swept have their default values",
+    ]
+    return "\n".join(line for line, count in zip(lines, (planned, given), strict=True) if count)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,18 +183,14 @@ def run(args: argparse.Namespace) -> int:
     )
 
     from megatrain.experiments.sweep import running
-    from megatrain.experiments.sweep.store import Keys, Store, SweepRow, sources_digest
+    from megatrain.experiments.sweep.flat import ROWS, write_csv
+    from megatrain.experiments.sweep.store import Store, SweepRow
     from megatrain.experiments.sweep.table import table
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    found, hardware = plans_of(args), HardwareSpec.load(args.hardware)
-    options.check_writable(args.out / "rows.jsonl")
-    keys = Keys(
-        found[0],
-        hardware,
-        [sources_digest(), *(["executed", args.steps, args.device] if args.execute else [])],
-    )
-    entries = [running.SweepEntry(plan, keys.of(plan)) for plan in found]
+    entries, hardware = entries_of(args), HardwareSpec.load(args.hardware)
+    store_path, csv_path = args.out / ROWS, args.out / "rows.csv"
+    options.check_writable(store_path)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -173,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     )
     begun = time.perf_counter()
     with (
-        Store(args.out / "rows.jsonl") as store,
+        Store(store_path) as store,
         Progress(*columns, console=console, disable=not console.is_terminal) as bars,
     ):
         todo = [entry for entry in entries if entry.key not in store.rows]
@@ -191,16 +219,18 @@ def run(args: argparse.Namespace) -> int:
         else:
             running.simulate(todo, hardware, store, tell, jobs=args.jobs or running.cores())
         rows = [store.rows[entry.key] for entry in entries]
+        write_csv(csv_path, store.rows.values())
+    print(_what_was_planned(entries))
     print(table(rows))
     seconds = time.perf_counter() - begun
     print(
         f"\n{len(todo):,} plans in {seconds:.1f} s, {len(entries) - len(todo):,} had been done"
-        f" before; wrote {args.out / 'rows.jsonl'}"
+        f" before; wrote {store_path} and {csv_path}"
     )
     if any(row.timed for row in rows):
         from megatrain.experiments.sweep.picture import draw
 
-        title = f"{len(rows):,} plans of {found[0].model.name} on {hardware.name}"
+        title = f"{len(rows):,} plans of {rows[0].model} on {hardware.name}"
         made = (
             f"{sum(row.timed for row in rows):,} fit;"
             f" {'executed' if args.execute else 'predicted'}, {time.strftime('%Y-%m-%d')}"

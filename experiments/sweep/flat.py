@@ -1,0 +1,94 @@
+"""A sweep as one flat table: a line for each plan, with a column for each axis and each result."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megatrain.experiments.files.row_file import parse_rows
+from megatrain.experiments.sweep.store import SweepRow
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROWS = "rows.jsonl"
+"""The name of the store in a sweep's folder."""
+_SECONDS = ("step_seconds", "tokens_per_second", "predicted_seconds")
+
+
+def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
+    """Returns the rows of the sweep in `folder` as a DataFrame with the columns of `rows.csv`.
+
+    A plan that was simulated several times, for example before and after a policy was changed, has
+    its last row only. Raises UserError if `folder` has no sweep.
+    """
+    import pandas as pd
+
+    path = Path(folder) / ROWS
+    if not path.is_file():
+        raise UserError(
+            str(path),
+            found="no such file",
+            allowed="a folder that `megatrain sweep --out` wrote",
+            fix="run the sweep, or name its folder",
+        )
+    rows, _ = parse_rows(path.read_bytes(), SweepRow, str(path))
+    frame = pd.DataFrame([flat_row(row) for row in latest(rows)])
+    return frame.astype(dict.fromkeys(_SECONDS, float))  # None becomes NaN
+
+
+def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Returns the last row of each plan. The knobs of a point that was planned are a result, so
+    they do not tell two points apart.
+    """
+    found: dict[bytes, SweepRow] = {}
+    for row in rows:
+        plan = (row.policy, row.workload, row.device_limit_bytes, row.host_limit_bytes)
+        knobs = None if row.planned else row.knobs
+        executed = row.predicted_seconds is not None
+        found[msgspec.msgpack.encode((row.model, row.hardware, plan, knobs, executed))] = row
+    return list(found.values())
+
+
+def flat_row(row: SweepRow) -> dict[str, object]:
+    """Returns a row by column. Columns of axes have the names that `--over` takes."""
+    knobs = msgspec.structs.asdict(row.knobs)
+    placed = msgspec.structs.asdict(knobs.pop("placement"))
+    return {
+        "model": row.model,
+        "hardware": row.hardware,
+        "policy": row.policy,
+        "planned": row.planned,
+        **msgspec.structs.asdict(row.workload),
+        **knobs,
+        **{f"placement.{name}": layers for name, layers in placed.items()},
+        "device_limit_bytes": row.device_limit_bytes,
+        "host_limit_bytes": row.host_limit_bytes,
+        "fits": row.timed,
+        "step_seconds": row.step_seconds,
+        "tokens_per_second": row.tokens_per_second,
+        "predicted_seconds": row.predicted_seconds,
+        "device_peak_bytes": row.device_peak_bytes,
+        "host_peak_bytes": row.host_peak_bytes,
+        "binding": row.binding,
+        "decided_by": row.decided_by,
+        "reason": row.reason,
+    }
+
+
+def write_csv(path: Path, rows: Iterable[SweepRow]) -> None:
+    """Writes the last row of each plan as CSV. There must be at least one row."""
+    lines = [flat_row(row) for row in latest(rows)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_text(path, text.getvalue())

@@ -1,0 +1,131 @@
+"""Tests of the wheel: installed into an empty environment, it has all that the command needs.
+
+The environment sees the packages that are installed here, but not this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pages import ROOT
+
+from megatrain.experiments.paper_data.stored import digest
+
+FOLDERS = {
+    "simulator": "megatrain/simulator",
+    "runtime": "megatrain/runtime",
+    "experiments": "megatrain/experiments",
+    "paper_figures": "megatrain/paper_figures",
+}
+_MOST_BYTES = 1_500_000
+
+
+class Installed(NamedTuple):
+    """The wheel, and a function that runs a program of the environment that it is installed in."""
+
+    wheel: Path
+    run: Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Builds the wheel from a copy of the sources, and installs it without its dependencies."""
+    place = tmp_path_factory.mktemp("wheel")
+    sources = place / "sources"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            [str(word) for word in words],
+            cwd=place,
+            env=outside,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", sources)
+    (wheel,) = (place / "dist").glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", "env")
+    (packages,) = (place / "env").glob("lib/python*/site-packages")
+    # A path in a .pth file adds that folder's packages, but not what its own .pth files add, such
+    # as an editable installation of this repository.
+    found = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(found) + "\n")
+    bin_folder = place / "env" / "bin"
+    run(*pip, "--python", bin_folder / "python", "install", "--no-deps", "--no-index", wheel)
+    return Installed(wheel, lambda program, *words: run(bin_folder / program, *words))
+
+
+def test_the_wheel_has_what_is_needed_and_nothing_else(installed: Installed) -> None:
+    """It has all code, and those stored results that are read. Pictures, pages and traces are not.
+
+    It is about a megabyte.
+    """
+    names = set(zipfile.ZipFile(installed.wheel).namelist())
+    code = {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+        if path.parent != ROOT / "experiments" / "cli" / "namespace"
+    }
+    assert {name for name in names if name.endswith(".py")} == {*code, "megatrain/__main__.py"}
+    results = ROOT / "experiments" / "results"
+    read = {
+        f"megatrain/experiments/results/{path.relative_to(results).as_posix()}"
+        for path in results.rglob("*")
+        if path.suffix in (".json", ".csv", ".toml") or path.name == "rows.jsonl"
+        if path.name not in ("trace.json", "plans.json", "speed.json")
+    }
+    assert {name for name in names if "/results/" in name} == read
+    endings = {Path(name).suffix for name in names if ".dist-info" not in name}
+    code_and_data = {".py", ".json", ".toml", ".csv", ".jsonl", ".c", ".h", ".typed"}
+    assert endings == {*code_and_data, ".html", ".css", ".js"}
+    assert installed.wheel.stat().st_size < _MOST_BYTES
+
+
+def test_the_installed_command_predicts_and_draws(installed: Installed) -> None:
+    run = installed.run
+    home = run("python", "-c", "import megatrain.simulator as s; print(s.__file__)")
+    assert str(ROOT) not in home
+    version = run("megatrain", "--version")
+    assert version.startswith("megatrain ")
+    assert run("python", "-m", "megatrain", "--version") == version
+    assert run("megatrain", "check", "qwen2.5-7b", "--hardware", "h200").startswith("YES ")
+    assert "rtx4090" in run("megatrain", "list", "hardware")
+    drawn = run("megatrain", "figures", "fig2", "table4", "--out", "drawn")
+    assert "drawn/pictures/table4.png" in drawn
+    program = "from megatrain.experiments.paper_data.stored import digest; print(digest('table4'))"
+    assert run("python", "-c", program).strip() == digest("table4"), "the same inputs are read"
+
+
+def test_the_installed_command_trains(installed: Installed, prepared: Path, tmp_path: Path) -> None:
+    words = ("train", prepared / "plan.toml", "--data", prepared / "corpus", "--steps", 10)
+    installed.run("megatrain", *words, "--device", "cpu", "--out", tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.nightly
+def test_the_installed_command_draws_every_figure(installed: Installed, tmp_path: Path) -> None:
+    installed.run("megatrain", "figures", "--out", tmp_path)
+    page = ROOT / "paper_figures" / "README.md"
+    assert (tmp_path / "README.md").read_text() == page.read_text()
