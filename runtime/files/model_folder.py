@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_source import name_on_hub
-from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 

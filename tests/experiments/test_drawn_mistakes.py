@@ -4,6 +4,7 @@ loaded. So each is reported within two seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 import drawn_mistakes
 import pytest
 from drawn_mistakes import VALID, draw_mistakes, write_files
+
+from megatrain.experiments.cli import options
+from megatrain.simulator.base.errors import UserError
 
 
 def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
@@ -97,6 +101,7 @@ EXPENSIVE = {
     "export to what exists": ("export", "corpus", "--out", "tiny"),
     "calibration of a missing model": ("calibrate", "gone", "--out", "new.toml"),
     "calibration of too large a batch": ("calibrate", "tiny", "--batch", "9999999", "--out", "n"),
+    "chat without a model": ("chat", "corpus", "--prompt", "hello"),
     "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
 }
 """Mistakes that need not wait for PyTorch."""
@@ -104,6 +109,29 @@ EXPENSIVE = {
 
 def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
     check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
+
+
+ON_A_GPU = {
+    "calibrate": ("calibrate", "tiny", "--out", "new.toml", "--device", "cuda"),
+    "train": (*TRAIN[:4], "--data", "corpus", "--out", "new", "--device", "cuda"),
+    "train MODEL": ("train", "tiny", "--data", "corpus", "--out", "new", "--device", "cuda"),
+    "eval": ("eval", "run", "--data", "corpus", "--device", "cuda"),
+    "chat": ("chat", "tiny", "--prompt", "hello", "--device", "cuda"),
+}
+
+
+def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
+    place: Path, files_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "run").mkdir()
+    (place / "run" / "config.toml").write_text("")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_all([list(words) for words in ON_A_GPU.values()], place, files_in)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(options, "_GPU_DRIVERS", ("/dev/no-such-driver",))
+    with pytest.raises(UserError, match="found cuda, but no GPU driver"):
+        options.refuse_missing_gpu(argparse.Namespace(device="cuda"))
+    options.refuse_missing_gpu(argparse.Namespace(device="auto"))
 
 
 @pytest.mark.usefixtures("workplace")

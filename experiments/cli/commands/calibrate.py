@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.model.specs import ModelSpec
 
     options.check_writable(args.out)
+    options.refuse_missing_gpu(args)
     if args.optimizer != "adamw":
         raise UserError(
             "--optimizer",

@@ -251,6 +251,7 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
 def run(args: argparse.Namespace) -> int:
     model = prepare.names_model(args)
     plan_file, folder = places(args)
+    options.refuse_missing_gpu(args)
     config = config_of(args)
     if model:
         prepare.check(args, config)
