@@ -23,13 +23,23 @@ class HubName(NamedTuple):
     """A branch, a tag or a commit; None for the newest."""
 
 
+def is_path(text: str) -> bool:
+    """Returns whether `text` is a path and cannot be a name on the hub.
+
+    It is a path if there is such a file or folder, if its first folder exists, or if it begins like
+    a path.
+    """
+    first = text.partition("/")[0]
+    return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
+
+
 def name_on_hub(source: str) -> HubName | None:
     """Returns the name on the hub that `source` is, or None if it is a folder.
 
     A folder that exists is preferred. Raises UserError if `source` is neither.
     """
-    named = _HUB_NAME.fullmatch(source)
-    if named and not os.path.exists(source):
+    named = None if is_path(source) else _HUB_NAME.fullmatch(source)
+    if named:
         return HubName(named["name"], named["revision"])
     if os.path.isdir(source):
         return None

@@ -160,6 +160,13 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).strip("()")
 
 
+def _absolute(path: str) -> str:
+    """Returns `path` as an absolute path, unless it is the name of a data set on the hub."""
+    from megatrain.runtime.data.sources import hub_data, weighted_path
+
+    return path if hub_data(weighted_path(path).path) else os.path.abspath(path)
+
+
 def config_of(args: argparse.Namespace) -> Config:
     """Returns the config of `--config` or of the resumed run, changed by `--set` and the options.
 
@@ -182,7 +189,7 @@ def config_of(args: argparse.Namespace) -> Config:
     for key in _PATHS:
         if isinstance(path := overrides.get(key), str | list) and path:
             paths = [path] if isinstance(path, str) else path
-            known = [os.path.abspath(one) if isinstance(one, str) and one else one for one in paths]
+            known = [_absolute(one) if isinstance(one, str) and one else one for one in paths]
             overrides[key] = known[0] if len(known) == 1 else known
     file = args.config or (args.resume and args.resume / "config.toml")
     counted = {"training.steps", "training.epochs"} & overrides.keys()
@@ -256,6 +263,7 @@ def run(args: argparse.Namespace) -> int:
     if model:
         prepare.check(args, config)
 
+    from megatrain.runtime.data.sources import pinned
     from megatrain.runtime.training.run_lock import RunLock
 
     lock = RunLock(folder)
@@ -266,6 +274,9 @@ def run(args: argparse.Namespace) -> int:
     with lock:  # taken before slow imports, so that a second run is refused at once
         if not model:
             check_training(plan_file, args.model, config)
+        # One commit of data on the hub is planned for, trained on and recorded.
+        config = msgspec.structs.replace(config, data=pinned(config.data))
+        if not model:
             return _run(args, plan_file, lock, config)
         with prepare.planned(args, config) as plan_file:
             return _run(args, plan_file, lock, config)

@@ -1,0 +1,88 @@
+"""A hub in a folder, for tests: data sets by name, behind huggingface_hub's functions."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.hf_api import DatasetInfo
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+class FakeHub:
+    """Data sets on the hub. While `online` is false, nothing can be asked or fetched."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.online = folder, True
+        self.asked: list[str] = []
+        """names and revisions that were asked for"""
+        self.fetched: list[str] = []
+        """files that were fetched"""
+        self._heads: dict[str, str] = {}
+        self._cards: dict[str, Any] = {}
+        monkeypatch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", self._info)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self._download)
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", self._cached)
+
+    def write(
+        self, name: str, files: dict[str, str], commit: str = FIRST, configs: Any = None
+    ) -> None:
+        """Makes a commit of a data set, the newest."""
+        self._heads[name], self._cards[name] = commit, configs
+        for file, text in files.items():
+            path = self.folder / "hub" / name / commit / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def _info(self, name: str, *, revision: str | None = None, **__: Any) -> DatasetInfo:
+        self._refuse_offline(name)
+        self.asked.append(f"{name}@{revision}")
+        commit = self._heads[name] if revision in (None, "main") else str(revision)
+        folder = self.folder / "hub" / name / commit
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return DatasetInfo(
+            id=name,
+            sha=commit,
+            siblings=[
+                {"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size}
+                for path in files
+            ],
+            cardData={"configs": self._cards[name]} if self._cards[name] else None,
+        )
+
+    def _snapshot(self, name: str, revision: str) -> Path:
+        return self.folder / "snapshots" / name / revision
+
+    def _download(
+        self, name: str, *, repo_type: str, revision: str, allow_patterns: list[str]
+    ) -> str:
+        self._refuse_offline(name)
+        assert repo_type == "dataset"
+        source, target = self.folder / "hub" / name / revision, self._snapshot(name, revision)
+        for path in sorted(source.rglob("*")):
+            file = path.relative_to(source).as_posix()
+            if path.is_file() and any(fnmatch.fnmatch(file, each) for each in allow_patterns):
+                self.fetched.append(file)
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target / file)
+        return str(target)
+
+    def _cached(self, name: str, file: str, *, revision: str, repo_type: str) -> str | None:
+        path = self._snapshot(name, revision) / file
+        return str(path) if path.is_file() else None
+
+    def _refuse_offline(self, name: str) -> None:
+        if not self.online:
+            raise huggingface_hub.errors.OfflineModeIsEnabled(f"Cannot reach {name}: offline.")
+
+
+def jsonl(*texts: str) -> str:
+    """Returns the texts as rows of a .jsonl file."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
