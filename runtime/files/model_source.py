@@ -33,14 +33,19 @@ def is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
 
 
+def hub_name(text: str) -> HubName | None:
+    """Returns the name on the hub that `text` is, or None if it is a path or no such name."""
+    named = None if is_path(text) else _HUB_NAME.fullmatch(text)
+    return HubName(named["name"], named["revision"]) if named else None
+
+
 def name_on_hub(source: str) -> HubName | None:
     """Returns the name on the hub that `source` is, or None if it is a folder.
 
     A folder that exists is preferred. Raises UserError if `source` is neither.
     """
-    named = None if is_path(source) else _HUB_NAME.fullmatch(source)
-    if named:
-        return HubName(named["name"], named["revision"])
+    if named := hub_name(source):
+        return named
     if os.path.isdir(source):
         return None
     raise UserError(

@@ -30,6 +30,16 @@ class FakeHub:
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", self._info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self._download)
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", self._cached)
+        self.token: str | None = "token"
+        self.role = "write"
+        self.models: dict[str, dict[str, bytes]] = {}
+        """the models that were uploaded, with their files"""
+        self.private: dict[str, bool] = {}
+        self.broken = False
+        """whether every upload fails"""
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: self.token)
+        for method in ("whoami", "create_repo", "upload_folder", "upload_file"):
+            monkeypatch.setattr(huggingface_hub.HfApi, method, getattr(self, f"_{method}"))
 
     def write(
         self, name: str, files: dict[str, str], commit: str = FIRST, configs: Any = None
@@ -77,6 +87,39 @@ class FakeHub:
     def _cached(self, name: str, file: str, *, revision: str, repo_type: str) -> str | None:
         path = self._snapshot(name, revision) / file
         return str(path) if path.is_file() else None
+
+    def _whoami(self) -> dict[str, Any]:
+        self._refuse_offline("whoami")
+        return {
+            "name": "me",
+            "orgs": [{"name": "us"}],
+            "auth": {"accessToken": {"role": self.role}},
+        }
+
+    def _create_repo(self, name: str, *, private: bool, exist_ok: bool) -> str:
+        self._refuse_offline(name)
+        assert exist_ok
+        self.models.setdefault(name, {})
+        self.private[name] = private
+        return f"https://hub/{name}"
+
+    def _upload_folder(
+        self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str], commit_message: str
+    ) -> None:
+        if self.broken:
+            raise huggingface_hub.errors.OfflineModeIsEnabled("Connection lost.")
+        assert commit_message
+        self.models[repo_id] |= {
+            path.relative_to(folder_path).as_posix(): path.read_bytes()
+            for path in Path(folder_path).rglob("*")
+            if path.is_file() and path.name not in ignore_patterns
+        }
+
+    def _upload_file(
+        self, *, repo_id: str, path_or_fileobj: bytes, path_in_repo: str, commit_message: str
+    ) -> None:
+        assert commit_message
+        self.models[repo_id][path_in_repo] = path_or_fileobj
 
     def _refuse_offline(self, name: str) -> None:
         if not self.online:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training import prepare
+from megatrain.experiments.cli.training import prepare, upload
 from megatrain.experiments.cli.training.preconditions import check_training
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, fields, full_name, parse_value
@@ -130,6 +130,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE",
         help="set a field of the config, e.g. rate=2e-5 or evaluation.every_steps=100",
     )
+    upload.describe(parser)
     options.add_device(parser)
     prepare.describe(parser)
     groups: dict[str, Any] = {}
@@ -260,6 +261,13 @@ def run(args: argparse.Namespace) -> int:
     plan_file, folder = places(args)
     options.refuse_missing_gpu(args)
     config = config_of(args)
+    if args.push_to_hub is not None and not config.saving.export:
+        raise UserError(
+            "--push-to-hub",
+            found="no model to upload, because of --no-export or saving.export",
+            allowed="a run that exports its model",
+            fix="leave one of the two out",
+        )
     if model:
         prepare.check(args, config)
 
@@ -274,6 +282,7 @@ def run(args: argparse.Namespace) -> int:
     with lock:  # taken before slow imports, so that a second run is refused at once
         if not model:
             check_training(plan_file, args.model, config)
+        upload.check(args)
         # One commit of data on the hub is planned for, trained on and recorded.
         config = msgspec.structs.replace(config, data=pinned(config.data))
         if not model:
@@ -361,5 +370,10 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
     elif last_checkpoint(folder):
         print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
-    print(f"wrote {run}; see `megatrain compare {run}` and `megatrain report {run}`")
+    print(f"wrote {run}; see `megatrain compare {run}` and `megatrain report {run}`", flush=True)
+    if args.push_to_hub is not None:
+        from megatrain.experiments.run_report.model_card import model_card
+
+        card = model_card(folder, args.push_to_hub, base=args.model)
+        upload.upload(model, card, args, ["megatrain", "export", str(folder)])
     return 0
