@@ -21,9 +21,9 @@ import msgspec
 
 from megatrain.runtime.data.hub import HubData, fetch, list_files, parse_name, with_commit
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.files.model_source import is_path
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.names import is_path
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")

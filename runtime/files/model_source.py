@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.names import is_path
 
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
@@ -21,16 +22,6 @@ class HubName(NamedTuple):
     """`org/name`."""
     revision: str | None
     """A branch, a tag or a commit; None for the newest."""
-
-
-def is_path(text: str) -> bool:
-    """Returns whether `text` is a path and cannot be a name on the hub.
-
-    It is a path if there is such a file or folder, if its first folder exists, or if it begins like
-    a path.
-    """
-    first = text.partition("/")[0]
-    return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
 
 
 def hub_name(text: str) -> HubName | None:

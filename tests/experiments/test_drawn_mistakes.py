@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,12 @@ def check_line(words: list[str], status: int | None, out: str, err: str) -> None
 
 @pytest.fixture
 def place(workplace: Path) -> Path:
-    """The workplace, with broken files too."""
+    """The workplace, with broken files, a model without weights, and a run with a checkpoint."""
     write_files(workplace / "plan.toml")
+    (workplace / "weightless").mkdir()
+    shutil.copy(workplace / "tiny" / "config.json", workplace / "weightless")
+    (workplace / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (workplace / "run" / "config.toml").write_text("[training]\nsteps = 4\n")
     return workplace
 
 
@@ -97,6 +102,9 @@ EXPENSIVE = {
     "out that cannot be made": (*TRAIN, "--data", "corpus", "--out", "/proc/nope/x"),
     "edited plan": ("train", "edited.toml", *TRAIN[2:], "--data", "corpus", "--out", "new"),
     "missing model": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "./gone"),
+    "missing weights": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "weightless"),
+    "missing weights of a model": ("train", "weightless", "--data", "corpus", "--out", "new"),
+    "missing checkpoint": ("train", "--resume", "run", "--from-step", "3", "--device", "cpu"),
     "export of no run": ("export", "corpus", "--out", "new"),
     "export to what exists": ("export", "corpus", "--out", "tiny"),
     "calibration of a missing model": ("calibrate", "gone", "--out", "new.toml"),
@@ -123,8 +131,6 @@ ON_A_GPU = {
 def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
     place: Path, files_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "run").mkdir()
-    (place / "run" / "config.toml").write_text("")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_all([list(words) for words in ON_A_GPU.values()], place, files_in)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -250,13 +250,18 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="the folder of a run that has started",
             fix="start the run with --out",
         )
+    from megatrain.runtime.checkpoint.stored_steps import steps_to_export
+
     saved = args.resume and args.resume / "checkpoints"
     if saved and not args.from_scratch and not (saved.is_dir() and any(saved.iterdir())):
         raise no_checkpoint(args.resume)  # found again by the trainer, after slow imports
+    if args.from_step:
+        steps_to_export(args.resume, args.from_step)
     return args.plan or args.resume / "plan.toml", args.out or args.resume
 
 
 def run(args: argparse.Namespace) -> int:
+    prepare.refuse_missing_model(args)
     model = prepare.names_model(args)
     plan_file, folder = places(args)
     options.refuse_missing_gpu(args)
