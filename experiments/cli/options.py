@@ -96,7 +96,13 @@ class OneLineParser(argparse.ArgumentParser):
         if option is None:
             fix = "put a name with blanks in quotes."
             self._refuse(self._name, " ".join(words), "options and their values", fix)
-        resembling = suggestion(option.partition("=")[0], self._options(), "")
+        shown = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if action.help != argparse.SUPPRESS
+        ]
+        resembling = suggestion(option.partition("=")[0], shown, "")
         self._refuse(self._name, option, f"an option of `{self.prog}`", resembling)
 
     @property
