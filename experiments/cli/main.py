@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from megatrain.experiments.cli.commands import (
     calibrate,
+    chat,
     check,
     compare,
     data,
@@ -37,6 +38,7 @@ VERBS = {
     "data": data,
     "train": train,
     "eval": evaluate,
+    "chat": chat,
     "export": export,
     "compare": compare,
     "report": report,

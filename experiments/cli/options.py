@@ -44,6 +44,9 @@ _MISTAKES: dict[str, tuple[str, str]] = {
     ),
 }
 """A message of argparse -> what was found, and what is allowed."""
+_GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
+"""What a driver makes, of which one is there on every machine with a GPU: of NVIDIA, of Windows
+Subsystem for Linux, of AMD, and of Jetson."""
 _SOLD_AS = 1.1
 """The memory that a GPU is sold with, at most, by what programs can use of it."""
 
@@ -93,7 +96,13 @@ class OneLineParser(argparse.ArgumentParser):
         if option is None:
             fix = "put a name with blanks in quotes."
             self._refuse(self._name, " ".join(words), "options and their values", fix)
-        resembling = suggestion(option.partition("=")[0], self._options(), "")
+        shown = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if action.help != argparse.SUPPRESS
+        ]
+        resembling = suggestion(option.partition("=")[0], shown, "")
         self._refuse(self._name, option, f"an option of `{self.prog}`", resembling)
 
     @property
@@ -376,6 +385,21 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         help="where to run: on the GPU, or on the CPU with a capped pool in RAM in place of GPU"
         " memory (default: the GPU if there is one)",
     )
+
+
+def refuse_missing_gpu(args: argparse.Namespace) -> None:
+    """Raises UserError for `--device cuda` on a machine that has no GPU, without importing torch.
+
+    `device` finds every other reason why a GPU cannot be used, after torch is imported.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if args.device == "cuda" and (hidden or not any(map(os.path.exists, _GPU_DRIVERS))):
+        raise UserError(
+            "--device",
+            found="cuda, but " + ("CUDA_VISIBLE_DEVICES is empty" if hidden else "no GPU driver"),
+            allowed="cuda on a machine with a GPU and its driver, cpu, or auto",
+            fix="use --device auto",
+        )
 
 
 def device(args: argparse.Namespace) -> torch.device:

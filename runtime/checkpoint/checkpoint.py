@@ -20,7 +20,7 @@ import torch
 from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, RunState, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import (
     TensorSource,
     checksum_of,

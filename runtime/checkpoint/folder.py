@@ -22,7 +22,7 @@ from megatrain.runtime.checkpoint.checkpoint import (
 from megatrain.runtime.checkpoint.manifest import Manifest, RunState
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from megatrain.runtime.checkpoint.randomness import RandomState
-from megatrain.runtime.files.tensor_file import MalformedFile
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_text, write_bytes
 from megatrain.simulator.model.specs import ModelSpec

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_files import weight_sources
-from megatrain.runtime.files.tensor_file import MalformedFile, TensorEntry, read_entries
+from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import LayerSpec

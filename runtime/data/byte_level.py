@@ -57,3 +57,15 @@ def byte_documents(source: DataSource, vocabulary: int) -> Documents:
         ends=ends,
         digest=f"{zlib.crc32(tokens.tobytes()):08x}-{len(tokens)}",
     )
+
+
+class ByteTokenizer:
+    """Turns text into the ids of its bytes and back, in place of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the bytes of `text`."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        """Returns the text of `ids`. Ids that are no bytes are left out."""
+        return bytes(each for each in ids if each < END_OF_DOCUMENT).decode(errors="replace")

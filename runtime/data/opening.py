@@ -132,8 +132,8 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
         return
     on_note(
         f"warning: {found}, so its loss does not show how well the model does on unseen text."
-        " Choose other rows with --eval-split or --eval-data, or keep some for evaluation with"
-        " --eval-fraction"
+        " Choose other rows with --evaluation-split or --evaluation-data, or keep some for"
+        " evaluation with --evaluation-fraction"
     )
 
 
@@ -192,7 +192,7 @@ def split(documents: Documents, options: DataOptions) -> tuple[Documents, Docume
             "data: evaluation",
             found=f"{size} of {count} documents",
             allowed=f"at most {count - 1}",
-            fix="keep fewer, or give other data with --eval-data",
+            fix="keep fewer, or give other data with --evaluation-data",
         )
     chosen = np.zeros(count, dtype=bool)
     # The choice does not depend on the run's seed, so that no run trains on documents on which

@@ -27,8 +27,9 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description=(
                 "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, or a"
-                " folder that datasets.save_to_disk wrote; or several of these. With PATH:WEIGHT,"
-                " an epoch has each document of PATH that many times; of a fraction, some of them"
+                " folder that datasets.save_to_disk wrote, or a data set on the hub as"
+                " org/name:split or org/name/config; or several of these. With PATH:WEIGHT, an"
+                " epoch has each document of PATH that many times; of a fraction, some of them"
             )
         ),
     ] = ""
@@ -89,7 +90,13 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Meta(ge=0, le=2**40, description="number of documents at the end kept for evaluation")
     ] = 0
     evaluation_data: Annotated[
-        str, Meta(description="file or folder to evaluate on, read in the same way as the data")
+        str,
+        Meta(
+            description=(
+                "file, folder or data set on the hub to evaluate on, read in the same way as the"
+                " data"
+            )
+        ),
     ] = ""
     evaluation_split: Annotated[
         str,

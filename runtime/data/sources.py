@@ -1,9 +1,9 @@
 """Finds the files to read at a path.
 
-The path is one file, a folder of files, or a folder that `datasets.save_to_disk` wrote. The files
-of a folder belong to splits by their names, as in `datasets.load_dataset(folder)`: by a word such
-as `train`, `test` or `dev`, between separators, in the name of a folder or of the file. If no name
-has such a word, all files are `train`.
+The path is one file, a folder of files, a folder that `datasets.save_to_disk` wrote, or the name of
+a data set on the hub (`hub.py`). The files of a folder belong to splits by their names, as in
+`datasets.load_dataset(folder)`: by a word such as `train`, `test` or `dev`, between separators, in
+the name of a folder or of the file. If no name has such a word, all files are `train`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from megatrain.runtime.data.hub import HubData, fetch, list_files, parse_name, with_commit
 from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.names import is_path
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -143,12 +147,17 @@ def sources_of(options: DataOptions) -> tuple[list[DataSource], list[DataSource]
         return sources, None
     splits = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
     if options.evaluation_data:
-        return sources, [find(Path(options.evaluation_data), splits)]
-    return sources, sources_at(options.paths, splits)
+        return sources, [_found(Path(options.evaluation_data), splits)]
+    return sources, sources_at(options.paths, splits, named=False)
 
 
-def sources_at(paths: Sequence[str], splits: Sequence[str]) -> list[DataSource]:
+def sources_at(
+    paths: Sequence[str], splits: Sequence[str], *, named: bool = True
+) -> list[DataSource]:
     """Returns the files to read at each of `paths`, which may have weights.
+
+    Data sets on the hub are fetched. If `named`, a split in the name of one is preferred to
+    `splits`.
 
     Raises UserError as `find` does, if there is no path, and for a file that is in two sources. Of
     its copies, some could be evaluated on and others trained on, which a weight prevents.
@@ -157,7 +166,7 @@ def sources_at(paths: Sequence[str], splits: Sequence[str]) -> list[DataSource]:
         raise UserError(
             "data", found="no path", allowed="a file or a folder", fix="name one with --data"
         )
-    sources = [find(weighted_path(text).path, splits) for text in paths]
+    sources = [_found(weighted_path(text).path, splits, named=named) for text in paths]
     counts = Counter(
         file for source in sources for file in {file.resolve() for file in source.files}
     )
@@ -169,6 +178,50 @@ def sources_at(paths: Sequence[str], splits: Sequence[str]) -> list[DataSource]:
             fix=f"give it a weight: {repeated.name}:{counts[repeated]}",
         )
     return sources
+
+
+def hub_data(path: str | Path) -> HubData | None:
+    """Returns the data set on the hub that `path` is, without a weight, or None for a file or a
+    folder.
+    """
+    named = parse_name(str(path))
+    return None if named is None or is_path(str(path)) or kind_of(named.name) else named
+
+
+def pinned(options: DataOptions) -> DataOptions:
+    """Returns the options with the present commit in each name of a data set on the hub.
+
+    Raises UserError if the hub cannot be asked.
+    """
+
+    def pin(text: str) -> str:
+        path = weighted_path(text).path if text else Path()
+        data = hub_data(path)
+        return str(with_commit(data)) + text[len(str(path)) :] if data else text
+
+    data = options.data
+    return msgspec.structs.replace(
+        options,
+        data=pin(data) if isinstance(data, str) else tuple(map(pin, data)),
+        evaluation_data=pin(options.evaluation_data),
+    )
+
+
+def _found(path: Path, splits: Sequence[str], *, named: bool = True) -> DataSource:
+    """Returns the files to read at `path`, which may be a data set on the hub."""
+    data = hub_data(path)
+    if data is None:
+        return find(path, splits)
+    root, there = Path(data.name), list_files(data)
+    source = _chosen(
+        {root / name: size for name, size in there.sizes.items()},
+        root,
+        (data.split,) if named and data.split else splits,
+        by_split={split: [root / name for name in names] for split, names in there.splits.items()},
+    )
+    names = [file.relative_to(root).as_posix() for file in source.files]
+    files = tuple(fetch(data, there.commit, names))
+    return replace(source, path=root / (data.config or ""), files=files)
 
 
 def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
@@ -197,19 +250,18 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
             files, split = _saved_files(path)
             _one_of({"train": (), split: ()}, splits, path)
             return DataSource(path=path, kind="arrow", files=files)
-        return _folder(path, splits, allowed)
+        return _chosen({file: os.stat(file).st_size for file in _walk(path)}, path, splits)
     except (OSError, ValueError) as error:  # ValueError is raised for a name with a zero byte
-        missing = isinstance(error, FileNotFoundError)
         found = (
             "no such file or folder"
-            if missing
+            if isinstance(error, FileNotFoundError)
             else (getattr(error, "strerror", None) or str(error)).lower()
         )
         raise UserError(
             f"data {getattr(error, 'filename', None) or path}",
             found=found,
             allowed=allowed,
-            fix=f"check the path{', or download a data set of the hub first' * missing}",
+            fix="check the path",
         ) from None
 
 
@@ -254,11 +306,24 @@ def _one_of(there: Mapping[str, object], splits: Sequence[str], path: Path) -> s
 # ---- folders of files ----
 
 
-def _folder(path: Path, splits: Sequence[str], allowed: str) -> DataSource:
-    """Returns the files of a folder as a source."""
+def _chosen(
+    sizes: Mapping[Path, int],
+    path: Path,
+    splits: Sequence[str],
+    *,
+    by_split: Mapping[str, list[Path]] | None = None,
+) -> DataSource:
+    """Returns the files of one split and one kind as a source.
+
+    Args:
+        sizes: all files of the folder `path`, and their bytes.
+        path: the folder.
+        splits: the splits to read, the preferred first.
+        by_split: files of each split; None or empty to tell them by their names.
+    """
     data: dict[Kind, list[Path]] = {}
     others: list[Path] = []
-    for file in _walk(path):
+    for file in sizes:
         kind = None if file.name in _METADATA else kind_of(file.name)
         if kind is None:
             others.append(file)
@@ -270,18 +335,23 @@ def _folder(path: Path, splits: Sequence[str], allowed: str) -> DataSource:
             if others
             else "a folder without data"
         )
+        allowed = f"a file or folder with {_listed()}"
         raise UserError(f"data {path}", found=there, allowed=allowed, fix="check the path")
-    sizes = {kind: sum(os.stat(file).st_size for file in files) for kind, files in data.items()}
-    chosen = max(sorted(sizes), key=lambda kind: sizes[kind])
-    by_split = _by_split(data[chosen], path)
-    split = _one_of(by_split, splits, path)
-    files = tuple(sorted(by_split.pop(split)))
-    left_out = [f"split {name} ({_count(there)})" for name, there in by_split.items()]
-    unread = set(data[chosen]).difference(files, *by_split.values())
+    of_kind = {kind: sum(sizes[file] for file in files) for kind, files in data.items()}
+    chosen = max(sorted(of_kind), key=lambda kind: of_kind[kind])
+    readable = set(data[chosen])
+    of_split = {
+        split: [file for file in files if file in readable]
+        for split, files in (by_split or _by_split(data[chosen], path)).items()
+    }
+    split = _one_of(of_split, splits, path)
+    files = tuple(sorted(of_split.pop(split)))
+    left_out = [f"split {name} ({_count(there)})" for name, there in of_split.items()]
+    unread = readable.difference(files, *of_split.values())
     left_out += [_named(unread, path)] if unread else []
     left_out += [
-        f"{_named(data[kind], path)} ({sizes[kind]:,} bytes)"
-        for kind in sorted(sizes)
+        f"{_named(data[kind], path)} ({of_kind[kind]:,} bytes)"
+        for kind in sorted(of_kind)
         if kind != chosen
     ]
     left_out += [_named(others, path)] if others else []
@@ -289,7 +359,7 @@ def _folder(path: Path, splits: Sequence[str], allowed: str) -> DataSource:
         path=path,
         kind=chosen,
         files=files,
-        split=split if by_split else "",
+        split=split if of_split else "",
         left_out=", ".join(left_out),
         kinds=len(data),
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatrain.runtime.files.hub_errors import hub_errors
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_source import name_on_hub
-from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 
@@ -55,9 +56,9 @@ def model_folder(source: str, *, weights: bool = True) -> Path:
     named = name_on_hub(source)
     if named is None:
         return Path(source)
-    from huggingface_hub import snapshot_download
+    with hub_errors(lambda reason: _unreachable(source, reason)):
+        from huggingface_hub import snapshot_download
 
-    try:
         return Path(
             snapshot_download(
                 named.name,
@@ -69,16 +70,9 @@ def model_folder(source: str, *, weights: bool = True) -> Path:
                 ],
             )
         )
-    except (OSError, ValueError, RuntimeError) as error:  # errors of huggingface_hub and httpx
-        raise _unreachable(source, error) from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "huggingface_hub"):
-            raise
-        raise _unreachable(source, error) from None
 
 
-def _unreachable(source: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _unreachable(source: str, reason: str) -> UserError:
     return UserError(
         f"model {source}",
         found=f"no such folder, and it could not be fetched from the hub ({reason})",

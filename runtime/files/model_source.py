@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.names import is_path
 
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
@@ -23,14 +24,19 @@ class HubName(NamedTuple):
     """A branch, a tag or a commit; None for the newest."""
 
 
+def hub_name(text: str) -> HubName | None:
+    """Returns the name on the hub that `text` is, or None if it is a path or no such name."""
+    named = None if is_path(text) else _HUB_NAME.fullmatch(text)
+    return HubName(named["name"], named["revision"]) if named else None
+
+
 def name_on_hub(source: str) -> HubName | None:
     """Returns the name on the hub that `source` is, or None if it is a folder.
 
     A folder that exists is preferred. Raises UserError if `source` is neither.
     """
-    named = _HUB_NAME.fullmatch(source)
-    if named and not os.path.exists(source):
-        return HubName(named["name"], named["revision"])
+    if named := hub_name(source):
+        return named
     if os.path.isdir(source):
         return None
     raise UserError(

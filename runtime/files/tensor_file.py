@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatrain.simulator.base.errors import UserError
+from megatrain.runtime.files.malformed_file import MalformedFile
 
 LARGEST_HEADER_BYTES = 100_000_000
 """limit of the safetensors format"""
@@ -43,10 +43,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NAME = re.compile(r"[^/\\\x00-\x1f]{1,1000}")
 _MOST_DIMENSIONS = 16
 _METADATA = "__metadata__"
-
-
-class MalformedFile(UserError):
-    """The error for a file that is truncated, altered, or of another format."""
 
 
 class TensorEntry(NamedTuple):

@@ -19,9 +19,9 @@ from megatrain.runtime.checkpoint.stored_state import StoredState
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, steps_to_export
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
-from megatrain.runtime.files.tensor_file import MalformedFile
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import exported_config, find_model, not_trained

@@ -72,5 +72,5 @@ def little_room_note(saving: Saving, checkpoints: Checkpoints, size: int) -> str
     return (
         f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
         f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
-        " --saving.keep_last 1 keeps fewer, and --save-every-minutes 0 saves none"
+        " --keep-last 1 keeps fewer, and --save-every-minutes 0 saves none"
     )

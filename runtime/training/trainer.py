@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.data.sources import pinned
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
@@ -380,6 +382,8 @@ class Trainer(TrainingRun):
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
         data, held_out = self._data, self._evaluation_data
         if data is None or isinstance(data, Path | str):
+            # The run's config.toml then names the commit, so that a resumed run reads the same.
+            self.config = msgspec.structs.replace(self.config, data=pinned(self.config.data))
             found = find_data(
                 self.config.data,
                 self.plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -38,6 +39,16 @@ def _key(name: str) -> _Key:
             if character == "-":
                 hyphens.add(len(letters))
     return _Key(letters, frozenset(hyphens), frozenset(separators))
+
+
+def is_path(text: str) -> bool:
+    """Returns whether `text` is a path and cannot be a name, of the library or on the hub.
+
+    It is a path if there is such a file or folder, if its first folder exists, or if it begins like
+    a path.
+    """
+    first = text.partition("/")[0]
+    return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:

@@ -19,7 +19,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
-from megatrain.simulator.base.names import meant, suggestion
+from megatrain.simulator.base.names import is_path, meant, suggestion
 from megatrain.simulator.model.families import (
     ALWAYS_MASKED,
     CAN_SAVE_ATTENTION,
@@ -604,7 +604,7 @@ def model_file(source: str) -> Path:
     if path.suffix == ".json" or os.path.exists(path):
         return path
     known = library()
-    if name := meant(source, known):
+    if not is_path(source) and (name := meant(source, known)):
         return known[name]
     raise UserError(
         f"model {source}",

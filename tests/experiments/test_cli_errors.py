@@ -287,7 +287,7 @@ MISTAKES = {
         (*PLAN, "--device-memory", "1KiB"),
         "no plan that fits",
         "1.00 KiB of device memory",
-        "more of device memory",
+        "--device-memory 62MiB would fit",
         status=3,
     ),
     "plan to a folder": Mistake(

@@ -4,7 +4,9 @@ loaded. So each is reported within two seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 import drawn_mistakes
 import pytest
 from drawn_mistakes import VALID, draw_mistakes, write_files
+
+from megatrain.experiments.cli import options
+from megatrain.simulator.base.errors import UserError
 
 
 def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
@@ -41,8 +46,12 @@ def check_line(words: list[str], status: int | None, out: str, err: str) -> None
 
 @pytest.fixture
 def place(workplace: Path) -> Path:
-    """The workplace, with broken files too."""
+    """The workplace, with broken files, a model without weights, and a run with a checkpoint."""
     write_files(workplace / "plan.toml")
+    (workplace / "weightless").mkdir()
+    shutil.copy(workplace / "tiny" / "config.json", workplace / "weightless")
+    (workplace / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (workplace / "run" / "config.toml").write_text("[training]\nsteps = 4\n")
     return workplace
 
 
@@ -93,10 +102,14 @@ EXPENSIVE = {
     "out that cannot be made": (*TRAIN, "--data", "corpus", "--out", "/proc/nope/x"),
     "edited plan": ("train", "edited.toml", *TRAIN[2:], "--data", "corpus", "--out", "new"),
     "missing model": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "./gone"),
+    "missing weights": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "weightless"),
+    "missing weights of a model": ("train", "weightless", "--data", "corpus", "--out", "new"),
+    "missing checkpoint": ("train", "--resume", "run", "--from-step", "3", "--device", "cpu"),
     "export of no run": ("export", "corpus", "--out", "new"),
     "export to what exists": ("export", "corpus", "--out", "tiny"),
     "calibration of a missing model": ("calibrate", "gone", "--out", "new.toml"),
     "calibration of too large a batch": ("calibrate", "tiny", "--batch", "9999999", "--out", "n"),
+    "chat without a model": ("chat", "corpus", "--prompt", "hello"),
     "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
 }
 """Mistakes that need not wait for PyTorch."""
@@ -104,6 +117,27 @@ EXPENSIVE = {
 
 def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
     check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
+
+
+ON_A_GPU = {
+    "calibrate": ("calibrate", "tiny", "--out", "new.toml", "--device", "cuda"),
+    "train": (*TRAIN[:4], "--data", "corpus", "--out", "new", "--device", "cuda"),
+    "train MODEL": ("train", "tiny", "--data", "corpus", "--out", "new", "--device", "cuda"),
+    "eval": ("eval", "run", "--data", "corpus", "--device", "cuda"),
+    "chat": ("chat", "tiny", "--prompt", "hello", "--device", "cuda"),
+}
+
+
+def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
+    place: Path, files_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_all([list(words) for words in ON_A_GPU.values()], place, files_in)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(options, "_GPU_DRIVERS", ("/dev/no-such-driver",))
+    with pytest.raises(UserError, match="found cuda, but no GPU driver"):
+        options.refuse_missing_gpu(argparse.Namespace(device="cuda"))
+    options.refuse_missing_gpu(argparse.Namespace(device="auto"))
 
 
 @pytest.mark.usefixtures("workplace")

@@ -96,6 +96,7 @@ def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any
     assert outcome.status == 3
     assert "does not fit H200: tiny (57.63 k parameters), " in outcome.out
     assert outcome.err.startswith("megatrain: model tiny: found no plan that fits; nothing was ")
+    assert "; fix: --device-memory " in outcome.err
     assert outcome.err.count("\n") == 1
     assert not Path("run").exists()
 
@@ -110,8 +111,16 @@ def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any
         (("train", "empty", "--data", "corpus", "--out", "run"), "config.json"),
         (
             ("train", "weightless", "--data", "corpus", "--out", "run"),
-            "model weightless: found no *.safetensors file; allowed: a folder with weights, or",
+            "weightless: found no *.safetensors file; allowed: a Hugging Face model folder with",
         ),
+        (("train", "nowhere"), "model nowhere: found no such folder, file or name"),
+        (("train", "nowhere", "--data", "gone"), "model nowhere: found no such folder"),
+        (("train", "nowhere.toml"), "nowhere.toml: found no such file"),
+        (
+            ("train", "corpus/gone", "--data", "gone", "--out", "run"),
+            "model corpus/gone: found no such folder, file or name",
+        ),
+        ((*TRAIN, "--model", "weightless", *HARDWARE), "weightless: found no *.safetensors file"),
         (
             ("train", "qwen2.5-7b", "--data", "corpus", "--out", "run"),
             "model qwen2.5-7b: found a config without weights; allowed: a folder with weights, or",

@@ -77,3 +77,16 @@ def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
     trained = command("train", "new.toml", *words, "--model", "tiny")
     assert message in planned.err
     assert message in trained.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
+    command: Callable[..., Any],
+) -> None:
+    words = ("tiny", *WORK, "--device-memory", "20KiB")
+    first = json.loads(command("check", *words, "--json").out)["advice"][0]
+    assert first["fits"]
+    outcome = command("plan", *words, "--out", "new.toml")
+    assert outcome.status == 3
+    name = first["model"] or " ".join(f"--{key} {value}" for key, value in first["options"].items())
+    assert f"; fix: {name} would fit" in outcome.err

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
 from megatrain.experiments.run_report import pictures
 from megatrain.simulator.base.files import read_json
@@ -444,3 +445,19 @@ def test_a_kill(command: Command) -> None:
 @pytest.mark.usefixtures("workplace")
 def test_five_kills(command: Command) -> None:
     kill_and_resume(command, 5)
+
+
+def test_a_resumed_run_reads_the_commit_of_the_hub_that_it_began_with(
+    workplace: Path, command: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokenizer(workplace / "tiny")
+    hub = FakeHub(workplace, monkeypatch)
+    hub.write("some/letters", {"train.jsonl": jsonl(*["how are you"] * 200)})
+    words = ("train", "plan.toml", "--data", "some/letters", "--steps", 2, "--device", "cpu")
+    outcome = command(*words, "--schedule.kind", "constant", "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert f'data = "some/letters@{FIRST}"' in (workplace / "run" / "config.toml").read_text()
+    hub.write("some/letters", {"train.jsonl": jsonl(*["I am well"] * 200)}, SECOND)
+    hub.online = False
+    outcome = command("train", "--resume", "run", "--steps", 3, "--device", "cpu")
+    assert (outcome.status, outcome.err) == (0, "")

@@ -16,7 +16,9 @@ import pytest
 from tiny_families import config_of as tiny_config
 
 from megatrain.experiments.cli import main as cli
-from megatrain.runtime.training.config import Config
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.commands import train
+from megatrain.runtime.training.config import Config, fields
 
 CONFIG = """
 [training]
@@ -437,9 +439,52 @@ def test_several_files_with_weights_are_trained_on_and_resumed(command: Any) -> 
     assert "data.digest" in outcome.err
 
 
+@pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("value", ["data=[]", "data=[1, 2]"])
 def test_a_list_of_data_that_has_no_paths_is_refused(command: Any, value: str) -> None:
     outcome = command("train", "plan.toml", "--out", "run", "--steps", "1", "--set", value)
     assert outcome.status == 2
     assert "data" in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_an_option_is_named_like_its_field_or_its_help_names_the_field() -> None:
+    parser = options.OneLineParser(prog="megatrain train")
+    train.describe(parser)
+    for key in fields():
+        option = train.option_of(key)
+        action = parser._option_string_actions[option]
+        own = f"--{key.partition('.')[2].replace('_', '-')}"
+        assert action.dest == key
+        assert option == own or f"[{key} in a config file]" in str(action.help)
+        assert action.metavar != "VALUE"
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "value"),
+    [
+        ("--rate", "schedule.rate", 0.5),
+        ("--schedule.rate", "schedule.rate", 0.5),
+        ("--warm-up", "schedule.warm_up_steps", 3),
+        ("--eval-fraction", "data.evaluation_fraction", 0.5),
+        ("--data.evaluation_fraction", "data.evaluation_fraction", 0.5),
+        ("--eval-every", "evaluation.every_steps", 3),
+        ("--evaluation.every_steps", "evaluation.every_steps", 3),
+        ("--schedule.kind", "schedule.kind", "wsd"),
+        ("--logging.project", "logging.project", "5"),
+    ],
+)
+def test_earlier_names_and_names_of_fields_are_taken(option: str, key: str, value: object) -> None:
+    given = cli.parse(["train", "tiny", "--out", "run", option, str(value)])
+    assert vars(given)[key] == value
+    assert vars(cli.parse(["train", "t", train.option_of(key), str(value)]))[key] == value
+
+
+@pytest.mark.parametrize(
+    "text", ["lr=0.5", "rate=0.5", "schedule.rate=0.5", "evaluate-every=3", "eval_fraction=0.5"]
+)
+def test_set_takes_the_names_of_options_too(text: str) -> None:
+    given = cli.parse(["train", "plan.toml", "--set", text, "--data", "x", "--steps", "9"])
+    config = train.config_of(given)
+    found = (config.schedule.rate, config.evaluation.every_steps, config.data.evaluation_fraction)
+    assert found in ((0.5, 0, 0), (1e-5, 3, 0), (1e-5, 0, 0.5))

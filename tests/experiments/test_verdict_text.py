@@ -334,3 +334,12 @@ def test_the_examples_in_the_docstrings_of_the_layout_hold() -> None:
     failures, attempted = doctest.testmod(layout)
     assert attempted > 10
     assert failures == 0
+
+
+def test_the_remedy_is_the_first_change_that_would_do() -> None:
+    assert verdict_text.remedy(FAILS) == "--host-memory 178GiB would fit (121 tokens/s)"
+    later = msgspec.structs.replace(FAILS, advice=FAILS.advice[1:])
+    expected = "--hardware h200 would fit (H200, with 251 GiB of RAM, 4,699 tokens/s)"
+    assert verdict_text.remedy(later) == expected
+    insufficient = msgspec.structs.replace(FAILS, advice=FAILS.advice[-1:], reason="1 GiB lack")
+    assert verdict_text.remedy(insufficient) == "1 GiB lack"

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatrain.runtime.files import tensor_stream
-from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, MalformedFile, read_entries
+from megatrain.runtime.files.malformed_file import MalformedFile
+from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, read_entries
 from megatrain.runtime.files.tensor_stream import (
     TensorSource,
     checksum_of,

@@ -22,14 +22,15 @@ VALID: dict[str, tuple[str, ...]] = {
     "sweep": ("tiny", "--hardware", "h200", "--over", "batch", "1", "2", "--out", "new"),
     "calibrate": ("tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new.toml"),
     "train": ("plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new"),
+    "chat": ("corpus", "--prompt", "hello", "--device", "cpu"),
     "export": ("corpus", "--out", "new"),
     "compare": ("corpus",),
     "report": ("corpus", "--out", "new.html"),
     "figures": ("figure1", "--out", "new"),
     "list": ("models",),
 }
-"""A verb -> the rest of an invocation that would do something, or for `export`, `compare` and
-`report` fail only because the folder is no run."""
+"""A verb -> the rest of an invocation that would do something, or for `chat`, `export`, `compare`
+and `report` fail only because the folder is no run."""
 BAD_NUMBERS = ("0", "-1", "two", "1e99", "nan", "", "3.5.2", "0x10", "½", "-24GiB", "--")
 BAD_SIZES = ("-24GiB", "banana", "0", "", "24 apples", "1e9GiB", "nan")
 BAD_NAMES = ("gone", "./gone", "h300", "qwen9", "no/such/name", "a b", "é", "\udce9", "x" * 300)
@@ -84,6 +85,12 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         "--chat-template": ("gone", "corpus"),
         "--split": ("none",),
         "--init": ("zeros",),
+        "--device": ("gpu",),
+    },
+    "chat": {
+        **dict.fromkeys(("--max-tokens", "--temperature"), BAD_NUMBERS[1:]),
+        "--seed": BAD_NUMBERS[1:],
+        "--prompt": ("",),
         "--device": ("gpu",),
     },
     "export": {"--from-step": BAD_NUMBERS, "--dtype": ("fp16",), "--out": BAD_OUTS},

@@ -142,3 +142,8 @@ def test_the_shortest_model_has_every_kind_of_layer(name: str) -> None:
         assert least <= short.layers <= spec.layers
         assert short.decoders == spec.decoders[: short.layers]
         assert short.layers == least or spec.with_layers(short.layers - 1).shape != spec.shape
+
+
+def test_every_model_of_the_library_has_its_own_limit_of_a_row() -> None:
+    """Without it, `check` names contexts that the model cannot use."""
+    assert [name for name in specs.library() if not ModelSpec.load(name).longest_row] == []

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.names import alike, meant
+from megatrain.simulator.base.names import alike, is_path, meant
 from megatrain.simulator.hardware import machine
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import specs
@@ -134,3 +134,26 @@ def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     Path("qwen2.5-7b", "config.json").write_bytes(specs.library()["phi-2"].read_bytes())
     assert HardwareSpec.load("h200").name == "l40s"
     assert ModelSpec.load("qwen2.5-7b").family == "phi"
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("qwen2.5-7b", False),
+        ("Qwen/Qwen2.5-7B", False),
+        ("./qwen2.5-7b", True),
+        ("/qwen2.5-7b", True),
+        ("~/qwen2.5-7b", True),
+        ("there/qwen2.5-7b", True),
+        ("there", True),
+    ],
+)
+def test_a_path_is_no_name(
+    text: str, path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert is_path(text) == path
+    if path:
+        with pytest.raises(UserError, match=r"without config\.json|no such folder"):
+            ModelSpec.load(text)

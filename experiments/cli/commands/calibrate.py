@@ -105,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.model.specs import ModelSpec
 
     options.check_writable(args.out)
+    options.refuse_missing_gpu(args)
     if args.share:
         options.check_writable(args.share)
         _refuse_limits(args)

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
             allowed="the folder of a run that has started",
             fix="check the path",
         )
-    # reports a mistake before slow imports
+    # These report a mistake before slow imports.
+    options.refuse_missing_gpu(args)
     sources_at(args.data, (args.split,) if args.split else EVALUATION_SPLITS)
 
     from megatrain.runtime.training.evaluating import evaluate_run

@@ -2,16 +2,23 @@
 
 The folder has the config, the tokenizer, the generation config, and the weights as safetensors.
 Given a run's folder, the newest checkpoint that passes its checksums is written. This needs no GPU
-and little memory.
+and little memory. With --push-to-hub alone, the model that the run exported is uploaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.training import upload
+from megatrain.simulator.base.errors import UserError
+
+_REPEATED = ("from_step", "dtype", "model")
+"""Options that an upload is repeated with, if it fails."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +29,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="a folder written by `megatrain train`, or one of its checkpoints",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="MODEL", help="the new folder to write"
+        "--out",
+        type=Path,
+        metavar="MODEL",
+        help="the new folder to write; may be left out with --push-to-hub",
     )
+    upload.describe(parser)
     parser.add_argument(
         "--from-step",
         type=options.whole("--from-step"),
@@ -51,19 +62,60 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.files.model_source import name_on_hub
 
     # Checked before PyTorch is loaded.
-    if not os.path.exists(args.run / "manifest.json"):
+    if args.out is None and args.push_to_hub is None:
+        raise UserError(
+            "export",
+            found="neither --out nor --push-to-hub",
+            allowed="megatrain export RUN --out MODEL, or --push-to-hub NAME",
+            fix="name a new folder with --out",
+        )
+    of_checkpoint = os.path.exists(args.run / "manifest.json")
+    home = args.run.parent.parent if of_checkpoint else args.run  # RUN/checkpoints/step-00000123
+    chosen = args.out or args.from_step or args.dtype or args.model or of_checkpoint
+    done = not chosen and (home / "model" / "config.json").is_file()
+    if not (of_checkpoint or done):
         steps_to_export(args.run, args.from_step)
-    options.check_new(args.out)
+    if args.out is not None:
+        options.check_new(args.out)
     if args.model is not None:
         name_on_hub(args.model)
+    if args.push_to_hub is not None and not (home / "config.toml").is_file():
+        raise UserError(
+            f"--push-to-hub, {args.run}",
+            found="no config.toml",
+            allowed="a run, whose settings the model's card has",
+            fix="name the folder of the run, with --from-step for a checkpoint",
+        )
+    upload.check(args)
+    with contextlib.ExitStack() as stack:
+        if done:
+            folder, step = home / "model", None
+        else:
+            folder = args.out or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix=".upload-", dir=home)),
+                "model",
+            )
+            step = _export(args, folder)
+        if args.push_to_hub is not None:
+            from megatrain.experiments.run_report.model_card import model_card
 
+            card = model_card(home, args.push_to_hub, base=args.model, step=step)
+            again = [f"--{name.replace('_', '-')}={vars(args)[name]}" for name in _REPEATED]
+            again = [word for word in again if not word.endswith("=None")]
+            upload.upload(folder, card, args, ["megatrain", "export", str(args.run), *again])
+    return 0
+
+
+def _export(args: argparse.Namespace, folder: Path) -> int:
+    """Writes the model to `folder`, and returns the step of its checkpoint."""
     from megatrain.runtime.training.exporting import export_run
 
     done = export_run(
-        args.run, args.out, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print
+        args.run, folder, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print
     )
-    print(
-        f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters in"
-        f" {done.dtype}"
-    )
-    return 0
+    if args.out is not None:
+        print(
+            f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters"
+            f" in {done.dtype}"
+        )
+    return done.step

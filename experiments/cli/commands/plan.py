@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             str(args.out),
             found="no plan that fits; nothing was written",
             allowed=verdict_text.limits(verdicts[0]),
-            fix=best.account.advice,
+            fix=verdict_text.remedy(verdict),
         )
     folder = args.out.parent / best.plan.source
     trained = folder.is_dir() and not is_prediction_only(best.plan.policy)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training import prepare
+from megatrain.experiments.cli.training import prepare, upload
 from megatrain.experiments.cli.training.preconditions import check_training
 from megatrain.runtime.training.callback import Callback
-from megatrain.runtime.training.config import Config, fields, full_name, parse_value
+from megatrain.runtime.training.config import Config, Field, fields, full_name, parse_value
 from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoint, no_checkpoint
 from megatrain.simulator.base.errors import RunError, UserError
@@ -42,41 +42,57 @@ def _rate(text: str) -> float:
         ) from None
 
 
-SHORT: dict[str, tuple[str, dict[str, Any]]] = {
-    "training.steps": ("--steps", {"type": options.whole("--steps")}),
-    "training.epochs": ("--epochs", {"type": options.real("--epochs", 1e-6)}),
-    "training.seed": ("--seed", {"type": options.whole("--seed", 0, 2**32 - 1)}),
-    "training.init": ("--init", {"choices": ("model", "random")}),
-    "training.deterministic": ("--deterministic", {"action": "store_true"}),
-    "optimizer.weight_decay": ("--weight-decay", {"type": options.real("--weight-decay")}),
-    "optimizer.max_norm": ("--max-norm", {"type": options.real("--max-norm", 1e-6)}),
-    "schedule.rate": ("--lr", {"type": _rate}),
-    "schedule.warm_up_steps": ("--warm-up", {"type": options.whole("--warm-up", 0)}),
-    "data.data": ("--data", {"metavar": "PATH[:WEIGHT]", "nargs": "+"}),
-    "data.split": ("--split", {}),
-    "data.columns": ("--columns", {}),
-    "data.loss": ("--loss", {}),
-    "data.chat_template": ("--chat-template", {"metavar": "FILE"}),
-    "data.packing": ("--packing", {}),
-    "data.strict": ("--strict", {"action": "store_true"}),
-    "data.trust_remote_code": ("--trust-remote-code", {"action": "store_true"}),
-    "data.evaluation_fraction": ("--eval-fraction", {"type": options.real("--eval-fraction")}),
-    "data.evaluation_documents": (
-        "--eval-documents",
-        {"type": options.whole("--eval-documents", 0)},
-    ),
-    "data.evaluation_data": ("--eval-data", {"metavar": "PATH"}),
-    "data.evaluation_split": ("--eval-split", {}),
-    "data.cache": ("--data-cache", {"metavar": "FOLDER"}),
-    "evaluation.every_steps": ("--eval-every", {"type": options.whole("--eval-every", 0)}),
-    "saving.every_steps": ("--save-every", {"type": options.whole("--save-every", 0)}),
-    "saving.every_minutes": (
-        "--save-every-minutes",
-        {"type": options.real("--save-every-minutes")},
-    ),
-    "saving.export": ("--no-export", {"action": "store_false"}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "training.steps": {"type": options.whole("--steps"), "metavar": "N"},
+    "training.epochs": {"type": options.real("--epochs", 1e-6)},
+    "training.seed": {"type": options.whole("--seed", 0, 2**32 - 1)},
+    "training.init": {"choices": ("model", "random")},
+    "training.deterministic": {"action": "store_true"},
+    "optimizer.weight_decay": {"type": options.real("--weight-decay")},
+    "optimizer.max_norm": {"type": options.real("--max-norm", 1e-6)},
+    "optimizer.betas": {"metavar": "[B1,B2]"},
+    "optimizer.groups": {"metavar": "[{match=PATTERN,...},...]"},
+    "schedule.rate": {"type": _rate, "metavar": "RATE"},
+    "schedule.warm_up_steps": {"type": options.whole("--warm-up-steps", 0), "metavar": "N"},
+    "data.data": {"metavar": "PATH[:WEIGHT]", "nargs": "+"},
+    "data.split": {"metavar": "NAME"},
+    "data.chat_template": {"metavar": "FILE"},
+    "data.strict": {"action": "store_true"},
+    "data.trust_remote_code": {"action": "store_true"},
+    "data.evaluation_fraction": {"type": options.real("--evaluation-fraction")},
+    "data.evaluation_documents": {"type": options.whole("--evaluation-documents", 0)},
+    "data.evaluation_data": {"metavar": "PATH"},
+    "data.evaluation_split": {"metavar": "NAME"},
+    "data.cache": {"metavar": "FOLDER"},
+    "evaluation.every_steps": {"type": options.whole("--evaluate-every", 0)},
+    "saving.every_steps": {"type": options.whole("--save-every", 0)},
+    "saving.every_minutes": {"type": options.real("--save-every-minutes")},
+    "saving.export": {"action": "store_false"},
 }
-"""Fields of the config that have a short option: its name, and arguments of `add_argument`."""
+"""Fields of the config -> arguments of `add_argument` that do not follow from the field."""
+_NAMES = {
+    "schedule.kind": "--schedule",
+    "schedule.rate": "--lr",
+    "data.cache": "--data-cache",
+    "evaluation.every_steps": "--evaluate-every",
+    "evaluation.over_steps": "--evaluate-over",
+    "saving.every_steps": "--save-every",
+    "saving.every_minutes": "--save-every-minutes",
+    "saving.export": "--no-export",
+    "logging.name": "--run-name",
+}
+"""Fields whose option is not the field's own name with hyphens, because that would say too little
+or is not what people type."""
+_EARLIER = {
+    "--rate": "schedule.rate",
+    "--warm-up": "schedule.warm_up_steps",
+    "--eval-fraction": "data.evaluation_fraction",
+    "--eval-documents": "data.evaluation_documents",
+    "--eval-data": "data.evaluation_data",
+    "--eval-split": "data.evaluation_split",
+    "--eval-every": "evaluation.every_steps",
+}
+"""Earlier names of options, which people's scripts have."""
 _PATHS = ("data.data", "data.evaluation_data", "data.cache", "data.chat_template")
 
 
@@ -134,36 +150,74 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field of the config, e.g. rate=2e-5 or evaluation.every_steps=100",
+        help="set a field of the config, e.g. lr=2e-5 or saving.every_steps=100",
     )
+    upload.describe(parser)
     options.add_device(parser)
     prepare.describe(parser)
     groups: dict[str, Any] = {}
     for key, field in fields().items():
-        section = key.partition(".")[0]
+        section, _, name = key.partition(".")
         if section not in groups:
             groups[section] = parser.add_argument_group(f"[{section}]")
-        option, given = SHORT.get(key, (f"--{key}", {"type": parse_value}))
-        if "action" not in given and "choices" not in given:
-            given = {"metavar": f"{{{','.join(field.words)}}}" if field.words else "VALUE", **given}
-        if isinstance(field.default, bool) and key not in SHORT:
-            given = {**given, "nargs": "?", "const": True}
+        given = _arguments(key, field)
         either = key in ("training.steps", "training.epochs")  # one of the two has to be given
         no_default = (
             either or "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
         )
+        option = option_of(key)
         negation = "do not " if option == "--no-export" else ""
         default = "" if no_default else f" (default {_shown(field.default)})"
-        text = f"{negation}{field.meaning}{default}"
+        other = "" if option == f"--{name.replace('_', '-')}" else f" [{key} in a config file]"
+        text = f"{negation}{field.meaning}{default}{other}"
         groups[section].add_argument(
             option, dest=key, default=None, help=text.replace("%", "%%"), **given
         )
-    # an earlier name of --lr, which people's scripts have
-    parser.add_argument("--rate", dest="schedule.rate", type=_rate, help=argparse.SUPPRESS)
+        hidden: dict[str, Any] = {"dest": key, "default": None, "help": argparse.SUPPRESS}
+        if "action" in given:
+            given = {"type": parse_value, "nargs": "?", "const": True}
+        hidden |= {name: value for name, value in given.items() if name != "metavar"}
+        earlier = [option for option, field_name in _EARLIER.items() if field_name == key]
+        parser.add_argument(f"--{key}", *earlier, **hidden)
+
+
+def option_of(key: str) -> str:
+    """Returns the option that sets the field `key` of the config, `SECTION.FIELD`."""
+    return _NAMES.get(key) or f"--{key.partition('.')[2].replace('_', '-')}"
+
+
+def _arguments(key: str, field: Field) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for a field of the config."""
+    given: dict[str, Any] = OPTIONS.get(key, {})
+    if "action" in given or "choices" in given:
+        return given
+    if field.words:
+        return {"metavar": f"{{{','.join(field.words)}}}", **given}
+    if isinstance(field.default, bool):
+        return {"metavar": "{true,false}", "type": parse_value, "nargs": "?", "const": True}
+    kinds: dict[type, str] = {int: "N", float: "NUMBER", str: "NAME"}
+    default: dict[str, Any] = {"metavar": kinds.get(type(field.default), "VALUE")}
+    if not isinstance(field.default, str):
+        default["type"] = parse_value
+    return {**default, **given}
 
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).strip("()")
+
+
+def _field(name: str) -> str:
+    """Returns the field that `name` means: a field, alone or with its section, or an option."""
+    option = f"--{name.replace('_', '-')}"
+    named = {option_of(key): key for key in _NAMES if key != "saving.export"} | _EARLIER
+    return named[option] if option in named else full_name(name)
+
+
+def _absolute(path: str) -> str:
+    """Returns `path` as an absolute path, unless it is the name of a data set on the hub."""
+    from megatrain.runtime.data.sources import hub_data, weighted_path
+
+    return path if hub_data(weighted_path(path).path) else os.path.abspath(path)
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -182,13 +236,13 @@ def config_of(args: argparse.Namespace) -> Config:
                 allowed="FIELD=VALUE",
                 fix="write it like --set rate=3e-4",
             )
-        overrides[full_name(key.strip())] = parse_value(value.strip())
+        overrides[_field(key.strip())] = parse_value(value.strip())
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
     # Absolute paths, because the run may be resumed from another folder.
     for key in _PATHS:
         if isinstance(path := overrides.get(key), str | list) and path:
             paths = [path] if isinstance(path, str) else path
-            known = [os.path.abspath(one) if isinstance(one, str) and one else one for one in paths]
+            known = [_absolute(one) if isinstance(one, str) and one else one for one in paths]
             overrides[key] = known[0] if len(known) == 1 else known
     file = args.config or (args.resume and args.resume / "config.toml")
     counted = {"training.steps", "training.epochs"} & overrides.keys()
@@ -248,19 +302,33 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="the folder of a run that has started",
             fix="start the run with --out",
         )
+    from megatrain.runtime.checkpoint.stored_steps import steps_to_export
+
     saved = args.resume and args.resume / "checkpoints"
     if saved and not args.from_scratch and not (saved.is_dir() and any(saved.iterdir())):
         raise no_checkpoint(args.resume)  # found again by the trainer, after slow imports
+    if args.from_step:
+        steps_to_export(args.resume, args.from_step)
     return args.plan or args.resume / "plan.toml", args.out or args.resume
 
 
 def run(args: argparse.Namespace) -> int:
+    prepare.refuse_missing_model(args)
     model = prepare.names_model(args)
     plan_file, folder = places(args)
+    options.refuse_missing_gpu(args)
     config = config_of(args)
+    if args.push_to_hub is not None and not config.saving.export:
+        raise UserError(
+            "--push-to-hub",
+            found="no model to upload, because of --no-export or saving.export",
+            allowed="a run that exports its model",
+            fix="leave one of the two out",
+        )
     if model:
         prepare.check(args, config)
 
+    from megatrain.runtime.data.sources import pinned
     from megatrain.runtime.training.run_lock import RunLock
 
     lock = RunLock(folder)
@@ -271,6 +339,10 @@ def run(args: argparse.Namespace) -> int:
     with lock:  # taken before slow imports, so that a second run is refused at once
         if not model:
             check_training(plan_file, args.model, config)
+        upload.check(args)
+        # One commit of data on the hub is planned for, trained on and recorded.
+        config = msgspec.structs.replace(config, data=pinned(config.data))
+        if not model:
             return _run(args, plan_file, lock, config)
         with prepare.planned(args, config) as plan_file:
             return _run(args, plan_file, lock, config)
@@ -361,5 +433,10 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
         print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
     elif last_checkpoint(folder):
         print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
-    print(f"wrote {run}; see `megatrain compare {run}` and `megatrain report {run}`")
+    print(f"wrote {run}; see `megatrain compare {run}` and `megatrain report {run}`", flush=True)
+    if args.push_to_hub is not None:
+        from megatrain.experiments.run_report.model_card import model_card
+
+        card = model_card(folder, args.push_to_hub, base=args.model)
+        upload.upload(model, card, args, ["megatrain", "export", str(folder)])
     return 0

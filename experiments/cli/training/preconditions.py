@@ -23,6 +23,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     """
     from megatrain.runtime.data.sources import sources_of
     from megatrain.runtime.data.tokenize import read_chat_template
+    from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.files.model_source import name_on_hub
     from megatrain.runtime.layers.supported import refuse_unsupported
     from megatrain.simulator.policies import executable
@@ -31,14 +32,16 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     plan, data = Plan.load(plan_file), config.data
     refuse_unsupported(plan.model, plan.workload)
     executable(plan)
+    if config.training.init == "model":
+        beside = plan_file.parent / plan.source
+        source = model or str(beside if beside.exists() else plan.source)
+        if name_on_hub(source) is None:
+            weight_files(Path(source))
     for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
         refuse_other_than_utf8(path)
     sources_of(data)
     if data.chat_template:
         read_chat_template(data.chat_template)
-    if config.training.init == "model":
-        beside = plan_file.parent / plan.source
-        name_on_hub(model or str(beside if beside.exists() else plan.source))
 
 
 def refuse_other_than_utf8(path: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.training.preconditions import refuse_other_than_utf8
+from megatrain.runtime.files.model_source import hub_name, name_on_hub
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
@@ -108,6 +109,23 @@ def names_model(args: argparse.Namespace) -> bool:
     return model
 
 
+def refuse_missing_model(args: argparse.Namespace) -> None:
+    """Raises UserError if the model or the plan that the first argument names does not exist.
+
+    A model on the hub is not looked for. This is checked before every other mistake, which may be
+    due to it.
+    """
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.schedule.plan import Plan
+
+    if args.plan is None:
+        return
+    if not names_model(args):
+        Plan.load(args.plan)
+    elif not hub_name(str(args.plan)):
+        ModelSpec.load(str(args.plan))
+
+
 def check(args: argparse.Namespace, config: Config) -> None:
     """Checks the model, the data and the options without loading torch.
 
@@ -115,13 +133,11 @@ def check(args: argparse.Namespace, config: Config) -> None:
     options contradict each other.
     """
     from megatrain.runtime.data.sources import sources_of
+    from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
-    for named in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
-        refuse_other_than_utf8(named)
-    sources_of(config.data)
     if None not in (args.tokens_per_step, args.batch, args.accumulation):
         raise UserError(
             "--tokens-per-step",
@@ -139,26 +155,26 @@ def check(args: argparse.Namespace, config: Config) -> None:
                 fix="leave one out",
             )
     name, folder = str(args.plan), os.path.isdir(args.plan)
-    if _on_hub(name):
-        return
-    model = ModelSpec.load(name)
-    has_weights = folder and any(Path(name).glob("*.safetensors"))
-    if config.training.init == "model" and args.model is None and not has_weights:
-        raise UserError(
-            f"model {name}",
-            found="no *.safetensors file" if folder else "a config without weights",
-            allowed="a folder with weights, or --init random",
-            fix="name a folder with weights, or pass --init random to begin with random ones",
-        )
-    if not args.no_dropout:
-        refuse_unsupported(model)
-    if folder:
-        refuse_multimodal(Path(name), model)
-
-
-def _on_hub(name: str) -> bool:
-    """Returns whether `name` is that of a model on the hub, `org/name`."""
-    return name.count("/") == 1 and not name.startswith((".", "/")) and not os.path.exists(name)
+    if not hub_name(name):
+        model = ModelSpec.load(name)
+        if not args.no_dropout:
+            refuse_unsupported(model)
+        if folder:
+            refuse_multimodal(Path(name), model)
+    if config.training.init == "model":
+        source = args.model or name
+        if args.model is None and not (folder or hub_name(name)):
+            raise UserError(
+                f"model {name}",
+                found="a config without weights",
+                allowed="a folder with weights, or --init random",
+                fix="name a folder with weights, or pass --init random to begin with random ones",
+            )
+        if name_on_hub(source) is None:
+            weight_files(Path(source))
+    for path in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
+        refuse_other_than_utf8(path)
+    sources_of(config.data)
 
 
 @contextlib.contextmanager
@@ -177,7 +193,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
 
     device, name = options.device(args), str(args.plan)
     asked = argparse.Namespace(**vars(args))
-    asked.model = str(model_folder(name)) if _on_hub(name) else name
+    asked.model = str(model_folder(name)) if hub_name(name) else name
     asked.policy = "best" if args.policy == "all" else args.policy
     model = ModelSpec.load(asked.model)
     # --model has the weights and the tokenizer if it is given, as with a plan
@@ -284,7 +300,7 @@ def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
     from megatrain.runtime.files.model_folder import model_folder
 
     print(f"reading data {', '.join(config.data.paths)}", flush=True)
-    folder = model_folder(source) if os.path.isdir(source) or _on_hub(source) else None
+    folder = model_folder(source) if os.path.isdir(source) or hub_name(source) else None
     return training_documents(config.data, folder, model.vocabulary, seed=config.training.seed)
 
 
@@ -350,11 +366,12 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
     """Returns the error for a model of which no plan fits."""
     from megatrain.experiments.cli.verdict import text as verdict_text
-    from megatrain.simulator.verdict.verdict import summarize
+    from megatrain.simulator.verdict.verdict import explain
 
+    verdict = explain(best, hardware)
     return DoesNotFit(
         f"model {best.plan.model.name}",
         found="no plan that fits; nothing was written",
-        allowed=verdict_text.limits(summarize(best, hardware)),
-        fix=best.account.advice,
+        allowed=verdict_text.limits(verdict),
+        fix=verdict_text.remedy(verdict),
     )

@@ -276,6 +276,19 @@ def _suggestion(entry: Suggestion) -> tuple[str, ...]:
     return name, gain, speed, entry.note
 
 
+def remedy(verdict: Verdict) -> str:
+    """Returns the first change that makes the model fit, as a phrase for an error.
+
+    It is what the line `What would do` names first. Without such a change, returns what lacks.
+    """
+    for entry in verdict.advice:
+        if entry.fits and not entry.unsupported:
+            name, _, speed, note = _suggestion(entry)
+            details = ", ".join(part for part in (note, speed) if part)
+            return f"{name} would fit" + (f" ({details})" if details else "")
+    return verdict.reason
+
+
 def _several(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines on several GPUs."""
     several = verdict.multi_gpu

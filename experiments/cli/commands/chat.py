@@ -1,0 +1,196 @@
+"""Chat with a trained model.
+
+The model is loaded with transformers, on the GPU if it fits there, otherwise on the CPU. Text goes
+through the tokenizer's chat template. Without one, the model continues the text. Ctrl-C ends an
+answer. `/new` begins a new conversation, and `/quit` or another Ctrl-C ends the command. Standard
+input that is not a terminal is one prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.experiments.cli import options
+from megatrain.simulator.base.errors import DoesNotFit, Interrupted, UserError
+from megatrain.simulator.base.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.runtime.training.conversation import Conversation
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="RUN|FOLDER",
+        help="a folder written by `megatrain train` or `megatrain export`, or another Hugging Face"
+        " folder",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="print one answer to TEXT, and end")
+    parser.add_argument(
+        "--max-tokens",
+        type=options.whole("--max-tokens"),
+        default=512,
+        metavar="N",
+        help="the most tokens of an answer (default 512)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=options.real("--temperature"),
+        default=0.7,
+        metavar="T",
+        help="how much chance there is in an answer; 0: always the most likely token (default 0.7)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=options.whole("--seed", 0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="seed of the random numbers (default 0)",
+    )
+    options.add_device(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatrain.runtime.files.model_folder import weight_files
+
+    # Checked before PyTorch is loaded.
+    folder = _model_folder(args.model)
+    needed = sum(file.stat().st_size for file in weight_files(folder))
+    prompt = args.prompt
+    if prompt is not None and not prompt:
+        raise UserError("--prompt", found="no text", allowed="a text", fix='write --prompt "Hello"')
+    options.refuse_missing_gpu(args)
+    if args.device == "cpu":
+        _refuse_large(folder, needed, _free_host_bytes(), "host memory")
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise UserError(
+                "standard input",
+                found="no text",
+                allowed="a prompt",
+                fix="pass one with --prompt, or type it in a terminal",
+            )
+    device = _device(args, folder, needed)
+
+    from megatrain.runtime.training.conversation import Conversation, Sampling
+
+    sampling = Sampling(args.max_tokens, args.temperature, args.seed)
+    conversation = Conversation(folder, device, sampling)
+    if not conversation.templated:
+        print("no chat template: the model continues the text", file=sys.stderr)
+    if prompt is None:
+        return _talk(conversation)
+    conversation.answer(prompt, _show)
+    print()
+    return 0
+
+
+def _talk(conversation: Conversation) -> int:
+    """Answers one line after another, until the user ends it."""
+    import readline  # noqa: F401  input() then lets a line be edited
+
+    print("/quit ends, /new begins a new conversation, Ctrl-C ends an answer")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return 0
+        if line == "/quit":
+            return 0
+        if line == "/new":
+            conversation.forget()
+        elif line:
+            try:
+                conversation.answer(line, _show)
+            except Interrupted:  # SIGTERM or SIGHUP
+                raise
+            except KeyboardInterrupt:
+                print(" (ended)", end="")
+            except UserError as error:
+                print(f"{error}, with /new", end="")
+            print()
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _model_folder(path: Path) -> Path:
+    """Returns the folder of the model of a run, or `path` if it is a model's folder itself.
+
+    Raises UserError if there is no model.
+    """
+    from megatrain.runtime.training.stopped_run import command_to_continue, last_checkpoint
+
+    if (path / "config.toml").is_file():
+        if (path / "model" / "config.json").is_file():
+            return path / "model"
+        saved = last_checkpoint(path)
+        raise UserError(
+            str(path),
+            found="no trained model",
+            allowed="a run with the folder model/, or a Hugging Face model folder",
+            fix=f"megatrain export {shlex.quote(str(path))} --out MODEL, then megatrain chat MODEL"
+            if saved
+            else command_to_continue(path),
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            str(path),
+            found="no config.json" if path.is_dir() else "no such folder",
+            allowed="a folder that `megatrain train` or `megatrain export` wrote, or another"
+            " Hugging Face model folder",
+            fix="check the path",
+        )
+    return path
+
+
+def _device(args: argparse.Namespace, folder: Path, needed: int) -> torch.device:
+    """Returns the device on which the model fits. Without `--device`, a GPU is preferred.
+
+    Raises DoesNotFit if there is none.
+    """
+    import torch
+
+    from megatrain.runtime.machine import usable_device_bytes
+
+    device = options.device(args)
+    if device.type == "cuda":
+        free = usable_device_bytes(device)
+        if needed <= free:
+            return device
+        if args.device == "cuda":
+            _refuse_large(folder, needed, free, "device memory")
+        print(
+            f"on the CPU: the model has {format_bytes(needed)}, and {format_bytes(free)} of device"
+            " memory are free",
+            file=sys.stderr,
+        )
+    _refuse_large(folder, needed, _free_host_bytes(), "host memory")
+    return torch.device("cpu")
+
+
+def _refuse_large(folder: Path, needed: int, free: int, place: str) -> None:
+    """Raises DoesNotFit if the weights need more than the `free` bytes of `place`."""
+    if needed > free:
+        raise DoesNotFit(
+            f"model {folder}",
+            found=f"weights of {format_bytes(needed)}",
+            allowed=f"{format_bytes(free)}, the {place} that is free",
+            fix="close other programs, or use a machine with more memory",
+        )
+
+
+def _free_host_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

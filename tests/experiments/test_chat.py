@@ -1,0 +1,202 @@
+"""Tests of `megatrain chat`: answers of a tiny model, with and without a chat template."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatrain.experiments.cli.commands import chat
+
+
+@pytest.fixture(scope="module")
+def talker(prepared: Path, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer and a chat template. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("talker") / "tiny"
+    shutil.copytree(prepared / "tiny", folder)
+    make_tokenizer(folder)
+    return folder
+
+
+class Terminal(io.StringIO):
+    """Standard input of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that takes the lines that the user will type."""
+
+    def type_lines(*lines: str | type[BaseException]) -> None:
+        left: Iterator[str | type[BaseException]] = iter(lines)
+
+        def next_line(_: str) -> str:
+            line = next(left, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("sys.stdin", Terminal())
+        monkeypatch.setattr("builtins.input", next_line)
+
+    return type_lines
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that the model is given, as their tokens decode."""
+    from megatrain.runtime.training.conversation import Conversation
+
+    seen: list[str] = []
+    original = Conversation._ids
+
+    def record(self: Any, *given: Any) -> list[int]:
+        ids = original(self, *given)
+        seen.append(self._tokenizer.decode(ids))
+        return ids
+
+    monkeypatch.setattr(Conversation, "_ids", record)
+    return seen
+
+
+SHORT = ("--max-tokens", "5", "--device", "cpu")
+
+
+def test_one_answer_is_printed_and_depends_on_the_seed(command: Any, talker: Path) -> None:
+    words = ("chat", talker, "--prompt", "how are you", *SHORT, "--temperature", 2)
+    one, again, other = (command(*words, "--seed", seed) for seed in (1, 1, 2))
+    assert (one.status, one.err) == (0, "")
+    assert one.out.strip()
+    assert again.out == one.out
+    assert other.out != one.out
+
+
+def test_at_temperature_0_the_answer_is_the_most_likely_one(command: Any, talker: Path) -> None:
+    words = ("chat", talker, "--prompt", "how", *SHORT, "--temperature", 0)
+    assert command(*words, "--seed", 1).out == command(*words, "--seed", 2).out
+
+
+def test_a_run_is_chatted_with_by_its_folder(command: Any, finished: Path) -> None:
+    """Its model has no tokenizer, so it reads and writes bytes."""
+    outcome = command("chat", finished, "--prompt", "line", *SHORT)
+    assert outcome.status == 0
+    assert outcome.err == "no chat template: the model continues the text\n"
+    assert outcome.out.endswith("\n")
+
+
+def test_standard_input_is_a_prompt_unless_it_is_a_terminal(
+    command: Any, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("how are you\n"))
+    piped = command("chat", talker, *SHORT)
+    assert (piped.status, piped.err) == (0, "")
+    assert piped.out == command("chat", talker, "--prompt", "how are you", *SHORT).out
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "standard input: found no text" in command("chat", talker, *SHORT).err
+
+
+def test_the_conversation_is_kept_until_new(
+    command: Any, talker: Path, typed: Any, prompts: list[str]
+) -> None:
+    typed("how", "are", "/new", "you", "/quit", "not read")
+    outcome = command("chat", talker, *SHORT)
+    assert (outcome.status, outcome.err) == (0, "")
+    first, second, third = prompts
+    assert first == r"<s>user\nhow<e><s>assistant\n"
+    assert second.startswith(r"<s>user\nhow<e><s>assistant\n")
+    assert second.endswith(r"<e><s>user\nare<e><s>assistant\n")
+    assert third == r"<s>user\nyou<e><s>assistant\n"
+
+
+def test_without_a_template_the_text_is_continued(
+    command: Any, finished: Path, typed: Any, prompts: list[str]
+) -> None:
+    typed("line", "of")
+    outcome = command("chat", finished, *SHORT)
+    assert outcome.status == 0
+    assert outcome.err.count("no chat template") == 1
+    assert prompts[0] == "line"
+    assert prompts[1].startswith("line")
+    assert prompts[1].endswith("\nof")
+
+
+def test_ctrl_c_ends_an_answer_and_another_one_the_command(
+    command: Any, talker: Path, typed: Any, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is kept as far as it came."""
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        shown.append(text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_show", show)
+    typed("how", "are", KeyboardInterrupt)
+    outcome = command("chat", talker, "--max-tokens", 40, "--device", "cpu", "--temperature", 0)
+    assert outcome.status == 130
+    assert outcome.out.count("(ended)") == 2
+    assert outcome.err == "megatrain: interrupted\n"
+    assert shown[0].strip()
+    assert shown[0].strip() in prompts[1]
+
+
+def test_the_token_that_the_template_writes_after_an_answer_ends_it(
+    talker: Path, tmp_path: Path
+) -> None:
+    """A base model that was trained on conversations ends its answers with it."""
+    import torch
+
+    from megatrain.runtime.training.conversation import Conversation, Sampling
+
+    folder = tmp_path / "talker"
+    shutil.copytree(talker, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<s>"}))
+    found = Conversation(folder, torch.device("cpu"), Sampling(5, 0, 0))
+    assert {0, 1} <= set(found._ends)
+
+
+def test_a_conversation_beyond_the_model_s_limit_is_refused(
+    command: Any, talker: Path, typed: Any
+) -> None:
+    outcome = command("chat", talker, "--prompt", "how are you " * 20, *SHORT)
+    assert outcome.status == 2
+    assert "allowed: less than the model's own limit of 64" in outcome.err
+    assert outcome.err.count("\n") == 1
+    typed("how are you " * 20, "how")
+    outcome = command("chat", talker, *SHORT)
+    assert outcome.status == 0
+    assert "begin a new conversation, with /new" in outcome.out
+
+
+def test_a_model_that_does_not_fit_is_refused_with_bytes(
+    command: Any, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memory:
+        available = 1000
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    for device in ("cpu", "auto"):
+        outcome = command("chat", talker, "--prompt", "how", "--device", device)
+        assert outcome.status == 3
+        assert "allowed: 1000 B, the host memory that is free" in outcome.err
+
+
+def test_a_run_without_a_model_says_how_to_get_one(
+    command: Any, finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "a run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    outcome = command("chat", run, "--prompt", "how")
+    assert f"fix: megatrain export '{run}' --out MODEL, then megatrain chat MODEL" in outcome.err
+    shutil.rmtree(run / "checkpoints")
+    outcome = command("chat", run, "--prompt", "how")
+    assert f"fix: megatrain train --resume '{run}' --from-scratch" in outcome.err
