@@ -116,12 +116,14 @@ def check(args: argparse.Namespace, config: Config) -> None:
     """
     from megatrain.runtime.data.sources import sources_of
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+    from megatrain.runtime.training.trackers import refuse_missing
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
     for named in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
         refuse_other_than_utf8(named)
     sources_of(config.data)
+    refuse_missing(config.logging)
     if None not in (args.tokens_per_step, args.batch, args.accumulation):
         raise UserError(
             "--tokens-per-step",
