@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-from megatrain.experiments.run_report.pictures import read_record
+from megatrain.experiments.run_report.step_record import read_record
 from megatrain.runtime.data.sources import hub_data, weighted_path
 from megatrain.runtime.files.model_source import hub_name
 from megatrain.runtime.training.config import Config
@@ -76,7 +76,7 @@ def model_card(run: Path, title: str, *, base: str | None = None, step: int | No
         few = min(20, -(-len(losses) // 2))
         first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
         lines.append(f"* training: {first:.4f} at the beginning, {last:.4f} at the end")
-    if found := [loss for number, loss in record.evaluations if step is None or number <= step]:
+    if found := [each.loss for each in record.evaluations if step is None or each.step <= step]:
         lines.append(f"* evaluation: {found[-1]:.4f}")
     return "\n".join([*lines, ""])
 

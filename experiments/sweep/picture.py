@@ -1,5 +1,8 @@
 """Draws a sweep's plans by device memory and time, with one marker for each policy and a line
 through the Pareto front. Writes PNG and PDF whose bytes depend only on the rows.
+
+Markers of a later policy are smaller, so that plans at the same place are all seen. Points are
+labelled with what differs between the plans, such as the batch, where there is room.
 """
 
 from __future__ import annotations
@@ -8,12 +11,17 @@ import io
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.transforms import Bbox
 
 from megatrain.experiments.sweep.front import front
 from megatrain.experiments.sweep.store import SweepRow
+from megatrain.experiments.sweep.table import settings
 from megatrain.simulator.base.files import write_bytes
 from megatrain.simulator.plots.canvas import DPI, INK, MUTED, STYLE
 
@@ -22,6 +30,14 @@ _COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#
 # One more than colours, so that 56 policies look different.
 _MARKS = ("o", "D", "s", "^", "v", "P", "X", "<")
 _MANY = 400  # with more rows, points are smaller and paler
+_PLACES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...] = (
+    ((8, 5), "left"),
+    ((-8, 5), "right"),
+)
+"""where a label may be, as a shift from its point in points of type and its side at the point"""
+_LABELLED = 30  # with more rows, only points of the front are labelled
+_CLOSE_PIXELS = 50
+_LABEL_KEYS = 2  # most settings in a label
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
@@ -42,12 +58,19 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Pa
         ]
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.0, 5.0), layout="constrained", dpi=DPI)
+        figure = Figure(
+            figsize=(8.0, 5.0), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08), dpi=DPI
+        )
         axes = figure.subplots()
         few = len(timed) <= _MANY
         policies = sorted({row.policy for row in timed})
+        x, y = points(best)
+        axes.step(x, y, where="post", color=INK, linewidth=1.1, label="Pareto front", zorder=2)
         # Not strict, because the cycles are endless.
-        for policy, colour, mark in zip(policies, cycle(_COLOURS), cycle(_MARKS)):
+        for place, (policy, colour, mark) in enumerate(
+            zip(policies, cycle(_COLOURS), cycle(_MARKS))
+        ):
+            size = 5 * 1.6 ** max(min(len(policies), 3) - 1 - place, 0) if few else 3
             x, y = points([row for row in timed if row.policy == policy])
             axes.plot(
                 x,
@@ -55,46 +78,113 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Pa
                 linestyle="none",
                 marker=mark,
                 color=colour,
-                markersize=5 if few else 3,
-                alpha=0.85 if few else 0.35,
-                markeredgewidth=0,
+                markersize=size,
+                alpha=1 if few else 0.35,
+                markeredgewidth=0.6 if few else 0,
+                markeredgecolor="white",
                 label=policy,
                 rasterized=not few,
+                zorder=3 + 0.1 * place,
             )
-        x, y = points(best)
-        axes.step(x, y, where="post", color=INK, linewidth=1.1, label="Pareto front", zorder=4)
-        for row in best:
-            place = policies.index(row.policy)
-            px, py = points([row])
+            x, y = points([row for row in best if row.policy == policy])
             axes.plot(
-                px,
-                py,
-                marker=_MARKS[place % len(_MARKS)],
-                color=_COLOURS[place % len(_COLOURS)],
+                x,
+                y,
+                linestyle="none",
+                marker=mark,
+                color=colour,
                 markeredgecolor=INK,
                 markeredgewidth=1.0,
-                markersize=6.5,
-                zorder=5,
+                markersize=size if few else 6.5,
+                zorder=3.05 + 0.1 * place,
             )
+        timed_at = list(zip(*points(timed), strict=True))
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,g}")
         axes.tick_params(axis="y", which="both", labelsize=8)
         axes.grid(which="both", axis="y")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.1 * max(points(timed)[0]))
         axes.set_xlabel("device memory (GiB)")
         axes.set_ylabel("seconds per step" if one_step else "seconds for a million tokens")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-        axes.set_title(made, loc="left", fontsize=8.5, color=MUTED)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22)
+        axes.annotate(
+            made,
+            (0, 1),
+            (0, 8),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=8.5,
+            color=MUTED,
+        )
         entries, names = axes.get_legend_handles_labels()
         for entry in figure.legend(
             entries, names, loc="outside lower center", ncols=min(len(names), 5)
         ).legend_handles:
             if entry is not None:
                 entry.set_alpha(1)
+        shown = [*best, *timed] if len(timed) <= _LABELLED else best
+        figure.draw_without_rendering()
+        _label(axes, list(zip(*points(shown), _labels(shown, timed), strict=True)), timed_at)
         return [_save(figure, stem, kind) for kind in ("png", "pdf")]
+
+
+def _label(
+    axes: Axes, labels: Sequence[tuple[float, float, str]], points: Sequence[tuple[float, float]]
+) -> None:
+    """Writes labels (x, y, text) beside their points, the first ones first. One that would lie on
+    another label or on a point wherever it is written is left out. So is one whose point is close
+    to another with a label, since it would not be clear which is meant.
+
+    The layout of the figure must be final.
+    """
+    taken: list[Bbox] = []
+    marks = [Bbox.from_extents(*at, *at).padded(4) for at in axes.transData.transform(points)]
+    inside, named = axes.get_window_extent().padded(10), list[Bbox]()
+    for x, y, text in dict.fromkeys(labels):
+        at = axes.transData.transform((x, y))
+        around = Bbox.from_extents(*at, *at).padded(_CLOSE_PIXELS)
+        if any(around.overlaps(other) for other in named):
+            continue
+        for shift, side in _PLACES:
+            note = axes.annotate(
+                text,
+                (x, y),
+                shift,
+                textcoords="offset points",
+                ha=side,
+                fontsize=8,
+                color=MUTED,
+                zorder=5,
+            )
+            note.set_in_layout(False)
+            box = note.get_window_extent()
+            free = not any(box.overlaps(other) for other in (*taken, *marks))
+            if free and inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0:
+                taken.append(box)
+                named.append(Bbox.from_extents(*at, *at))
+                break
+            note.remove()
+
+
+def _labels(rows: Sequence[SweepRow], timed: Sequence[SweepRow]) -> list[str]:
+    """Returns for each of `rows` the settings that differ between the plans, as a short text.
+
+    The workload and the limits come first. Placements are too long for a label.
+    """
+    every = [settings(row) for row in timed]
+    differing = [
+        key
+        for key in every[0]
+        if not key.startswith("placement.") and len({each[key] for each in every}) > 1
+    ]
+    knobs = set(timed[0].knobs.__struct_fields__)
+    chosen = sorted(differing, key=lambda key: key in knobs)[:_LABEL_KEYS]
+    return [
+        ", ".join(f"{key.replace('_', ' ')} {settings(row)[key]}" for key in chosen) for row in rows
+    ]
 
 
 def _save(figure: Figure, stem: Path, kind: str) -> Path:

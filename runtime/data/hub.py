@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatrain.runtime.files.hub_errors import hub_errors
-from megatrain.runtime.files.user_cache import user_cache
+from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_json
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.reading import Note, SourceReader, TokenizedData
 from megatrain.runtime.data.remarks import remarks
 from megatrain.runtime.data.sources import sources_at, sources_of, weighted_path
+from megatrain.runtime.data.summary import DataSummary, summarize
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import counted
 from megatrain.simulator.model.workload import Workload
@@ -33,6 +34,7 @@ def open_data(
     on_note: Note = lambda _: None,
     *,
     seed: int = 0,
+    on_summary: Callable[[dict[str, DataSummary]], object] = lambda _: None,
 ) -> tuple[Corpus, Corpus | None]:
     """Returns the training corpus, and the evaluation corpus or None if `options` have none.
 
@@ -43,6 +45,7 @@ def open_data(
         tokenizer_folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
         vocabulary: number of rows of the model's embedding.
         on_note: receives lines for the user on files, rows, tokens and the cache.
+        on_summary: receives what is in the `training` and the `evaluation` corpus.
 
     Raises UserError for every mistake in files, rows and options.
     """
@@ -60,6 +63,7 @@ def open_data(
     epoch = _weighted(options.paths, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
+    summaries = {"training": summarize(corpus, workload.sequence, training.summaries)}
     held_out = None
     on_note(f"training: {describe_packing(corpus, workload.sequence, len(epoch))}")
     if evaluation is not None:
@@ -71,6 +75,9 @@ def open_data(
             where=f"evaluation data {options.evaluation_data or where}",
         )
         on_note(f"evaluation: {describe_packing(held_out, workload.sequence, len(evaluation))}")
+        files = other.summaries if other_sources is not None else ()
+        summaries["evaluation"] = summarize(held_out, workload.sequence, files)
+    on_summary(summaries)
     if tokenizer := reader.tokenizer:
         for line in (
             *remarks(options, training.sources, training.summaries, epoch, corpus, tokenizer),

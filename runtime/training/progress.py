@@ -59,7 +59,7 @@ class Progress(Callback):
         )
         if always or step.checksum is not None or now - self._printed >= self._every_seconds:
             self._printed = now
-            text = f"step {step.number}/{steps}  {described(step)}"
+            text = f"step {step.number}/{steps}  {'  '.join(phrases(step))}"
             self._write(f"{text}  {format_duration(left)} left" if left else text)
             if step.checksum is not None:
                 self._write(exact(step))
@@ -84,11 +84,10 @@ def _print(text: str) -> None:
         sys.stdout.flush()
 
 
-def described(step: Step) -> str:
-    """Returns loss, learning rate and speed of a step."""
-    return (
-        f"loss {step.loss:.4f}  lr {format_rate(step.rate)}  {step.tokens_per_second:,.0f} tokens/s"
-    )
+def phrases(step: Step) -> tuple[str, str, str]:
+    """Returns loss, learning rate and speed of a step, as a phrase each."""
+    rate, speed = format_rate(step.rate), f"{step.tokens_per_second:,.0f} tokens/s"
+    return f"loss {step.loss:.4f}", f"lr {rate}", speed
 
 
 def exact(step: Step) -> str:

@@ -1,6 +1,7 @@
 """Callbacks that send metrics to TensorBoard, Weights & Biases or trackio.
 
-The packages of these trackers are optional, and are imported only when they are used.
+The packages of these trackers are optional, and are imported only when they are used. A training
+that needs a missing one is refused before it begins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Logging
 from megatrain.simulator.base.errors import UserError
@@ -23,18 +25,36 @@ if TYPE_CHECKING:
     from megatrain.runtime.training.training_run import TrainingRun
 
 
-def step_values(step: Step) -> dict[str, float]:
-    """Returns the logged values of a step by name."""
+def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
+    """Returns the logged values of a step by name.
+
+    `predicted` is the step time that the plan predicts, and `over_predicted` is the measured time
+    divided by it. Device memory is the peak so far. Without a GPU, it is the size of the pools.
+    """
     values = {
         "train/loss": step.loss,
         "train/learning_rate": step.rate,
         "train/tokens_per_second": step.tokens_per_second,
+        "step/seconds": step.seconds,
     }
-    return (
-        values
-        if step.gradient_norm is None
-        else {**values, "train/gradient_norm": step.gradient_norm}
-    )
+    if step.gradient_norm is not None:
+        values["train/gradient_norm"] = step.gradient_norm
+    if trainer.plan.prediction is not None:
+        predicted = trainer.plan.prediction.step_seconds
+        values |= {"step/predicted": predicted, "step/over_predicted": step.seconds / predicted}
+    values["memory/device_GiB"] = _device_bytes(trainer) / 2**30
+    values["memory/host_pools_GiB"] = trainer.executor.allocated("host") / 2**30
+    if (process := host_peak_bytes()) is not None:
+        values["memory/process_peak_GiB"] = process / 2**30
+    return values
+
+
+def _device_bytes(trainer: TrainingRun) -> int:
+    if trainer.device.type != "cuda":
+        return trainer.executor.allocated("device")
+    import torch
+
+    return torch.cuda.max_memory_allocated(trainer.device) - trainer.device_bytes_before
 
 
 def evaluation_values(evaluation: EvaluationResult) -> dict[str, float]:
@@ -50,7 +70,7 @@ class _Metrics(Callback):
         raise NotImplementedError
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
-        self.write(step_values(step), step.number)
+        self.write(step_values(trainer, step), step.number)
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
         self.write(evaluation_values(evaluation), evaluation.number)
@@ -60,6 +80,8 @@ class TensorBoard(_Metrics):
     """Writes TensorBoard event files to `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        """Writes nothing yet. Raises UserError if the package is not installed."""
+        refuse_missing(Logging(tensorboard=True))
         self._folder = folder
         self._writer: Any = None
 
@@ -103,13 +125,7 @@ class Tracker(_Metrics):
 
         Raises UserError if the package `module` is not installed.
         """
-        if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"logging: tracker: {module}",
-                found="no such package",
-                allowed="an installed package",
-                fix=f"pip install {module}, or leave tracker out",
-            )
+        _refuse_missing(module, f"tracker: {module}", "leave tracker out")
         self._module, self._project, self._name, self._file = module, project, name, file
         self._run: Any = None
 
@@ -170,23 +186,19 @@ class _Tracked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[str]]:
     """Returns the callbacks that `chosen` selects, and notes on those that cannot be used.
 
-    TensorBoard is left out, with a note, if there is no run folder or the package is not installed.
+    TensorBoard is left out, with a note, if there is no run folder.
 
     Args:
         chosen: the config's section.
         out: the run folder, or None.
 
-    Raises UserError if the package of the chosen tracker is not installed.
+    Raises UserError if a package that `chosen` needs is not installed.
     """
+    refuse_missing(chosen)
     found: list[Callback] = []
     notes: list[str] = []
     if chosen.tensorboard and out is None:
         notes.append("no TensorBoard files: there is no run folder")
-    elif chosen.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        notes.append(
-            "warning: no TensorBoard files, because the package tensorboard is not installed (pip"
-            " install tensorboard)"
-        )
     elif chosen.tensorboard and out is not None:
         found.append(TensorBoard(out / "tensorboard"))
     if chosen.tracker:
@@ -199,3 +211,24 @@ def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[st
             )
         )
     return found, notes
+
+
+def refuse_missing(chosen: Logging) -> None:
+    """Raises UserError if a package that `chosen` needs is not installed.
+
+    Nothing is imported, so that a command can ask before it loads torch.
+    """
+    if chosen.tensorboard:
+        _refuse_missing("tensorboard", "tensorboard", "leave --logging.tensorboard out")
+    if chosen.tracker:
+        _refuse_missing(chosen.tracker, f"tracker: {chosen.tracker}", "leave tracker out")
+
+
+def _refuse_missing(package: str, field: str, otherwise: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"logging: {field}",
+            found=f"no package {package}",
+            allowed="an installed package",
+            fix=f"pip install {package}, or {otherwise}",
+        )

@@ -22,6 +22,7 @@ from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.data.sources import pinned
+from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
@@ -197,6 +198,7 @@ class Trainer(TrainingRun):
         self.first_step = 1
         self.finished = False
         self.timelines: list[Timeline] = []
+        self.data_summaries: dict[str, DataSummary] = {}
         self.device_bytes_before = 0
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
@@ -390,6 +392,7 @@ class Trainer(TrainingRun):
                 self.folder,
                 self.config.training.seed,
                 self._notes.append,
+                self.data_summaries.update,
             )
             data, held_out = found[0], held_out or found[1]
         elif hasattr(data, "packing"):  # a Corpus

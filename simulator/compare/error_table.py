@@ -29,16 +29,16 @@ def format_report(report: ErrorReport) -> str:
     """
     about = f"policy {report.policy}, {report.ops} ops, schedule {report.digest}"
     tables = [
-        _align(_step(report), left=(0, 5)),
+        align(_step(report), left=(0, 5)),
         _steps(report),
         [about, ""],
-        _align(_kinds(report), left=(0, 9)),
+        align(_kinds(report), left=(0, 9)),
         [""],
-        _align(_lanes(report), left=(0, 9)),
+        align(_lanes(report), left=(0, 9)),
     ]
-    tables += [[""], _align(_parts(report)), [""], _LEGEND, [""], _order(report)]
+    tables += [[""], align(_parts(report)), [""], _LEGEND, [""], _order(report)]
     if report.memory:
-        tables += [[""], _align(_memory(report))]
+        tables += [[""], align(_memory(report))]
     return "".join(f"{line.rstrip()}\n" for table in tables for line in table)
 
 
@@ -233,7 +233,7 @@ def _memory(report: ErrorReport) -> list[list[str]]:
     return rows
 
 
-def _align(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:
+def align(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:
     """Returns the rows as lines of text, with each column as wide as its widest cell.
 
     The columns `left` are aligned to the left, all others to the right.

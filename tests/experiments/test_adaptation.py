@@ -15,7 +15,7 @@ from counted_costs import write_machine
 
 from megatrain.experiments.cli.training import adaptation
 from megatrain.experiments.cli.training.adaptation import Adaptation, Proposal, described_change
-from megatrain.experiments.run_report.pictures import read_record
+from megatrain.experiments.run_report.step_record import read_record
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.corrections import corrections

@@ -61,8 +61,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
         "7",
         "--schedule.floor",
         "0.5",
-        "--set",
-        "tensorboard=true",
+        *(("--set", "tensorboard=true") if importlib.util.find_spec("tensorboard") else ()),
     )
     assert (outcome.status, outcome.err) == (0, "")
     run = Path("run")
@@ -95,6 +94,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
         "config.toml",
         "checkpoints",
         "environment.json",
+        "data.json",
         "metrics.jsonl",
         "measured.json",
         "memory.json",
@@ -194,8 +194,15 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (
             ("--logging.tracker", "trackio"),
             (
-                r"logging: tracker: trackio: found no such package; allowed: an installed package;"
-                r" fix: pip install trackio"
+                r"logging: tracker: trackio: found no package trackio; allowed: an installed"
+                r" package; fix: pip install trackio"
+            ),
+        ),
+        (
+            ("--logging.tensorboard",),
+            (
+                r"logging: tensorboard: found no package tensorboard; allowed: an installed"
+                r" package; fix: pip install tensorboard, or leave --logging.tensorboard out\n"
             ),
         ),
         (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),

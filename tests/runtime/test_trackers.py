@@ -11,14 +11,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from megatrain.runtime.training import trackers as module
 from megatrain.runtime.training.callback import EvaluationResult, Step
 from megatrain.runtime.training.config import Config, Logging, TrainingSettings
-from megatrain.runtime.training.trackers import TensorBoard, Tracker, trackers
+from megatrain.runtime.training.trackers import TensorBoard, refuse_missing, step_values, trackers
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Plan, Prediction
 from megatrain.simulator.schedule.timeline import Timeline
 
 STEP = Step(
@@ -60,8 +62,21 @@ class Fake:
 @pytest.fixture
 def trainer(make_plan: Any) -> Any:
     plan: Plan = make_plan()
+    predicted = Prediction(
+        step_seconds=1.6,
+        lower_bound_seconds=1.0,
+        device_peak_bytes=1,
+        host_peak_bytes=1,
+        binding="compute",
+    )
+    sizes = {"device": 3 * 2**30, "host": 12 * 2**30}
     return types.SimpleNamespace(
-        config=Config(training=TrainingSettings(steps=20)), plan=plan, first_step=1
+        config=Config(training=TrainingSettings(steps=20)),
+        plan=msgspec.structs.replace(plan, prediction=predicted),
+        first_step=1,
+        device=torch.device("cpu"),
+        device_bytes_before=0,
+        executor=types.SimpleNamespace(allocated=sizes.__getitem__),
     )
 
 
@@ -84,7 +99,14 @@ def test_a_tracker_gets_every_number(
         "train/learning_rate": 1e-3,
         "train/tokens_per_second": 16.0,
         "train/gradient_norm": 0.5,
+        "step/seconds": 2.0,
+        "step/predicted": 1.6,
+        "step/over_predicted": 1.25,
+        "memory/device_GiB": 3.0,
+        "memory/host_pools_GiB": 12.0,
     }
+    peak = fake.calls[1][1].pop("memory/process_peak_GiB")
+    assert 0.01 < peak < 1000
     assert fake.calls == [
         ("init", "megatrain", "first", 20),
         ("log", train, 7),
@@ -149,26 +171,49 @@ def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
         train(4)
 
 
-def test_a_tracker_that_is_not_installed_is_said_at_once() -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"^logging: tracker: no_such_tracker: found no such package; allowed: an installed"
-            r" package; fix: pip install no_such_tracker"
-        ),
-    ):
-        Tracker("no_such_tracker", "project")
+def test_a_plan_without_prediction_and_clipping_logs_the_rest(trainer: Any) -> None:
+    trainer.plan = msgspec.structs.replace(trainer.plan, prediction=None)
+    found = step_values(trainer, dataclasses.replace(STEP, gradient_norm=None))
+    assert not [name for name in found if "predicted" in name or "norm" in name]
+    assert found["step/seconds"] == 2.0
 
 
-def test_no_tensorboard_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_device_memory_is_its_peak(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.device, trainer.device_bytes_before = torch.device("cuda"), 2**30
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 6 * 2**30)
+    assert step_values(trainer, STEP)["memory/device_GiB"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "field", "package"),
+    [
+        (Logging(tracker="wandb"), "tracker: wandb", "wandb"),
+        (Logging(tracker="trackio"), "tracker: trackio", "trackio"),
+        (Logging(tensorboard=True), "tensorboard", "tensorboard"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: Logging, field: str, package: str
+) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    assert trackers(Logging(tensorboard=True), tmp_path) == (
-        [],
-        [
-            "warning: no TensorBoard files, because the package tensorboard is not installed"
-            " (pip install tensorboard)"
-        ],
-    )
+    for ask in (refuse_missing, lambda logging: trackers(logging, tmp_path)):
+        with pytest.raises(
+            UserError,
+            match=(
+                rf"^logging: {field}: found no package {package}; allowed: an installed package;"
+                rf" fix: pip install {package}, or leave "
+            ),
+        ):
+            ask(chosen)
+    assert trackers(Logging(), tmp_path) == ([], [])
+
+
+def test_without_a_run_folder_there_are_no_tensorboard_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: True)
     assert trackers(Logging(tensorboard=True), None) == (
         [],
         ["no TensorBoard files: there is no run folder"],
@@ -192,4 +237,5 @@ def test_tensorboard_files_hold_every_number(tmp_path: Path, trainer: Any) -> No
     }
     assert found["train/loss"] == [(7, 2.5)]
     assert found["evaluation/loss"] == [(7, 2.0)]
-    assert len(found) == 6
+    assert found["step/over_predicted"] == [(7, 1.25)]
+    assert {name.partition("/")[0] for name in found} == {"train", "step", "memory", "evaluation"}

@@ -1,4 +1,8 @@
-"""Compare the predictions for a run with its measurements: step time, operations and memory."""
+"""Compare the predictions for a run with its measurements, or several runs with each other.
+
+With one RUN: step time, operations and memory, predicted against measured. With several: losses,
+speed and memory of each, and the settings in which they differ.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,43 @@ import argparse
 import json
 from pathlib import Path
 
+from megatrain.simulator.base.errors import UserError
+
+PICTURE = "comparison.png"
+
 
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a folder written by `megatrain train`"
+        "runs",
+        type=Path,
+        metavar="RUN",
+        nargs="+",
+        help="a folder written by `megatrain train`; several are compared with each other",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"the picture of several runs (default {PICTURE}, in the current folder)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
+    if len(args.runs) > 1:
+        return _several(args.runs, args.out or Path(PICTURE), as_json=args.json)
+    if args.out:
+        raise UserError(
+            "megatrain compare: --out",
+            found="one RUN, whose pictures are written into its folder",
+            allowed="several RUNs, which have one picture",
+            fix="leave --out out, or name another RUN",
+        )
+    return _one(args.runs[0], as_json=args.json)
+
+
+def _one(folder: Path, *, as_json: bool) -> int:
+    """Compares a run with its prediction, and writes files and pictures into its folder."""
     import msgspec
 
     from megatrain.experiments.run_report.compared_run import compare_run
@@ -23,22 +55,12 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.compare.error_table import format_report
     from megatrain.simulator.plots.perfetto import save_trace
 
-    folder: Path = args.run
     run = compare_run(folder)
     run.predicted.save(folder / "predicted.json")
     write_json(folder / "comparison.json", run.errors)
     save_trace(folder / "trace.json", [run.predicted, run.measured], run.schedule)
-    draw_run(
-        folder,
-        run.record,
-        run.plan,
-        run.schedule,
-        run.predicted,
-        run.measured,
-        run.costs,
-        run.errors,
-    )
-    if args.json:
+    draw_run(run)
+    if as_json:
         print(json.dumps(msgspec.to_builtins(run.errors)))
         return 0
     print(format_report(run.errors).rstrip())
@@ -46,4 +68,23 @@ def run(args: argparse.Namespace) -> int:
         "\nwrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev),"
         f" timeline.png, errors.png, memory.png and loss.png into {folder}"
     )
+    return 0
+
+
+def _several(folders: list[Path], picture: Path, *, as_json: bool) -> int:
+    """Compares runs with each other, and draws them."""
+    import msgspec
+
+    from megatrain.experiments.cli import options
+    from megatrain.experiments.run_report.runs_picture import runs_png
+    from megatrain.experiments.run_report.several_runs import format_runs, read_runs
+
+    options.check_writable(picture)
+    compared, runs = read_runs(folders)
+    runs_png(picture, compared, runs)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(compared)))
+        return 0
+    print(format_runs(compared, [run.name for run in runs]))
+    print(f"\nwrote {picture}")
     return 0

@@ -14,7 +14,8 @@ from megatrain.simulator.base.files import printable
 
 
 def check_training(plan_file: Path, model: str | None, config: Config) -> None:
-    """Raises UserError if the plan cannot be executed, or if the model or the data is missing.
+    """Raises UserError if the plan cannot be executed, or if the model, the data or the package of
+    a tracker is missing.
 
     Args:
         plan_file: the plan's file.
@@ -26,6 +27,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.files.model_source import name_on_hub
     from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.runtime.training.trackers import refuse_missing
     from megatrain.simulator.policies import executable
     from megatrain.simulator.schedule.plan import Plan
 
@@ -40,6 +42,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
         refuse_other_than_utf8(path)
     sources_of(data)
+    refuse_missing(config.logging)
     if data.chat_template:
         read_chat_template(data.chat_template)
 

@@ -135,6 +135,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     from megatrain.runtime.data.sources import sources_of
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
+    from megatrain.runtime.training.trackers import refuse_missing
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
@@ -175,6 +176,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     for path in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
         refuse_other_than_utf8(path)
     sources_of(config.data)
+    refuse_missing(config.logging)
 
 
 @contextlib.contextmanager

@@ -1,39 +1,57 @@
 """Progress bars of a training run, on the terminal.
 
-There is one bar each for allocating memory, loading weights, and training. Two lines below the
+There is one bar each for allocating memory, loading weights, and training. The lines below the
 training bar show loss, learning rate, speed, memory, and how the steps compare with the
 prediction. Notes on the data are printed above the bars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
-from megatrain.runtime.training.progress import TimeLeft, described, exact, format_duration
+from megatrain.runtime.training.progress import TimeLeft, exact, format_duration, phrases
 from megatrain.simulator.base.units import format_bytes
 
 if TYPE_CHECKING:
     from megatrain.runtime.training.training_run import TrainingRun
 
 
+_WIDE_COLUMNS = 72
+"""from this width on, the time left is beside the bar; on narrower terminals it is below"""
+
+
 class _Bars(Progress):
     """Bars with lines of text below them."""
 
-    details: tuple[str, ...] = ()
+    details: tuple[Sequence[str], ...] = ()
+    """parts of each line; a line that is too long for the terminal continues on the next"""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        for line in self.details:
-            yield Text(line, no_wrap=True, overflow="ellipsis")
+        for parts in self.details:
+            for line in _lines(parts, self.console.width):
+                yield Text(line, overflow="fold")
+
+
+def _lines(parts: Sequence[str], width: int) -> list[str]:
+    """Returns the parts on as few lines as they need. A line is broken between parts."""
+    lines = [""]
+    for part in filter(None, parts):
+        joined = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return [line for line in lines if line]
 
 
 class ProgressBars(Callback):
@@ -45,7 +63,7 @@ class ProgressBars(Callback):
 
     def __init__(self, parameters: int) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
-        self._bars = _Bars(*columns)
+        self._bars = _Bars(*columns, console=Console())
         self._parameters, self._loaded = parameters, 0
         self._loading = self._bars.add_task("load ", total=parameters, state="")
         self._training = self._bars.add_task("train", total=None, state="", start=False)
@@ -112,14 +130,18 @@ class ProgressBars(Callback):
         """Updates the training bar, and prints the checksum of weights if there is one."""
         steps = trainer.config.training.steps
         left = self._left.after(step.number, steps)
-        state = f"{step.number}/{steps}"
+        done, times = f"{step.number}/{steps}", ""
         if left:
             now = datetime.now().astimezone()
             ends = now + timedelta(seconds=left)
             day = "" if ends.date() == now.date() else f"{ends:%d %b }"
-            state += f"  {format_duration(left)} left, until {day}{ends:%H:%M}"
-        lines = (described(step), self._evaluated), (self._memory, self._compared)
-        self._bars.details = tuple("  ".join(part for part in line if part) for line in lines)
+            times = f"{format_duration(left)} left, until {day}{ends:%H:%M}"
+        beside = self._bars.console.width >= _WIDE_COLUMNS
+        self._bars.details = (
+            ("" if beside else times, *phrases(step), self._evaluated),
+            (self._memory, self._compared),
+        )
+        state = f"{done}  {times}" if beside and times else done
         self._bars.update(self._training, completed=step.number, state=state)
         if step.checksum is not None:
             self._print(exact(step))

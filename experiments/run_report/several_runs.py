@@ -1,0 +1,241 @@
+"""Compares several runs with each other: their loss, speed, memory and settings."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatrain.experiments.run_report.step_record import StepRecord, read_record
+from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.training.learning_rate import format_rate
+from megatrain.runtime.warm_up import WARM_UP_STEPS
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_json, read_toml
+from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_table import align, signed_percent
+from megatrain.simulator.schedule.plan import Plan
+
+_LEFT_OUT = {"data.data", "data.cache", "data.evaluation_data", "logging.name"}
+"""Settings that are not compared: places, and names of runs."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the runs that are compared. A value that was not measured is None."""
+
+    run: str
+    """The run's folder."""
+    model: str
+    """Name of the model."""
+    machine: str
+    """Name of the GPU, or of the CPU if there is none."""
+    policy: str
+    """Policy of the plan."""
+    tokens_per_step: int
+    """Tokens of one step."""
+    steps: int
+    """Number of the last step."""
+    highest_rate: float
+    """Highest learning rate."""
+    loss: float
+    """Mean loss of the last steps. All runs have the same number of these."""
+    common_loss: float
+    """The same up to the last step that all runs have."""
+    evaluation_loss: float | None
+    """Loss of the last evaluation."""
+    best_evaluation_loss: float | None
+    """Lowest loss of an evaluation."""
+    tokens_per_second: float
+    """Median over the steps without warm-up."""
+    step_seconds: float
+    """Median wall time of the steps without warm-up."""
+    predicted_step_seconds: float | None
+    """What the plan predicts."""
+    device_bytes: int | None
+    """Peak of the device's memory, or the size of its pools where no GPU measures a peak."""
+    host_bytes: int | None
+    """Size of the pools in host memory."""
+
+
+class RunsCompared(msgspec.Struct, frozen=True, kw_only=True):
+    """Several runs, and what they differ in."""
+
+    runs: list[RunSummary]
+    """The runs, in the order in which they were named."""
+    last_steps: int
+    """Number of steps over which losses are averaged."""
+    common_step: int
+    """Last step that all runs have."""
+    settings: dict[str, list[str]]
+    """Settings in which the runs differ, with the value of each run."""
+
+
+class NamedRun(msgspec.Struct, frozen=True):
+    """A run's record with its short name."""
+
+    name: str
+    """The shortest end of its path that no other run has."""
+    record: StepRecord
+    """Its steps."""
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[RunsCompared, list[NamedRun]]:
+    """Returns the comparison of the runs in `folders`, and their steps.
+
+    Raises UserError if one is not the folder of a run that did a step.
+    """
+    records = [_record(folder) for folder in folders]
+    last_steps = max(min(len(record.steps) for record in records) // 25, 1)
+    common = min(record.steps[-1] for record in records)
+    pairs = list(zip(folders, records, strict=True))
+    compared = RunsCompared(
+        runs=[_summary(folder, record, last_steps, common) for folder, record in pairs],
+        last_steps=last_steps,
+        common_step=common,
+        settings=_differences([_settings(folder) for folder in folders]),
+    )
+    names = _short_names([str(folder) for folder in folders])
+    return compared, [NamedRun(*each) for each in zip(names, records, strict=True)]
+
+
+def _record(folder: Path) -> StepRecord:
+    if not (folder / "metrics.jsonl").is_file() or not (record := read_record(folder)).steps:
+        raise UserError(
+            str(folder),
+            found="no steps in metrics.jsonl" if folder.is_dir() else "no such folder",
+            allowed="a folder in which `megatrain train` did a step",
+            fix="check the path",
+        )
+    return record
+
+
+def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> RunSummary:
+    plan = Plan.load(folder / "plan.toml")
+    measured: dict[str, Any] = {}
+    if (folder / "memory.json").is_file():
+        measured = read_json(folder / "memory.json")
+    shared = [
+        loss for step, loss in zip(record.steps, record.losses, strict=True) if step <= common
+    ]
+    evaluations = [each.loss for each in record.evaluations]
+    return RunSummary(
+        run=str(folder),
+        model=plan.model.name,
+        machine=record.device,
+        policy=plan.policy,
+        tokens_per_step=plan.workload.step_tokens,
+        steps=record.steps[-1],
+        highest_rate=max(record.rates),
+        loss=statistics.fmean(record.losses[-last_steps:]),
+        common_loss=statistics.fmean(shared[-last_steps:]),
+        evaluation_loss=evaluations[-1] if evaluations else None,
+        best_evaluation_loss=min(evaluations) if evaluations else None,
+        tokens_per_second=statistics.median(record.speeds[WARM_UP_STEPS:] or record.speeds),
+        step_seconds=statistics.median(record.steady_seconds.values()),
+        predicted_step_seconds=plan.prediction.step_seconds if plan.prediction else None,
+        device_bytes=measured.get("device_peak_bytes", measured.get("device_pool_bytes")),
+        host_bytes=measured.get("host_pool_bytes"),
+    )
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Returns the settings of a run's config and plan by name, as text."""
+    config = folder / "config.toml"
+    found = read_toml(config, dict[str, Any]) if config.is_file() else {}
+    flat = {
+        f"{section}.{key}": str(value)
+        for section, values in found.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+    plan = Plan.load(folder / "plan.toml")
+    parts = {"workload": plan.workload, "knobs": plan.knobs}
+    flat |= {
+        f"{name}.{key}": str(value)
+        for name, part in parts.items()
+        for key, value in msgspec.to_builtins(part).items()
+        if not isinstance(value, dict)
+    }
+    if (folder / "data.json").is_file():
+        counts = convert(read_json(folder / "data.json"), dict[str, DataSummary], str(folder))
+        flat |= {f"tokens of the {name} data": f"{each.tokens:,}" for name, each in counts.items()}
+    flat["plan.device_limit"] = format_bytes(plan.device_limit_bytes)
+    flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes)
+    return flat
+
+
+def _differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    keys = dict.fromkeys(key for each in settings for key in each if key not in _LEFT_OUT)
+    rows = {key: [each.get(key, "-") for each in settings] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """Returns for each path its shortest end that no other path has."""
+    parts = [Path(path).absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return list(paths)
+
+
+def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
+    """Returns what all runs have in common, and a table with one column for each run. With two
+    runs, a further column has the change from the first to the second.
+    """
+    runs, last = compared.runs, compared.last_steps
+    two = len(runs) == 2
+
+    def row(
+        name: str, field: str, shown: Callable[[Any], str], *, change: bool = True
+    ) -> list[str]:
+        values = [getattr(run, field) for run in runs]
+        cells = [name, *("-" if value is None else shown(value) for value in values)]
+        if two:
+            known = change and values[0] and values[1] is not None
+            cells.append(signed_percent(values[1] / values[0] - 1) if known else "")
+        return cells
+
+    facts = [
+        row("model", "model", str, change=False),
+        row("machine", "machine", str, change=False),
+        row("policy", "policy", str, change=False),
+        row("tokens a step", "tokens_per_step", "{:,}".format, change=False),
+        row("steps", "steps", "{:,}".format, change=False),
+    ]
+    shared = [cells for cells in facts if len(set(cells[1 : len(runs) + 1])) == 1]
+    rows = [["", *names, *(["change"] if two else [])]]
+    rows += [cells for cells in facts if cells not in shared]
+    rows += [
+        row("highest learning rate", "highest_rate", format_rate, change=False),
+        row(f"loss, last {last} steps" if last > 1 else "loss, last step", "loss", _loss),
+    ]
+    if len({run.steps for run in runs}) > 1:
+        rows.append(row(f"loss up to step {compared.common_step:,}", "common_loss", _loss))
+    rows += [
+        row("evaluation loss, last", "evaluation_loss", _loss),
+        row("evaluation loss, best", "best_evaluation_loss", _loss),
+        row("tokens/s", "tokens_per_second", "{:,.1f}".format),
+        row("step", "step_seconds", format_seconds),
+        row("step, predicted", "predicted_step_seconds", format_seconds),
+        row("device memory", "device_bytes", format_bytes),
+        row("host memory", "host_bytes", format_bytes),
+    ]
+    rows = [cells for cells in rows if set(cells[1:]) - {"-", ""}]
+    common = "; ".join(f"{cells[0]} {cells[1]}" for cells in shared)
+    lines = [*textwrap.wrap(f"the same in all: {common}", 80), ""] if shared else []
+    lines += align(rows)
+    if compared.settings:
+        more = [["settings that differ", *names]]
+        more += [[key, *values] for key, values in compared.settings.items()]
+        lines += ["", *align(more)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}"

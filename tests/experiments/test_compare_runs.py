@@ -1,0 +1,149 @@
+"""Tests of `megatrain compare` with several runs: its table, its JSON and its picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from megatrain.simulator.plots import canvas
+
+STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `a/run`, `b/run` and `short`. Run b is faster and learns more, and
+    `short` was stopped in its second step.
+    """
+    place = tmp_path_factory.mktemp("runs")
+    row = json.loads((STORED / "metrics.jsonl").read_text().splitlines()[0])
+    for name, count, final, seconds in (("a/run", 50, 2.0, 0.5), ("b/run", 100, 1.0, 0.4)):
+        folder = place / name
+        folder.mkdir(parents=True)
+        for file in ("plan.toml", "environment.json", "memory.json"):
+            shutil.copy(STORED / file, folder)
+        rows = [
+            {
+                **row,
+                "step": step,
+                "loss": final + 2 / step,
+                "rate": 1e-4 * final,
+                "seconds": 9.0 if step <= 2 else seconds,
+                "tokens_per_second": 1.0 if step <= 2 else 32 / seconds,
+            }
+            for step in range(1, count + 1)
+        ]
+        seen = {"step": count, "evaluation_loss": final / 2, "perplexity": 3.0}
+        rows.insert(20, {**seen, "step": 20, "tokens": 9, "seconds": 0.1})
+        rows.append({**seen, "evaluation_loss": final, "tokens": 9, "seconds": 0.1})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        config = f"[training]\nsteps = 100\n[optimizer]\nweight_decay = {final}\n"
+        (folder / "config.toml").write_text(config + f'[data]\ndata = "{name}.txt"\n')
+    shutil.copytree(place / "a" / "run", place / "short")
+    lines = (place / "short" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (place / "short" / "metrics.jsonl").write_text("".join(lines[:2]))
+    (place / "short" / "memory.json").unlink()
+    return place
+
+
+def cells(text: str, name: str) -> list[str]:
+    """Returns the cells of the row that begins with `name`."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{name}  ")]
+    return re.split(r"\s\s+", line.removeprefix(name).strip())
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """A list to which every drawn figure is added; files are written as well."""
+    figures: list[Figure] = []
+    save = canvas.save
+
+    def both(figure: Figure, path: Path) -> None:
+        figures.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(canvas, "save", both)
+    return figures
+
+
+def test_two_runs_are_compared_in_one_table_and_one_picture(
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., Any],
+    drawn: list[Figure],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = command("compare", runs / "a" / "run", runs / "b" / "run")
+    assert (found.status, found.err) == (0, "")
+    assert found.out.startswith("the same in all: model ")
+    assert all(len(line) <= 80 for line in found.out.splitlines())
+    assert re.search(r"\n +a/run +b/run +change\n", found.out)
+    assert cells(found.out, "steps") == ["50", "100"]
+    assert cells(found.out, "highest learning rate") == ["2e-4", "1e-4"]
+    assert cells(found.out, "loss, last 2 steps") == ["2.0404", "1.0201", "-50.0 %"]
+    assert cells(found.out, "loss up to step 50") == ["2.0404", "1.0404", "-49.0 %"]
+    assert cells(found.out, "evaluation loss, last") == ["2.0000", "1.0000", "-50.0 %"]
+    assert cells(found.out, "evaluation loss, best") == ["1.0000", "0.5000", "-50.0 %"]
+    assert cells(found.out, "tokens/s") == ["64.0", "80.0", "+25.0 %"], "without warm-up"
+    assert cells(found.out, "step") == ["500.000 ms", "400.000 ms", "-20.0 %"]
+    assert cells(found.out, "device memory")[2] == "+0.0 %"
+    assert cells(found.out, "optimizer.weight_decay") == ["2.0", "1.0"]
+    assert "training.steps" not in found.out, "both configs have the same"
+    assert "a/run.txt" not in found.out, "files may lie elsewhere"
+    assert found.out.endswith("wrote comparison.png\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison.png"]
+    upper, middle, *memory = drawn[0].axes
+    assert [text.get_text() for text in upper.get_legend().get_texts()] == ["a/run", "b/run"]
+    assert [list(line.get_ydata())[-1] for line in middle.lines] == [64.0, 80.0]
+    assert len(memory[0].patches) == len(memory[1].patches) == 2
+
+
+def test_a_run_that_was_stopped_early_is_compared_too(
+    runs: Path, tmp_path: Path, command: Callable[..., Any], drawn: list[Figure]
+) -> None:
+    picture = tmp_path / "three.png"
+    names = [runs / "a" / "run", runs / "b" / "run", runs / "short"]
+    found = command("compare", *names, "--out", picture)
+    assert (found.status, found.err) == (0, "")
+    assert "change" not in found.out
+    assert cells(found.out, "loss, last step")[2] == f"{2 + 2 / 2:.4f}"
+    assert cells(found.out, "device memory")[2] == "-"
+    assert picture.is_file()
+    texts = [text.get_text() for text in drawn[0].axes[2].texts]
+    assert "not measured" in texts
+    found = json.loads(command("compare", *names, "--out", picture, "--json").out)
+    assert [run["steps"] for run in found["runs"]] == [50, 100, 2]
+    assert [run["loss"] for run in found["runs"]] == [2 + 2 / 50, 1 + 2 / 100, 3.0]
+    assert found["runs"][2]["device_bytes"] is None
+    assert (found["last_steps"], found["common_step"]) == (1, 2)
+    assert found["settings"]["optimizer.weight_decay"] == ["2.0", "1.0", "2.0"]
+
+
+@pytest.mark.parametrize("bad", ["nothing", "."])
+def test_what_is_no_run_is_refused_in_one_line(
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., Any],
+    bad: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = command("compare", runs / "short", bad)
+    assert found.status == 2
+    assert found.err.startswith(f"megatrain: {bad}: found no ")
+    assert found.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_of_one_run_has_its_folder(runs: Path, command: Callable[..., Any]) -> None:
+    found = command("compare", runs / "short", "--out", "x.png")
+    assert found.status == 2
+    assert "allowed: several RUNs, which have one picture" in found.err

@@ -1,0 +1,103 @@
+"""Tests of a sweep's picture: markers at one place are all seen, and labels can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from megatrain.experiments.sweep import picture
+from megatrain.experiments.sweep.store import SweepRow
+from megatrain.simulator.schedule.plan import Plan
+
+GIB = 2**30
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """A list to which every drawn figure is added; no file is written."""
+    figures: list[Figure] = []
+
+    def keep(figure: Figure, stem: Path, _: str) -> Path:
+        figures.append(figure)
+        return stem
+
+    monkeypatch.setattr(picture, "_save", keep)
+    return figures
+
+
+def row(plan: Plan, policy: str, batch: int, device: float, seconds: float) -> SweepRow:
+    work = msgspec.structs.replace(plan.workload, batch=batch)
+    return SweepRow(
+        key=f"{policy}{batch}{device}",
+        model="small",
+        hardware="h200",
+        policy=policy,
+        knobs=plan.knobs,
+        workload=work,
+        device_limit_bytes=64 * GIB,
+        host_limit_bytes=64 * GIB,
+        decided_by="engine",
+        device_peak_bytes=int(device * GIB),
+        step_seconds=seconds,
+        tokens_per_second=work.step_tokens / seconds,
+    )
+
+
+def notes(figure: Figure) -> list[Annotation]:
+    (axes,) = figure.axes
+    return [note for note in axes.texts if isinstance(note, Annotation) and note.xy != (0, 1)]
+
+
+def test_policies_at_one_place_are_seen_and_points_say_their_batch(
+    make_plan: Callable[..., Plan], drawn: list[Figure]
+) -> None:
+    plan = make_plan()
+    rows = [
+        row(plan, policy, batch, 2 + batch + shift, 3.0 + shift)
+        for policy, shift in (("double_buffer", 0.0), ("k_buffer", 0.0), ("overlapped", 0.4))
+        for batch in (1, 2, 4, 8)
+    ]
+    picture.draw(rows, Path("sweep"), "12 plans of small on h200", "12 fit")
+    figure = drawn[0]
+    (axes,) = figure.axes
+    sizes = {
+        line.get_label(): line.get_markersize()
+        for line in axes.lines
+        if line.get_label() in ("double_buffer", "k_buffer", "overlapped")
+    }
+    # a diamond is 1.41 times as wide as its size
+    assert sizes["double_buffer"] > 1.41 * sizes["k_buffer"] > 1.41 * 1.41 * sizes["overlapped"]
+    orders = [line.get_zorder() for line in axes.lines if line.get_label() in sizes]
+    assert orders == sorted(orders), "the smaller ones are above"
+    labels = notes(figure)
+    assert {note.get_text() for note in labels} == {f"batch {batch}" for batch in (1, 2, 4, 8)}
+    boxes = [note.get_window_extent() for note in labels]
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    left = axes.get_window_extent().x0
+    assert axes.title.get_text() == ""
+    assert axes.get_title(loc="left") == "12 plans of small on h200"
+    assert axes._left_title.get_window_extent().x0 == pytest.approx(left, abs=2)  # type: ignore[attr-defined]
+
+
+def test_of_many_plans_few_are_labelled(
+    make_plan: Callable[..., Plan], drawn: list[Figure]
+) -> None:
+    """Labels of plans that lie close together could not be told apart."""
+    plan = make_plan()
+    rows = [
+        row(plan, "k_buffer", batch, 5 + number / 50, 2.0 - number / 1000)
+        for batch in (1, 2, 4)
+        for number in range(40)
+    ]
+    picture.draw(rows, Path("sweep"), "120 plans", "120 fit")
+    labels = notes(drawn[0])
+    assert 1 <= len(labels) <= 6
+    boxes = [note.get_window_extent() for note in labels]
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
