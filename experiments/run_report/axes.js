@@ -1,7 +1,65 @@
-// Axes: formatted numbers, round ticks, and a canvas with the resolution of the screen.
+// Axes: colours of the page, formatted numbers, round ticks, and a canvas with the resolution of the
+// screen.
 
-const INK = "#1f2933", MUTED = "#5f6b77", RULE = "#dde2e7", PALE = "#f3f5f7", MARK = "#1f5f9e";
+// The colours of the pictures are those of the style sheet, which has one set for light and one for
+// dark screens.
+let INK, MUTED, RULE, PALE, MARK, GROUND, VEIL, CURSOR, AXIS_LINE, DARK;
 const FONT = getComputedStyle(document.body).fontFamily;
+const DARK_INK = "#1f2933";
+
+/** Returns a colour of the style sheet, such as `ink`. */
+function themed(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** Takes the colours that hold now: light or dark. */
+function readColours() {
+  [INK, MUTED, RULE, PALE, MARK, GROUND, VEIL, CURSOR, AXIS_LINE] = ["ink", "muted", "rule", "pale",
+    "mark", "ground", "veil", "cursor", "axis"].map(themed);
+  DARK = lightness(GROUND) < 0.5;
+}
+
+/** Calls `redraw` with the new colours when the screen changes between light and dark, and when the
+    page is printed. */
+function onColourChange(redraw) {
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) {
+    window.matchMedia(query).addEventListener("change", () => {
+      readColours();
+      redraw();
+    });
+  }
+}
+
+/** Returns the brightness of a colour such as #1f5f9e, from 0 to 1. */
+function lightness(colour) {
+  const [red, green, blue] = [1, 3, 5]
+    .map((place) => parseInt(colour.slice(place, place + 2), 16) / 255);
+  return 0.299 * red + 0.587 * green + 0.114 * blue;
+}
+
+/** Returns the ratio of the luminances of two colours, from 1 to 21, as WCAG defines it. */
+function contrast(first, second) {
+  const luminance = (colour) => [1, 3, 5]
+    .map((place) => parseInt(colour.slice(place, place + 2), 16) / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0);
+  const [low, high] = [luminance(first), luminance(second)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+
+/** Returns a colour that can be seen: on a dark page, a dark colour becomes lighter. */
+function visible(colour) {
+  let found = colour;
+  while (DARK && contrast(found, PALE) < 3) {
+    found = "#" + [1, 3, 5].map((place) => {
+      const part = parseInt(found.slice(place, place + 2), 16);
+      return Math.round(part + 0.12 * (255 - part)).toString(16).padStart(2, "0");
+    }).join("");
+  }
+  return found;
+}
+
+readColours();
 
 /** Formats nanoseconds in the units of the tables: 4.342 s, 21.600 ms, 12.3 us. */
 function time(ns) {

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.run_report.pictures import StepRecord, peaks, read_record
+from megatrain.experiments.run_report.peaks import peaks
+from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
+from megatrain.experiments.run_report.step_record import StepRecord
 from megatrain.simulator.base.units import format_bytes, format_count
 from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of, kinds_of, usage
 from megatrain.simulator.planner.assessment import activations_bytes, plan_account
@@ -24,7 +25,7 @@ def pictures(run: ComparedRun) -> dict[str, Any]:
         "lanes": list(run.schedule.lanes),
         "kinds": _kinds(run),
         "memory": _memory(run),
-        "loss": _loss(run),
+        "training": _training(run.record),
     }
 
 
@@ -121,15 +122,16 @@ def _by_class(
     return {"times": times, "classes": classes}
 
 
-def _loss(run: ComparedRun) -> dict[str, Any]:
-    record = run.record
-    losses, speeds = (
-        [round(loss, 6) for loss in record.losses],
-        [round(speed, 1) for speed in record.speeds],
-    )
+def _training(record: StepRecord) -> dict[str, Any]:
+    """Returns the columns of the run's metrics, and (step, loss) of each evaluation. `window` is
+    the number of steps of the running mean.
+    """
     return {
         "steps": record.steps,
-        "losses": losses,
-        "speeds": speeds,
-        "evaluations": [list(each) for each in record.evaluations],
+        "losses": [round(loss, 6) for loss in record.losses],
+        "rates": [float(f"{rate:.6g}") for rate in record.rates],
+        "norms": [None if norm is None else float(f"{norm:.6g}") for norm in record.norms],
+        "speeds": [round(speed, 1) for speed in record.speeds],
+        "evaluations": [[each.step, round(each.loss, 6)] for each in record.evaluations],
+        "window": record.smoothing,
     }

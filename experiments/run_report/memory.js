@@ -56,7 +56,7 @@ class MemoryCanvas {
       let base = bottom;
       for (const [name, values] of classes) {
         const tall = (values[index] / place.top) * PANEL;
-        context.fillStyle = this.colours[name];
+        context.fillStyle = visible(this.colours[name]);
         context.fillRect(from, base - tall, to - from, tall);
         base -= tall;
       }
@@ -69,7 +69,7 @@ class MemoryCanvas {
     }
     if (this.view.cursor !== null) {
       const x = Math.round(this.x(this.view.cursor)) + 0.5;
-      if (x >= left && x <= left + width) line(context, x, top, x, bottom, "rgba(31,41,51,0.35)");
+      if (x >= left && x <= left + width) line(context, x, top, x, bottom, CURSOR);
     }
   }
 

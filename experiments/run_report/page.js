@@ -8,7 +8,7 @@ const timeline = new TimelineCanvas(element("timeline"), data, view);
 const overview = new Overview(element("overview"), view, timeline);
 const memory = new MemoryCanvas(element("memory"), data.memory, view, timeline.left,
   timeline.right);
-const loss = new LossCanvas(element("loss"), data.loss);
+const training = new TrainingCanvas(element("training"), data.training);
 const [predicted, measured] = timeline.panels;
 const numberOf = new Map(data.ops.id.map((id, index) => [id, index]));
 
@@ -124,18 +124,15 @@ follow(memory.canvas, memory, (event) => {
   const classes = found.held.map(([name, size]) => `<span>${name} ${bytes(size)}</span>`).join("");
   return `<b>${found.place} ${bytes(found.total)}</b> at ${time(found.at)}${classes}`;
 });
-loss.canvas.addEventListener("pointermove", (event) => {
-  loss.hovered = loss.steps.length ? loss.stepAt(event.offsetX) : -1;
-  const step = loss.hovered;
-  showTip(event, step < 0 ? "" : `<b>step ${loss.steps[step].toLocaleString("en")}</b>` +
-    `<span>loss ${loss.losses[step].toFixed(4)}</span>` +
-    `<span>${Math.round(loss.speeds[step]).toLocaleString("en")} tokens/s</span>`);
-  loss.draw();
+training.canvas.addEventListener("pointermove", (event) => {
+  training.hovered = training.steps.length ? training.stepAt(event.offsetX) : -1;
+  showTip(event, training.hovered < 0 ? "" : training.described(training.hovered));
+  training.draw();
 });
-loss.canvas.addEventListener("pointerleave", (event) => {
-  loss.hovered = -1;
+training.canvas.addEventListener("pointerleave", (event) => {
+  training.hovered = -1;
   showTip(event, "");
-  loss.draw();
+  training.draw();
 });
 
 // ---- zooming and moving ----
@@ -171,12 +168,12 @@ for (const canvas of [timeline.canvas, memory.canvas]) {
   }, { passive: false });
 }
 
-const whole = () => view.glide(0, view.end);
+const showAll = () => view.glide(0, view.end);
 const KEYS = {
   "+": () => view.zoom(0.6, undefined, true),
   "=": () => view.zoom(0.6, undefined, true),
   "-": () => view.zoom(1 / 0.6, undefined, true),
-  0: whole,
+  0: showAll,
   ArrowLeft: () => view.pan(-0.15 * (view.to - view.from)),
   ArrowRight: () => view.pan(0.15 * (view.to - view.from)),
   Escape: () => select(-1),
@@ -188,7 +185,7 @@ timeline.canvas.addEventListener("keydown", (event) => {
 });
 element("in").addEventListener("click", () => view.zoom(0.5, undefined, true));
 element("out").addEventListener("click", () => view.zoom(2, undefined, true));
-element("all").addEventListener("click", whole);
+element("all").addEventListener("click", showAll);
 element("find").addEventListener("input", (event) => event.target.classList.remove("wrong"));
 element("find").addEventListener("keydown", (event) => {
   if (event.key !== "Enter") return;
@@ -205,7 +202,7 @@ element("find").addEventListener("keydown", (event) => {
 
 data.kinds.forEach((kind, index) => {
   const button = document.createElement("button");
-  button.innerHTML = `<i style="background:${kind.colour}"></i>${escaped(kind.name)}`;
+  button.innerHTML = `<i data-colour="${kind.colour}"></i>${escaped(kind.name)}`;
   button.title = "Show only this kind";
   button.setAttribute("aria-pressed", "false");
   button.addEventListener("click", () => {
@@ -222,9 +219,27 @@ const held = new Set(
   Object.values(data.memory.places).flatMap((place) => Object.keys(place.measured.classes)));
 element("classes").innerHTML = Object.entries(data.memory.classes)
   .filter(([name]) => held.has(name))
-  .map(([name, colour]) => `<span><i style="background:${colour}"></i>${name}</span>`).join("")
+  .map(([name, colour]) => `<span><i data-colour="${colour}"></i>${name}</span>`).join("")
     + "<span><i class=line></i>predicted</span>";
 
+element("curves").innerHTML = training.legend();
+
+/** Colours the legends for a light or a dark page. */
+function colourLegends() {
+  for (const swatch of document.querySelectorAll(".legend i[data-colour]")) {
+    swatch.style.background = visible(swatch.dataset.colour);
+  }
+}
+
+// A printer needs the pictures at once, so they are not drawn in the next frame as usual.
+onColourChange(() => {
+  colourLegends();
+  timeline.recolour();
+  for (const draw of view.drawers) draw();
+  training.draw();
+});
+
+colourLegends();
 select(-1);
-new ResizeObserver(() => { view.redraw(); loss.draw(); }).observe(document.body);
-loss.draw();
+new ResizeObserver(() => { view.redraw(); training.draw(); }).observe(document.body);
+training.draw();

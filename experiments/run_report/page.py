@@ -14,12 +14,12 @@ from string import Template
 
 import msgspec
 
-from megatrain.experiments.run_report import sections
+from megatrain.experiments.run_report import sections, training_sections
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.data import pictures
 from megatrain.simulator.base.files import read_text, write_text
 
-_SCRIPTS = ("axes.js", "view.js", "timeline.js", "memory.js", "loss.js", "page.js")
+_SCRIPTS = ("axes.js", "view.js", "timeline.js", "memory.js", "training.js", "page.js")
 
 
 def write_page(run: ComparedRun, path: Path) -> None:
@@ -27,18 +27,21 @@ def write_page(run: ComparedRun, path: Path) -> None:
     written, or if a file of the run is not as the command writes it.
     """
     here = Path(__file__).parent
-    data = msgspec.json.encode(pictures(run)).decode()
+    data_json = msgspec.json.encode(pictures(run)).decode()
     text = Template(read_text(here / "page.html")).substitute(
         title=escape(sections.title(run)),
         heading=sections.heading(run),
         figures=sections.figures(run),
+        lead=sections.lead(run),
+        curves=training_sections.curves(run),
+        evaluations=training_sections.evaluations(run),
+        data=training_sections.data(run),
         plan=sections.plan(run),
         errors=sections.errors(run),
         memory=sections.memory(run),
-        loss=sections.loss(run),
         machine=sections.machine(run),
         style=read_text(here / "page.css"),
-        data=data,
+        data_json=data_json,
         script="\n".join(read_text(here / name) for name in _SCRIPTS),
     )
     write_text(path, text)

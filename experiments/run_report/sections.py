@@ -60,8 +60,10 @@ def figures(run: ComparedRun) -> str:
     """Returns the main numbers, with the measured value large and the predicted one below it."""
     errors, seconds = run.errors, run.errors.measured_seconds
     work = run.plan.workload
+    account = plan_account(run.plan, run.schedule, run.costs)
     tflops = f"{tflops_6n(run.plan.model, work, seconds):,.4g} TFLOPS (6N)"
     parts = [
+        *_loss(run),
         (
             "step",
             format_seconds(seconds),
@@ -76,19 +78,20 @@ def figures(run: ComparedRun) -> str:
         ),
     ]
     limits = {"device": run.plan.device_limit_bytes, "host": run.plan.host_limit_bytes}
-    for place, name in (("device", "whole device peak"), ("host", "host pools")):
-        peak = next((row for row in errors.memory if row.what == name), None) or next(
-            row for row in errors.memory if row.what == f"{place} pools"
-        )
+    measured = {row.what: row for row in errors.memory}
+    for place in PLACES:
+        peak = measured.get(f"whole {place} peak") or measured[f"{place} pools"]
         error = (
             "as predicted"
             if peak.error == 0
             else f"predicted {format_bytes(peak.predicted_bytes)}, {signed_percent(peak.error)}"
         )
-        label = f"{place} peak" if peak.what == "whole device peak" else peak.what
+        if place == "device" and peak.what == "device pools":
+            whole = format_bytes(account.device_peak_bytes)
+            error = f"predicted with activations {whole}, which only a GPU measures"
         parts.append(
             (
-                label,
+                peak.what.removeprefix("whole "),
                 format_bytes(peak.measured_bytes),
                 error,
                 f"limit {format_bytes(limits[place])}",
@@ -98,6 +101,35 @@ def figures(run: ComparedRun) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
         f"<small>{escape(first)}</small><small>{escape(second)}</small></dd></div>"
         for name, value, first, second in parts
+    )
+
+
+def _loss(run: ComparedRun) -> list[tuple[str, str, str, str]]:
+    """Returns the tile of the loss, if a step was completed."""
+    record = run.record
+    if not record.losses:
+        return []
+    evaluated = ""
+    if record.evaluations:
+        last = record.evaluations[-1]
+        evaluated = f"evaluation {last.loss:.4f} after step {last.step:,}"
+    over = f"loss, last {record.smoothing} steps" if record.smoothing else "loss, last step"
+    return [(over, f"{record.final_loss:.4f}", f"first {record.losses[0]:.4f}", evaluated)]
+
+
+def lead(run: ComparedRun) -> str:
+    """Returns sentences that say what measured, predicted and limit mean."""
+    plan, errors = run.plan, run.errors
+    error = abs(errors.error)
+    slower = "slower" if errors.error > 0 else "faster"
+    how = f"{100 * error:.1f} % {slower} than" if error >= 0.0005 else "the same as"
+    return (
+        "Large numbers are <em>measured</em> in this run. <em>Predicted</em> is what the simulator"
+        f" computes from the plan without running it: a step {how} the measured one. The"
+        " <em>limits</em> are the memory that the plan may use:"
+        f" {format_bytes(plan.device_limit_bytes)} of the device, and"
+        f" {format_bytes(plan.host_limit_bytes)} of host memory, which holds the weights, gradients"
+        " and optimizer state that the device does not."
     )
 
 
@@ -346,21 +378,6 @@ def _bytes_row(name: str, predicted: int, measured: int | None) -> list[Cell]:
         else f"{100 * (predicted / measured - 1):+.2f} %"
     )
     return [name, format_bytes(predicted), format_bytes(measured), error]
-
-
-def loss(run: ComparedRun) -> str:
-    """Returns a sentence on the loss of the first and the last step, and on the last evaluation."""
-    record = run.record
-    if not record.losses:
-        return "<p class=note>No step was completed.</p>"
-    text = (
-        f"From {record.losses[0]:.4f} in step {record.steps[0]:,} to {record.losses[-1]:.4f} in"
-        f" step {record.steps[-1]:,}."
-    )
-    if record.evaluations:
-        step, value = record.evaluations[-1]
-        text += f" Points are evaluations. The last one, after step {step:,}, is {value:.4f}."
-    return f"<p class=note>{text}</p>"
 
 
 def machine(run: ComparedRun) -> str:

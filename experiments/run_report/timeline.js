@@ -6,8 +6,7 @@ const ROW = 24, HEAD = 30, AXIS = 24, DRIFT = 54;
 class TimelineCanvas {
   constructor(canvas, data, view) {
     Object.assign(this, { canvas, view, ops: data.ops, lanes: data.lanes, kinds: data.kinds });
-    this.colours = data.kinds.map((kind) => kind.colour);
-    this.inks = this.colours.map((colour) => (lightness(colour) < 0.58 ? "#fff" : INK));
+    this.recolour();
     this.left = 76;
     this.right = 52;
     this.selected = -1;
@@ -32,6 +31,12 @@ class TimelineCanvas {
       .map((op) => ({ at: measured.start[op], late: measured.start[op] - predicted.start[op] }));
     this.measure();
     view.drawers.push(() => this.draw());
+  }
+
+  /** Takes the colours of the kinds for a light or a dark page. */
+  recolour() {
+    this.colours = this.kinds.map((kind) => visible(kind.colour));
+    this.inks = this.colours.map((colour) => (lightness(colour) < 0.58 ? "#fff" : DARK_INK));
   }
 
   /** Reads the width once per drawing. Reading it for each op would take longer than drawing. */
@@ -91,7 +96,7 @@ class TimelineCanvas {
     if (this.view.cursor !== null) {
       const x = Math.round(this.x(this.view.cursor)) + 0.5;
       const shown = x >= left && x <= right;
-      if (shown) line(context, x, AXIS, x, this.height - 4, "rgba(31,41,51,0.35)");
+      if (shown) line(context, x, AXIS, x, this.height - 4, CURSOR);
     }
   }
 
@@ -183,7 +188,7 @@ class TimelineCanvas {
       line(context, from.right, down ? from.bottom : from.top, box.left,
         down ? box.top : box.bottom, INK, 1.5);
     }
-    context.strokeStyle = "#fff";
+    context.strokeStyle = GROUND;
     context.lineWidth = 5;
     context.strokeRect(box.left, box.top, box.right - box.left, box.bottom - box.top);
     context.strokeStyle = INK;
@@ -200,7 +205,7 @@ class TimelineCanvas {
     head(context, [...pairs, ["starts", ""]], left, left + width, this.driftTop - 12);
     context.fillStyle = PALE;
     context.fillRect(left, this.driftTop, width, DRIFT);
-    line(context, left, middle, left + width, middle, "#9aa5b1");
+    line(context, left, middle, left + width, middle, AXIS_LINE);
     write(context, "later", left - 10, this.driftTop + 9,
       { align: "right", size: 11.5, colour: MUTED });
     write(context, "earlier", left - 10, this.driftTop + DRIFT - 9,
@@ -217,11 +222,4 @@ class TimelineCanvas {
     context.stroke();
     context.restore();
   }
-}
-
-/** Returns the lightness of a colour such as #1f5f9e, from 0 to 1. */
-function lightness(colour) {
-  const [red, green, blue] = [1, 3, 5]
-    .map((place) => parseInt(colour.slice(place, place + 2), 16) / 255);
-  return 0.299 * red + 0.587 * green + 0.114 * blue;
 }

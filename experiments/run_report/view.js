@@ -96,7 +96,7 @@ class Overview {
     });
     write(context, timeline.lanes[0], 0, 17, { size: 11.5, colour: MUTED });
     const [from, to] = [x(view.from), x(view.to)];
-    context.fillStyle = "rgba(255,255,255,0.72)";
+    context.fillStyle = VEIL;
     context.fillRect(timeline.left, 0, from - timeline.left, height);
     context.fillRect(to, 0, timeline.left + width - to, height);
     context.strokeStyle = INK;

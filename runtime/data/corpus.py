@@ -101,6 +101,16 @@ class Corpus:
         return self._documents.digest
 
     @property
+    def count(self) -> int:
+        """Number of documents per epoch."""
+        return len(self._documents)
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens per epoch that have loss."""
+        return self._documents.targets
+
+    @property
     def documents(self) -> bool:
         """Whether batches contain the numbers of documents, `Batch.documents`."""
         return self.packing != "plain"

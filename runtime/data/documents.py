@@ -10,6 +10,9 @@ import numpy as np
 TARGET = 1 << 31
 """The bit that is set in a flagged token if the token is a target, so that it has loss."""
 
+_BLOCK = 2**22
+"""Number of tokens that are read at a time."""
+
 
 class JoinedTokens:
     """Arrays of tokens that are read as one array. They are not copied, and may be memory maps."""
@@ -70,6 +73,19 @@ class Documents:
     def total(self) -> int:
         """Number of tokens of all documents."""
         return int(self.lengths.sum())
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that are targets."""
+        if not self.flagged:
+            return self.total
+        found = 0
+        for first in range(0, len(self.tokens), _BLOCK):
+            flags = self.tokens[first : min(first + _BLOCK, len(self.tokens))] >= TARGET
+            before = np.concatenate([[0], np.cumsum(flags)])
+            begins, ends = (np.clip(at - first, 0, len(flags)) for at in (self.begins, self.ends))
+            found += int((before[ends] - before[begins]).sum())
+        return found
 
     def chosen(self, which: np.ndarray) -> Documents:
         """Returns the documents that `which` selects, an array of indices or a mask."""

@@ -31,6 +31,7 @@ from megatrain.runtime.data.sources import (
     sources_of,
     weighted_path,
 )
+from megatrain.runtime.data.summary import DataSummary, summarize
 from megatrain.runtime.data.tokenize import (
     Encoder,
     load_tokenizer,
@@ -59,6 +60,7 @@ def open_data(
     on_note: Note = lambda _: None,
     *,
     seed: int = 0,
+    on_summary: Callable[[dict[str, DataSummary]], object] = lambda _: None,
 ) -> tuple[Corpus, Corpus | None]:
     """Returns the training corpus, and the evaluation corpus or None if `options` have none.
 
@@ -69,6 +71,7 @@ def open_data(
         tokenizer_folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
         vocabulary: number of rows of the model's embedding.
         on_note: receives lines for the user on files, rows, tokens and the cache.
+        on_summary: receives what is in the `training` and the `evaluation` corpus.
 
     Raises UserError for every mistake in files, rows and options.
     """
@@ -89,6 +92,7 @@ def open_data(
     epoch = _weighted(named, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
+    summaries = {"training": summarize(corpus, workload.sequence, training.summaries)}
     held_out = None
     on_note(f"training: {describe_packing(corpus, workload.sequence, len(epoch))}")
     if evaluation is not None:
@@ -100,6 +104,9 @@ def open_data(
             where=f"evaluation data {options.evaluation_data or where}",
         )
         on_note(f"evaluation: {describe_packing(held_out, workload.sequence, len(evaluation))}")
+        files = other.summaries if other_sources is not None else ()
+        summaries["evaluation"] = summarize(held_out, workload.sequence, files)
+    on_summary(summaries)
     if tokenizer is not None:
         for line in (
             *remarks(options, training.sources, training.summaries, epoch, corpus, tokenizer),

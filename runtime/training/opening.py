@@ -13,6 +13,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions, Packing
+from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
@@ -44,7 +45,12 @@ class EvaluationSource(Protocol):
 
 
 def find_data(
-    options: DataOptions, plan: Plan, folder: Path | None, seed: int, on_note: Callable[[str], None]
+    options: DataOptions,
+    plan: Plan,
+    folder: Path | None,
+    seed: int,
+    on_note: Callable[[str], None],
+    on_summary: Callable[[dict[str, DataSummary]], object] = lambda _: None,
 ) -> tuple[Corpus, Corpus | None]:
     """Returns the training data and the evaluation data. The latter is None if there is none.
 
@@ -55,7 +61,13 @@ def find_data(
     """
     chosen = msgspec.structs.replace(options, packing=packing_of(options, plan))
     training, held_out = open_data(
-        chosen, plan.workload, folder, plan.model.vocabulary, on_note, seed=seed
+        chosen,
+        plan.workload,
+        folder,
+        plan.model.vocabulary,
+        on_note,
+        seed=seed,
+        on_summary=on_summary,
     )
     if training.conversations and not training.documents:
         on_note(

@@ -2,6 +2,7 @@
 
 At the start:
     plan.toml, hardware.toml, config.toml, environment.json
+    data.json               what is in the data, unless the caller passed its own batches
     chat_template.jinja     if the config names a chat template
 During the run:
     metrics.jsonl           one line per step and one line per evaluation
@@ -74,6 +75,8 @@ class RunFolder(Callback):
                 self.path / CHAT_TEMPLATE, read_text(Path(trainer.config.data.chat_template))
             )
         write_json(self.path / "environment.json", describe(trainer.device))
+        if trainer.data_summaries:
+            write_json(self.path / "data.json", trainer.data_summaries)
         # Written last: a folder with config.toml has a run that can be resumed.
         write_toml(
             self.path / "config.toml",

@@ -12,7 +12,7 @@ from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
-START = ("hardware.toml", "plan.toml", "environment.json", "config.toml")
+START = ("hardware.toml", "plan.toml", "environment.json", "data.json", "config.toml")
 """the files that a run writes first, in this order. With the last one, the run has begun."""
 
 

@@ -20,6 +20,7 @@ import torch
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
@@ -185,6 +186,7 @@ class Trainer(TrainingRun):
         self.first_step = 1
         self.finished = False
         self.timelines: list[Timeline] = []
+        self.data_summaries: dict[str, DataSummary] = {}
         self.device_bytes_before = 0
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
@@ -338,6 +340,7 @@ class Trainer(TrainingRun):
                 self.folder,
                 self.config.training.seed,
                 self._notes.append,
+                self.data_summaries.update,
             )
             data, held_out = found[0], held_out or found[1]
         elif hasattr(data, "packing"):  # a Corpus

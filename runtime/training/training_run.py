@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from megatrain.runtime.data.summary import DataSummary
     from megatrain.runtime.execution.executor import Executor
     from megatrain.runtime.files.model_files import ModelState
     from megatrain.runtime.training.config import Config
@@ -44,6 +45,8 @@ class TrainingRun(abc.ABC):
     """whether no further step will be done"""
     timelines: list[Timeline]
     """timelines of the newest steps, without the warm-up steps"""
+    data_summaries: dict[str, DataSummary]
+    """what is in the `training` and the `evaluation` data; empty if they do not come from files"""
     device_bytes_before: int
     """bytes allocated on the device before this training"""
 

@@ -32,16 +32,10 @@ def errors_png(path: Path, report: ErrorReport, title: str) -> None:
         2.0 * _ROW_INCHES * len(report.lanes),
         2.0 * _ROW_INCHES * len(report.parts),
     )
-    errors = [f"end to end {100 * report.error:+.2f} %"]
-    if report.engine_error is not None and report.cost_model_error is not None:
-        errors += [
-            f"engine {100 * report.engine_error:+.2f} %",
-            f"cost model {100 * report.cost_model_error:+.2f} %",
-        ]
-    top, gap, bottom = 1.05, 0.85, 0.5
+    top, gap, bottom = 1.25, 0.85, 0.5
     with matplotlib.rc_context(canvas.STYLE):
         figure = canvas.new_figure(
-            top + kinds + gap + lanes + gap + parts + bottom, title, ", ".join(errors)
+            top + kinds + gap + lanes + gap + parts + bottom, title, _summary(report)
         )
         _kinds(
             canvas.add_axes(
@@ -57,6 +51,24 @@ def errors_png(path: Path, report: ErrorReport, title: str) -> None:
         canvas.save(figure, path)
 
 
+def _summary(report: ErrorReport) -> str:
+    """Returns two lines: the error of the step, and what it is made of."""
+    predicted, measured = (
+        format_seconds(seconds) for seconds in (report.predicted_seconds, report.measured_seconds)
+    )
+    lines = [
+        f"The step took {measured}; {predicted} were predicted, an error of"
+        f" {signed_percent(report.error)}."
+    ]
+    if report.engine_error is not None and report.cost_model_error is not None:
+        lines.append(
+            "Wrong durations of operations contribute"
+            f" {signed_percent(report.cost_model_error)}, wrong starts"
+            f" {signed_percent(report.engine_error)}. Below zero, the prediction was too fast."
+        )
+    return "\n".join(lines)
+
+
 def _kinds(axes: Axes, report: ErrorReport) -> None:
     weights = [100 * kind.of_step for kind in report.kinds]
     colours = [KIND_COLOURS.get(kind.kind, UNKNOWN) for kind in report.kinds]
@@ -65,8 +77,8 @@ def _kinds(axes: Axes, report: ErrorReport) -> None:
     axes.axvline(0, color=canvas.INK, linewidth=0.8, zorder=3)
     reach = 1.15 * max([0.1, *map(abs, weights)])
     axes.set_xlim(-reach, reach)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_percent(value / 100)))
-    canvas.add_heading(axes, "weight of op kinds in the step", "")
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    canvas.add_heading(axes, "part of the step's error, by kind of operation", "")
     _spread(axes, report.kinds, [kind.error for kind in report.kinds])
 
 
@@ -74,9 +86,9 @@ def _lanes(axes: Axes, report: ErrorReport) -> None:
     _pairs(
         axes, [(lane.predicted_busy_seconds, lane.measured_busy_seconds) for lane in report.lanes]
     )
-    _rows(axes, [f"{lane.lane}, busy" for lane in report.lanes])
+    _rows(axes, [lane.lane for lane in report.lanes])
     _seconds(axes)
-    canvas.add_heading(axes, "lanes", "")
+    canvas.add_heading(axes, "busy time of each lane", "")
     _spread(axes, report.lanes, [lane.busy_error for lane in report.lanes])
     _legend(axes)
 
@@ -91,13 +103,13 @@ def _parts(axes: Axes, report: ErrorReport) -> None:
                 if part.name == "compute"
                 else "no lane busy"
                 if part.name == "waiting"
-                else f"{part.name}, exposed"
+                else f"{part.name} alone"
             )
             for part in report.parts
         ],
     )
     _seconds(axes)
-    canvas.add_heading(axes, "parts of the step", "")
+    canvas.add_heading(axes, "what the step consists of", "")
     found = [
         [
             format_seconds(part.predicted_seconds),
@@ -136,6 +148,11 @@ def _seconds(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
 
 
+def _tick(percent: float, _: object = None) -> str:
+    """Returns the label of an axis in percent, with a sign except at zero."""
+    return f"{percent:+.3g} %" if abs(percent) > 1e-9 else "0 %"
+
+
 def _spread(
     axes: Axes, errors: Sequence[KindError | LaneErrors], totals: Sequence[float | None]
 ) -> None:
@@ -151,7 +168,8 @@ def _spread(
         ]
         for each, total in zip(errors, totals, strict=True)
     ]
-    _numbers(axes, {"total": 0.18, "median": 0.36, "P95 |error|": 0.54, "worst": 0.72}, found)
+    columns = {"error, all": 0.18, "median": 0.36, "95 % below": 0.54, "worst": 0.72}
+    _numbers(axes, columns, found)
     for row, each in enumerate(errors):
         axes.text(
             1.75,

@@ -49,6 +49,7 @@ RUN_FILES = {
     "config.toml",
     "loss.png",
     "environment.json",
+    "data.json",
     "metrics.jsonl",
     "measured.json",
     "memory.json",

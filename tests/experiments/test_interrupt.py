@@ -37,6 +37,7 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
         "plan.toml",
         "config.toml",
         "environment.json",
+        "data.json",
         "metrics.jsonl",
         "memory.json",
         "measured.json",

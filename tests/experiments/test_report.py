@@ -11,13 +11,15 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import pytest
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.run_report.compared_run import compare_run
+from megatrain.experiments.run_report.step_record import Evaluation
+from megatrain.experiments.run_report.training_sections import evaluations
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.planner.assessment import assess
@@ -147,6 +149,40 @@ def test_a_folder_without_a_measured_step_is_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+class Trained(NamedTuple):
+    """The page of a run with evaluations, and the rows of its `metrics.jsonl`."""
+
+    page: Path
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run of 60 steps, three evaluations and a few documents that were left out."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model", "checkpoints"))
+    row = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
+    steps, evaluations, lines = [], [], []
+    for step in range(1, 61):
+        loss = 5 / step + step % 3 / 7
+        norm = None if step == 9 else 3 + 1 / step
+        rate = 1e-5 * (61 - step) / 60
+        steps.append({**row, "step": step, "loss": loss, "gradient_norm": norm, "rate": rate})
+        lines.append(steps[-1])
+        if step % 20 == 0:
+            found = {"step": step, "evaluation_loss": 800 / step, "perplexity": step * 1.5}
+            evaluations.append({**found, "tokens": 1234, "seconds": 0.25})
+            lines.append({**evaluations[-1], "perplexity": None if step == 20 else step * 1.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = json.loads((folder / "data.json").read_text())
+    more = {"rows": 402, "unusable": 2, "cut": 7, "cut_tokens": 1800, "targets": 1000}
+    changed = {"training": {**counts["training"], **more, "tokens": 4000}}
+    (folder / "data.json").write_text(json.dumps(changed))
+    assert cli.main(["report", str(folder)]) == 0
+    return Trained(folder / "report.html", steps, evaluations)
+
+
 @pytest.fixture(scope="module")
 def opened() -> Iterator[tuple[Page, list[str]]]:
     """Yields a page of a headless Chromium without a network, and the list of its errors.
@@ -197,6 +233,7 @@ def page(opened: tuple[Page, list[str]], reported: Reported) -> Iterator[Page]:
     An error or warning of its script and a request to the network fail the test.
     """
     page, wrong = opened
+    wrong.clear()
     page.goto(reported.page.as_uri())
     yield page
     assert wrong == []
@@ -322,6 +359,176 @@ _RECORD = """() => {
     window.written.push({ text, row, edge, from, to: from + wide });
     fill.call(this, text, x, y);
   }; }"""
+
+
+def test_the_curves_and_evaluations_are_those_of_the_metrics(page: Page, trained: Trained) -> None:
+    page.goto(trained.page.as_uri())
+    shown = page.evaluate("data.training")
+    keys = {"steps": "step", "losses": "loss", "rates": "rate", "norms": "gradient_norm"}
+    for name, key in {**keys, "speeds": "tokens_per_second"}.items():
+        found = [row[key] for row in trained.steps]
+        assert all(
+            a == b if b is None else a == pytest.approx(b, rel=1e-5, abs=1e-6)
+            for a, b in zip(shown[name], found, strict=True)
+        ), name
+    first, *others = page.locator("h3:has-text('Evaluations') + .wide tbody tr").all_inner_texts()
+    assert first.split() == ["20", "40.0000", "-", "1,234", "250.000", "ms"]
+    assert [line.split() for line in others] == [
+        ["40", "20.0000", "60.00", "1,234", "250.000", "ms"],
+        ["60", "13.3333", "90.00", "1,234", "250.000", "ms", "best"],
+    ]
+    last = sum(row["loss"] for row in trained.steps[-2:]) / 2
+    tile = page.locator(".figures div").first.inner_text()
+    assert f"{last:.4f}" in tile
+    assert "evaluation 13.3333 after step 60" in tile
+    note = page.locator("h2:has-text('Training') + .note").inner_text()
+    assert "Learning rate at most 1e-5, 1.67e-7 in the last step." in note
+    assert "Gradient norm before clipping: median 3.03, largest 4 in step 1." in note
+    assert page.locator("#curves").inner_text().split("\n") == [
+        "each step",
+        "mean of 2 steps",
+        "evaluation",
+    ]
+    page.locator("#training").hover(position={"x": 62, "y": 100})
+    assert page.locator("#tip").inner_text().split("\n")[:4] == [
+        "step 1",
+        "loss 5.1429",
+        "learning rate 1e-5",
+        "gradient norm 4",
+    ]
+
+
+def test_the_data_of_the_run_are_counted(trained: Trained, reported: Reported) -> None:
+    text = trained.page.read_text()
+    for name, cell in (
+        ("rows in the files", "402"),
+        ("rows left out, because they cannot be used", "2"),
+        ("documents cut at 16 tokens", "7 (1,800 tokens)"),
+        ("tokens with loss", "1,000, 25.0 %"),
+    ):
+        assert f"<td class=text>{name}</td><td>{cell}</td>" in text
+    plain = reported.page.read_text()
+    assert "tokens with loss" in plain
+    assert "Evaluations" not in plain
+    assert "cannot be used" not in plain, "a row of zeros says nothing"
+
+
+def test_a_run_without_counted_data_has_a_page(finished: Path, tmp_path: Path) -> None:
+    """Batches that the caller makes are not counted, and older runs have no such file."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model"))
+    (folder / "data.json").unlink()
+    assert cli.main(["report", str(folder)]) == 0
+    assert "tokens with loss" not in (folder / "report.html").read_text()
+
+
+def test_of_many_evaluations_the_first_the_last_and_the_best_are_shown(trained: Trained) -> None:
+    run = compare_run(trained.page.parent)
+    losses = [4.0, *[3.0] * 50, 1.0, *[2.0] * 50]
+    many = [Evaluation(step, loss, None, 9, 0.5) for step, loss in enumerate(losses, 1)]
+    text = evaluations(run._replace(record=run.record._replace(evaluations=many)))
+    shown = [int(step) for step in re.findall(r"<tr><td>(\d+)</td>", text)]
+    assert {1, 52, 102} <= set(shown)
+    assert len(shown) <= 21
+    assert f"{len(shown)} of 102 evaluations." in text
+
+
+def test_the_top_says_what_measured_predicted_and_limit_mean(reported: Reported) -> None:
+    text = reported.page.read_text()
+    for word in ("measured", "Predicted", "limits"):
+        assert f"<em>{word}</em>" in text
+    error = abs(reported.errors.error)
+    slower = "slower" if reported.errors.error > 0 else "faster"
+    assert f"a step {100 * error:.1f} % {slower} than the measured one" in text
+
+
+_CONTRASTS = """() => {
+  const hex = (colour) => "#" + colour.match(/\\d+/g).slice(0, 3)
+    .map((part) => Number(part).toString(16).padStart(2, "0")).join("");
+  const behind = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (!colour.startsWith("rgba(0, 0, 0, 0")) return hex(colour);
+    }
+    return null;
+  };
+  element("tip").hidden = false;
+  element("tip").innerHTML = "<b>op</b><span>size</span>";
+  document.querySelector("#kinds button").click();
+  const texts = [...document.querySelectorAll("body *")].filter((each) =>
+    !["SCRIPT", "NOSCRIPT"].includes(each.tagName) && [...each.childNodes].some((node) =>
+      node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
+  const low = texts.map((each) => [contrast(hex(getComputedStyle(each).color), behind(each)),
+    each.tagName, each.textContent.slice(0, 30)]).filter(([ratio]) => ratio < 4.5);
+  const lines = ["loss", "pale-loss", "evaluation", "rate", "norm", "speed", "mark"]
+    .map((name) => [contrast(themed(name), GROUND), name]);
+  const filled = [...timeline.colours, ...Object.values(data.memory.classes).map(visible)]
+    .map((colour) => [contrast(colour, PALE), colour]);
+  return { count: texts.length, low, lines, filled };
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_on_light_and_dark_screens(
+    page: Page, trained: Trained, scheme: Literal["light", "dark"]
+) -> None:
+    """Text has the contrast of WCAG AA, and lines and bars that of graphics. Light colours of bars
+    are as in the other pictures.
+    """
+    page.emulate_media(color_scheme=scheme)
+    page.goto(trained.page.as_uri())
+    found = page.evaluate(_CONTRASTS)
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="light")
+    assert background == ("rgb(20, 24, 29)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert found["count"] > 100
+    assert found["low"] == []
+    if scheme == "dark":
+        assert [line for line in found["lines"] + found["filled"] if line[0] < 3] == []
+    else:
+        assert page.evaluate("data.kinds.every((kind) => visible(kind.colour) === kind.colour)")
+
+
+_PIXEL = """() => {
+  const ratio = devicePixelRatio, [panel] = timeline.panels;
+  const x = ratio * (timeline.left + timeline.width - 3), y = ratio * (panel.top + 4);
+  const copy = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(timeline.canvas, -x, -y);
+  return [...copy.getImageData(0, 0, 1, 1).data];
+}"""
+
+
+def test_pictures_follow_the_screen_and_are_printed_light(page: Page) -> None:
+    def corner() -> list[int]:
+        """Returns the colour of the compute row, where the predicted step has ended."""
+        pixel: list[int] = page.evaluate(_PIXEL)
+        return pixel[:3]
+
+    page.wait_for_function("timeline.canvas.width > 300")
+    light = page.evaluate("[PALE, timeline.colours]")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("PALE === '#20272e'")
+    assert corner() == [0x20, 0x27, 0x2E]
+    assert page.evaluate("timeline.colours") != light[1]
+    page.emulate_media(media="print", color_scheme="dark")
+    page.wait_for_function("PALE === '#f3f5f7'")
+    assert page.evaluate("[PALE, timeline.colours]") == light
+    assert corner() == [0xF3, 0xF5, 0xF7]
+    page.emulate_media(media="screen", color_scheme="light")
+
+
+@pytest.mark.parametrize("width", [390, 340])
+def test_a_phone_need_not_scroll_to_the_side(page: Page, trained: Trained, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(trained.page.as_uri())
+    scrolled, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    cut = page.evaluate(
+        "[...document.querySelectorAll('dd, dt, small, p, li')]"
+        ".filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent)"
+    )
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    assert scrolled == shown == width
+    assert cut == []
 
 
 @pytest.mark.parametrize("width", [1000, 420, 340])

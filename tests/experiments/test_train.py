@@ -93,6 +93,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
         "config.toml",
         "checkpoints",
         "environment.json",
+        "data.json",
         "metrics.jsonl",
         "measured.json",
         "memory.json",

@@ -22,16 +22,16 @@ NEW = (
     2,
     "--no-export",
 )
-STARTED = ("plan.toml", "environment.json", "config.toml")
+STARTED = ("plan.toml", "environment.json", "data.json", "config.toml")
 RESUME = ("train", "--resume", "run", "--device", "cpu")
 
 
 @pytest.mark.parametrize("function", ["os:replace", "os:fsync"])
-@pytest.mark.parametrize("file", range(1, 4))
+@pytest.mark.parametrize("file", range(1, 5))
 def test_a_kill_between_the_first_files(
     driver: Any, workplace: Path, function: str, file: int, leftovers: Any
 ) -> None:
-    """A run that is killed while it writes one of its first three files can be started again.
+    """A run that is killed while it writes one of its first four files can be started again.
 
     The first call of each function belongs to the token cache, so file N belongs to call N + 1.
     """

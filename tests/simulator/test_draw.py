@@ -13,7 +13,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.plots.canvas import WIDTH_PIXELS
 from megatrain.simulator.plots.error_pictures import errors_png
-from megatrain.simulator.plots.pictures import KIND_COLOURS, loss_png, memory_png, timeline_png
+from megatrain.simulator.plots.loss_picture import loss_png
+from megatrain.simulator.plots.memory_picture import memory_png
+from megatrain.simulator.plots.pictures import KIND_COLOURS, timeline_png
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import CODES
 from megatrain.simulator.schedule.plan import Plan
@@ -181,6 +183,8 @@ def test_loss_of_short_and_long_runs(count: int, tmp_path: Path) -> None:
         tmp_path / "loss.png",
         steps,
         [10 / step for step in steps],
+        [1e-5 for step in steps],
+        [1 / step for step in steps],
         [1000.0 + step for step in steps],
         "a run",
     )
@@ -193,11 +197,11 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no pool"):
         memory_png(tmp_path / "x.png", {}, GIB, GIB, "empty")
     with pytest.raises(ValueError, match="2 steps, 1 losses"):
-        loss_png(tmp_path / "x.png", [1, 2], [1.0], [1.0, 1.0], "uneven")
+        loss_png(tmp_path / "x.png", [1, 2], [1.0], [1e-5] * 2, [1.0] * 2, [1.0] * 2, "uneven")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a folder that can be written"):
-        loss_png(tmp_path / "file" / "loss.png", [1], [1.0], [1.0], "a run")
+        loss_png(tmp_path / "file" / "loss.png", [1], [1.0], [1e-5], [None], [1.0], "a run")

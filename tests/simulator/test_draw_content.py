@@ -6,15 +6,25 @@ They are read from the figure before it becomes a PNG.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
+from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.plots import canvas
-from megatrain.simulator.plots.pictures import loss_png, memory_png, timeline_png
+from megatrain.simulator.plots.error_pictures import errors_png
+from megatrain.simulator.plots.loss_picture import loss_png
+from megatrain.simulator.plots.memory_picture import memory_png
+from megatrain.simulator.plots.pictures import timeline_png
+from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
 GIB, MILLISECOND = 2**30, 10**6
@@ -136,9 +146,60 @@ def test_memory_is_stacked_to_its_peak_below_its_limit(
     assert max(heights(axes, 0)) == pytest.approx(1)
     assert max(heights(axes, 12)) == pytest.approx(2)
     assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [
-        "hidden   1.00 GiB",
+        "inputs and outputs of layers   1.00 GiB",
         "weights   2.00 GiB",
     ]
+
+
+def test_both_places_have_one_order_and_plain_names(drawn: list[Figure]) -> None:
+    """Pools that differ only in the layers that they are for, or that only pass data on, are one
+    area each. What is streamed is not below what stays.
+    """
+    data = {
+        "weights": "weights",
+        "moments": "moments",
+        "gradients": "gradients",
+        "gradients_vocabulary": "gradients",
+        "streamed_weights": "weights",
+        "moments_chunks": "staging",
+        "gradients_chunks": "staging",
+        "checkpoints": "hidden",
+    }
+    usage = {
+        f"{place}.{pool}": [(0, (number + 1) * GIB), (5, GIB)]
+        for place, pools in (("device", [*data]), ("host", [*data][:3]))
+        for number, pool in enumerate(reversed(pools))
+    }
+    held = {pool: data[pool.partition(".")[2]] for pool in usage}
+    memory_png(Path("memory.png"), usage, 99 * GIB, 99 * GIB, "memory", data=held)
+    host, device = (
+        [text.get_text().rpartition("   ")[0] for text in axes.get_legend().get_texts()][::-1]
+        for axes in drawn[0].axes
+    )
+    assert host == ["weights", "moments of the optimizer", "gradients"]
+    assert device == [
+        *host,
+        "weights, streamed",
+        "chunks that are copied",
+        "layer inputs, kept for backward",
+    ]
+    assert len({area.get_facecolor().tobytes() for area in drawn[0].axes[1].collections}) == 6
+
+
+def test_errors_have_no_sign_at_zero_and_a_sentence(drawn: list[Figure], make_plan: Any) -> None:
+    plan = make_plan()
+    schedule = lower(plan)
+    step = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
+    report = compare(step, msgspec.structs.replace(step, name="measured"), schedule)
+    errors_png(Path("errors.png"), msgspec.structs.replace(report, error=0.02), "errors")
+    (figure,) = drawn
+    assert "The step took" in figure.texts[1].get_text()
+    assert "an error of +2.0 %." in figure.texts[1].get_text()
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert "0 %" in labels
+    assert not {"+0 %", "+0.0 %", "-0.0 %"} & set(labels)
+    assert len(set(labels)) == len(labels)
 
 
 def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
@@ -152,25 +213,33 @@ def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == [
         "large   1.00 GiB",
-        "moments   100.00 GiB",
+        "moments of the optimizer   100.00 GiB",
     ]
-    assert "other, 2 pools   512.00 MiB" in [
+    assert "other, 2 kinds   512.00 MiB" in [
         text.get_text() for text in axes.get_legend().get_texts()
     ]
 
 
 @pytest.mark.parametrize(("count", "window"), [(49, 0), (50, 2), (400, 16)])
-def test_a_long_run_s_loss_has_a_running_mean(drawn: list[Figure], count: int, window: int) -> None:
+def test_a_loss_with_its_running_mean_rate_norm_and_speed(
+    drawn: list[Figure], count: int, window: int
+) -> None:
     steps, losses = list(range(1, count + 1)), [10 / step for step in range(1, count + 1)]
     loss_png(
         Path("loss.png"),
         steps,
         losses,
+        [*[2e-5] * (count - 1), 1e-6],
+        [None, *range(2, count + 1)],
         [1000.0] * count,
         "a run",
         evaluations=[(10, 0.5), (20, 0.25)],
+        window=window,
     )
-    upper, lower = drawn[0].axes
+    upper, lower, norms, rates = drawn[0].axes
+    assert "highest 2e-5, last 1e-6" in texts(rates)
+    assert f"median {(count + 2) / 2:.3g}, largest {count}" in texts(norms)
+    assert list(norms.lines[0].get_xdata()) == steps[1:]
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in upper.lines]
     assert curves[0] == (steps, losses)
     assert curves[-1] == ([10, 20], [0.5, 0.25])
@@ -180,13 +249,11 @@ def test_a_long_run_s_loss_has_a_running_mean(drawn: list[Figure], count: int, w
             [float(np.mean(losses[first : first + window])) for first in range(count - window + 1)]
         )
         assert curves[1][0][0] == 1 + window // 2
-        assert (
-            f"last {losses[-1]:.4f}, mean of the last {window} steps"
-            f" {np.mean(losses[-window:]):.4f}" in texts(upper)
-        )
+        mean = f"mean of the last {window} steps {np.mean(losses[-window:]):.4f}"
+        assert f"last {losses[-1]:.4f}, {mean}, evaluation 0.2500" in texts(upper)
     assert "median 1,000.0" in texts(lower)
-    assert any(
-        isinstance(child, Annotation) and child.get_text() == "evaluation"
-        for child in upper.get_children()
-    )
+    smoothed = [f"mean of {window} steps"] if window else []
+    named = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert named == ["each step", *smoothed, "evaluation"]
+    assert any(text.endswith(", evaluation 0.2500") for text in texts(upper))
     assert lower.get_ylim() == (0, 1200)

@@ -28,16 +28,7 @@ def run(args: argparse.Namespace) -> int:
     run.predicted.save(folder / "predicted.json")
     write_json(folder / "comparison.json", run.errors)
     save_trace(folder / "trace.json", [run.predicted, run.measured], run.schedule)
-    draw_run(
-        folder,
-        run.record,
-        run.plan,
-        run.schedule,
-        run.predicted,
-        run.measured,
-        run.costs,
-        run.errors,
-    )
+    draw_run(run)
     if args.json:
         print(json.dumps(msgspec.to_builtins(run.errors)))
         return 0

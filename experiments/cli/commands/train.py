@@ -283,7 +283,8 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
     """Trains with the lock held, draws the loss, and prints a summary."""
     from megatrain.experiments.cli.training.progress import ProgressBars
     from megatrain.experiments.cli.training.step_comparison import StepComparison
-    from megatrain.experiments.run_report.pictures import draw_loss, read_record
+    from megatrain.experiments.run_report.pictures import draw_loss
+    from megatrain.experiments.run_report.step_record import read_record
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 

@@ -110,6 +110,7 @@ def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..
         vocabulary: int = 400,
         folder: Path | None = None,
         seed: int = 0,
+        on_summary: Callable[[Any], object] = lambda _: None,
         **changes: Any,
     ) -> Any:
         notes: list[str] = []
@@ -129,6 +130,7 @@ def opened(tmp_path: Path, tokenizer_folder: Callable[..., Path]) -> Callable[..
                 vocabulary,
                 notes.append,
                 seed=seed,
+                on_summary=on_summary,
             ),
             notes,
         )

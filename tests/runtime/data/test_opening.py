@@ -50,6 +50,29 @@ def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Fo
     assert "% padding; 1 document truncated by " in text
 
 
+def test_the_summary_counts_rows_documents_and_tokens_with_loss(
+    opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of the batches of an epoch, and of what a user wrote."""
+    monkeypatch.setattr("megatrain.runtime.data.documents._BLOCK", 7)
+    long = [CHAT[0], {"role": "assistant", "content": "one " * 60}]
+    never = [{"role": "user", "content": "one " * 60}, CHAT[1]]
+    rows = [{"messages": messages} for messages in (*[CHAT] * 20, long, never)]
+    path = jsonl([*rows, "{"])
+    summaries: dict[str, Any] = {}
+    corpus, held_out, _ = opened(path, evaluation_documents=2, on_summary=summaries.update)
+    training, evaluation = summaries["training"], summaries["evaluation"]
+    assert (training.rows, training.unusable, training.empty) == (23, 1, 0)
+    assert evaluation.rows is None, "they are counted in the training data"
+    assert (evaluation.documents, evaluation.left_out, evaluation.cut) == (1, 1, 2)
+    assert (training.documents, training.left_out, training.cut) == (20, 0, 0)
+    for found, data in ((training, corpus), (evaluation, held_out)):
+        labels = np.concatenate([batch.labels.numpy().ravel() for batch in data.batches()])
+        assert found.targets == (labels >= 0).sum()
+        assert 0 < found.targets < found.tokens == data.tokens
+        assert (found.packed_rows, found.padding) == (data.rows, data.padding)
+
+
 def test_bad_rows_are_counted_by_what_is_wrong_with_them(
     opened: Callable[..., Any], jsonl: Folder
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
     out, plan = place / "run", Plan.load(place / "plan.toml")
     assert sorted(path.name for path in out.iterdir()) == [
         "config.toml",
+        "data.json",
         "environment.json",
         "measured.json",
         "memory.json",
@@ -273,7 +274,7 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
 
 @pytest.mark.parametrize(
     ("done", "left"),
-    [(0, []), (1, ["config.toml", "environment.json", "metrics.jsonl", "plan.toml"])],
+    [(0, []), (1, ["config.toml", "data.json", "environment.json", "metrics.jsonl", "plan.toml"])],
 )
 def test_a_run_that_could_not_do_a_step_leaves_nothing(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]

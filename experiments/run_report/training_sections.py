@@ -1,0 +1,122 @@
+"""The page's text and tables on the training itself: loss, learning rate, gradient norm,
+evaluations and data.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from megatrain.experiments.run_report.compared_run import ComparedRun
+from megatrain.experiments.run_report.step_record import Evaluation
+from megatrain.experiments.run_report.tables import Cell, table
+from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.training.learning_rate import format_rate
+from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.base.units import format_seconds
+
+_MOST_EVALUATIONS = 20
+"""number of evaluations in the table; of more, these are chosen evenly"""
+
+
+def curves(run: ComparedRun) -> str:
+    """Returns sentences on the loss, the learning rate and the gradient norm of the run."""
+    record = run.record
+    if not record.losses:
+        return "<p class=note>No step was completed.</p>"
+    mean = (
+        f" The mean of the last {record.smoothing} steps is {record.final_loss:.4f}."
+        if record.smoothing
+        else ""
+    )
+    text = (
+        f"Loss from {record.losses[0]:.4f} in step {record.steps[0]:,} to {record.losses[-1]:.4f}"
+        f" in step {record.steps[-1]:,}.{mean} Learning rate at most"
+        f" {format_rate(max(record.rates))}, {format_rate(record.rates[-1])} in the last step."
+    )
+    if norms := record.known_norms:
+        step, largest = max(norms, key=lambda pair: pair[1])
+        text += (
+            f" Gradient norm before clipping: median {_norm([norm for _, norm in norms])}, largest"
+            f" {largest:.3g} in step {step:,}."
+        )
+    return f"<p class=note>{text}</p>"
+
+
+def _norm(norms: list[float]) -> str:
+    return f"{statistics.median(norms):.3g}"
+
+
+def evaluations(run: ComparedRun) -> str:
+    """Returns the table of evaluations. With many, it has the first, the last, the best, and some
+    in between.
+    """
+    found = run.record.evaluations
+    if not found:
+        return ""
+    best = min(found, key=lambda each: each.loss)
+    chosen = {
+        round(i * (len(found) - 1) / (_MOST_EVALUATIONS - 1)) for i in range(_MOST_EVALUATIONS)
+    }
+    shown = [
+        each
+        for index, each in enumerate(found)
+        if len(found) <= _MOST_EVALUATIONS or index in chosen or each is best
+    ]
+    some = (
+        f"<p class=note>{len(shown)} of {len(found):,} evaluations.</p>"
+        if len(shown) < len(found)
+        else ""
+    )
+    head = ["after step", "loss", "perplexity", "tokens", "took", ""]
+    rows = [_evaluation(each, best) for each in shown]
+    return f"<div><h3>Evaluations</h3>{table(head, rows, left=(5,))}{some}</div>"
+
+
+def _evaluation(each: Evaluation, best: Evaluation) -> list[Cell]:
+    return [
+        f"{each.step:,}",
+        f"{each.loss:.4f}",
+        "-" if each.perplexity is None else f"{each.perplexity:,.2f}",
+        f"{each.tokens:,}",
+        format_seconds(each.seconds),
+        "best" if each is best else "",
+    ]
+
+
+def data(run: ComparedRun) -> str:
+    """Returns the table of what is in the data: rows, documents, tokens, and what is left out.
+
+    It is empty for a run without `data.json`, whose batches did not come from files.
+    """
+    path = run.folder / "data.json"
+    if not path.is_file():
+        return ""
+    found = convert(read_json(path), dict[str, DataSummary], str(path))
+    columns = list(found.values())
+    rows: list[Sequence[Cell]] = []
+
+    def add(name: str, cells: list[str]) -> None:
+        if any(cell not in ("", "0") for cell in cells):
+            rows.append([name, *cells])
+
+    add("rows in the files", ["" if each.rows is None else f"{each.rows:,}" for each in columns])
+    add("rows without text", [f"{each.empty:,}" for each in columns])
+    add("rows left out, because they cannot be used", [f"{each.unusable:,}" for each in columns])
+    add("documents", [f"{each.documents:,}" for each in columns])
+    length = columns[0].sequence
+    cut = [f"{each.cut:,} ({each.cut_tokens:,} tokens)" if each.cut else "0" for each in columns]
+    add(f"documents cut at {length:,} tokens", cut)
+    add(
+        f"documents left out, whose answer begins after {length:,} tokens",
+        [f"{each.left_out:,}" for each in columns],
+    )
+    add("tokens of an epoch", [f"{each.tokens:,}" for each in columns])
+    add("tokens with loss", [f"{each.targets:,}, {_share(each)}" for each in columns])
+    add(f"rows of {length:,} tokens", [f"{each.packed_rows:,}" for each in columns])
+    add("padding", [f"{each.padding:.2%}".replace("%", " %") for each in columns])
+    return f"<div><h3>Data</h3>{table(['', *found], rows)}</div>"
+
+
+def _share(each: DataSummary) -> str:
+    return f"{100 * each.targets / max(each.tokens, 1):.1f} %"
