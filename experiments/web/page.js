@@ -57,10 +57,10 @@ async function refresh() {
 
 function show(first) {
   answer = first;
-  if (first.config && state.config) {
-    state.config = JSON.stringify(first.config);
-    history.replaceState(null, "", `?${queryOf(state)}`);
-  }
+  // A link has the names of the library, and of a config only what is needed.
+  if (first.config && state.config) state.config = JSON.stringify(first.config);
+  if (state.hardware) state.hardware = first.machine.name;
+  history.replaceState(null, "", `?${queryOf(state)}`);
   at("error").hidden = true;
   at("answer").hidden = false;
   at("answer").setAttribute("aria-busy", "false");
@@ -78,7 +78,9 @@ function canTry([key, value]) {
 
 function showCommand() {
   const tokens = parseCount(state.tokens) ? ` --tokens ${state.tokens.replace(/\s/g, "")}` : "";
-  at("command").textContent = answer ? answer.command + tokens : "";
+  const words = answer ? (answer.command + tokens).split(/ (?=--)/) : [];
+  at("command").replaceChildren(...words.flatMap((textContent, place) =>
+    [...(place ? [" "] : []), make("span", { textContent })]));
 }
 
 // ---- the comparison ----
@@ -264,6 +266,4 @@ async function begin() {
   change({});
 }
 
-// The colours of the canvas are read once.
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 begin();

@@ -10,7 +10,7 @@ function make(tag, properties = {}, ...children) {
 
 function swatch(colour) {
   const made = make("i");
-  made.style.background = colour;
+  made.style.background = colour.startsWith("#") ? visible(colour) : colour;
   return made;
 }
 
@@ -23,13 +23,14 @@ function segment(share, colour, title) {
 function showVerdict({ verdict, shown }, tokens) {
   at("yes").textContent = shown.answer;
   at("yes").classList.toggle("no", !verdict.feasible);
-  at("sentence").textContent = shown.sentence;
+  // A number stays with its unit.
+  at("sentence").textContent = shown.sentence.replace(/(\d) (?=([KMGT]iB|[kMBT])\b)/g, "$1\u00a0");
   showFigures(verdict, shown, tokens);
   at("memory").replaceChildren(...shown.memory.map(placeOf));
-  at("room").textContent = shown.room && `Room for ${shown.room}.`;
+  at("room").textContent = shown.room && `Room: ${shown.room}.`;
   at("step-section").hidden = !verdict.feasible;
   const colours = { compute: "var(--mark)", copies: "#2e9e6b", host_optimizer: "#8e5aa8",
-    device_optimizer: "#e07b39", nothing_else: "var(--wait)" };
+    device_optimizer: "#e07b39", nothing_else: "var(--idle)" };
   const percents = (share) => `${Math.round(100 * share)}%`;
   at("shares").replaceChildren(...shown.waits.map(
     ({ name, kind, share }) => segment(share, colours[kind], `${name} ${percents(share)}`)));
@@ -77,6 +78,20 @@ function placeOf({ label, peak, limit, peak_bytes, limit_bytes, too_little, part
   return make("div", { className: "place" }, line, bar, legend);
 }
 
+/** Returns an advice in words: its options, or the name of another model. */
+function inWords(name, options) {
+  const words = {
+    "host-memory": (value) => `${value.replace(/(?=GiB|MiB)/, " ")} of host memory`,
+    seq: (value) => `a context of ${Number(value).toLocaleString("en")} tokens`,
+    batch: (value) => `${value} ${value === "1" ? "sequence" : "sequences"} a micro-batch`,
+    accumulation: (value) => `${value} micro-batches a step`,
+    clipping: (value) => (value === "none" ? "no clipping" : `clipping by ${value}`),
+    hardware: (value) => `the machine ${titleOf(value)}`,
+  };
+  const known = Object.entries(options).map(([key, value]) => words[key] && words[key](value));
+  return known.length && known.every(Boolean) ? known.join(", ") : name;
+}
+
 /** Shows the changes that would help. `apply` is called with the options of one. */
 function showAdvice({ verdict, shown }, can, apply) {
   at("advice-title").textContent = verdict.feasible ? "What would be faster"
@@ -84,12 +99,13 @@ function showAdvice({ verdict, shown }, can, apply) {
       : "What would help";
   at("advice-section").hidden = !shown.advice.length;
   at("advice").replaceChildren(...shown.advice.map(({ name, gain, speed, note, options }) => {
-    const row = make("li", {}, make("b", { textContent: name }),
+    const said = inWords(name, options);
+    const row = make("li", {}, make("b", { textContent: said }),
       make("span", { className: "gain", textContent: gain }), make("span", { textContent: speed }),
       make("span", { className: "said", textContent: note }));
     if (Object.keys(options).length && Object.entries(options).every(can)) {
       row.append(make("button", { type: "button", textContent: "Try",
-        ariaLabel: `Try ${name}`, onclick: () => apply(options) }));
+        ariaLabel: `Try ${said}`, onclick: () => apply(options) }));
     }
     return row;
   }));
@@ -157,6 +173,11 @@ function readOp(op) {
   at("out").addEventListener("click", () => view && view.zoom(2, undefined, true));
   at("all").addEventListener("click", () => view && view.glide(0, view.end));
   addEventListener("resize", () => view && view.redraw());
+  onColourChange(() => {
+    if (!view) return;
+    timeline.recolour();
+    view.redraw();
+  });
 }
 
 // ---- the comparison ----
