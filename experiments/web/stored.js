@@ -32,6 +32,11 @@ const source = {
     }
     const answers = await this.load(`${question.model}--${question.hardware}`);
     const found = answers[`${question.batch}x${question.seq}`];
+    if (!found) {
+      const known = Object.keys(answers).map((key) => key.replace("x", " x ")).join(", ");
+      throw new Error(`step: found ${question.batch || "auto"} x ${question.seq}; allowed: ${known}` +
+        "; fix: turn a slider, or run `megatrain serve`");
+    }
     if (found.error) throw new Error(found.error);
     return part === "policies" ? found.policies : found;
   },
