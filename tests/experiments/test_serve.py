@@ -312,7 +312,7 @@ def test_the_server_listens_on_this_machine_alone() -> None:
     [
         (["--port", "65536"], "--port: found '65536'"),
         (["--models", "qwen2.5-0.5b"], "--models: found no --static"),
-        (["--static", "site", "--port", "1"], "--port: found --static as well"),
+        (["--static", "site", "--port", "0"], "--port: found --static as well"),
         (["--static", "site", "--models", "qwen9"], "--models: found qwen9"),
         (["--static", "site", "--machines", "h300"], "--machines: found h300"),
         (["--static", "."], "found something there already"),

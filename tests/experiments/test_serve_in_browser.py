@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def address(browser: Browser) -> Iterator[str]:
+def address() -> Iterator[str]:
     """Yields the address of a running server."""
     pytest.importorskip("flask")
     from megatrain.experiments.web.server import make

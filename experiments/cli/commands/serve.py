@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace) -> int:
     from megatrain.experiments.web.static_site import chosen, write_site
 
-    for name in ("port", "no_browser"):
-        if getattr(args, name):
-            option = "--" + name.replace("_", "-")
+    given = {"--port": args.port is not None, "--no-browser": args.no_browser}
+    for option, is_given in given.items():
+        if is_given:
             raise UserError(
                 option,
                 found="--static as well",
