@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import resource
+import signal
 import threading
 import traceback
 from collections import OrderedDict
@@ -142,6 +143,7 @@ def _work(pipe: Connection, kind: str, question: Question) -> None:
     """Sends each part with its name through `pipe`, or an error with an empty name."""
     from megatrain.experiments.web.answer import KINDS
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the server ends its jobs
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     try:
         for part in KINDS[kind](question):

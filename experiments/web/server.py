@@ -23,6 +23,7 @@ from megatrain.experiments.web.question import LARGEST_REQUEST, Question
 from megatrain.simulator.base.errors import RunError, UserError
 
 ADDRESS, USUAL_PORT = "127.0.0.1", 8765
+_NAMES = (ADDRESS, "localhost")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _PARTS = {"verdict": "answer", "advice": "answer", "policies": "compared"}
 """What the page asks for -> the job that computes it."""
@@ -43,12 +44,12 @@ def make_app(jobs: Jobs, port: int) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     files = page_files("served.js")
     library = {**library_data(), "this_machine": _this_machine()}
-    hosts = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
 
     @app.before_request
     def refuse_others() -> tuple[Response, int] | None:
         origin = request.headers.get("Origin")
-        if request.host not in hosts or (origin and origin.removeprefix("http://") not in hosts):
+        name = request.host.partition(":")[0]  # a tunnel may end at another port
+        if name not in _NAMES or origin not in (None, f"http://{request.host}"):
             error = UserError(
                 "request",
                 found=origin or request.host,

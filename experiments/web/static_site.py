@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatrain.simulator.model.specs import library
 
 BATCHES, SEQUENCES = (1, 8), (1024, 4096)
 """The sequences of a micro-batch and the tokens of a sequence that have answers."""
+_NO_INTERRUPT = (signal.SIGINT, signal.SIG_IGN)
+"""Ctrl-C reaches the workers too, but is handled by the process that started them."""
 
 
 def chosen(models: list[str] | None, hardware: list[str] | None) -> tuple[list[str], list[str]]:
@@ -87,14 +90,19 @@ def _computed(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, dict[str,
     on all cores.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+    context.set_forkserver_preload(["megatrain.experiments.web.answer"])
+    others = set(multiprocessing.active_children())
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, context, signal.signal, _NO_INTERRUPT) as pool:
         waiting = [pool.submit(_answers, *pair, BATCHES, SEQUENCES) for pair in pairs]
         try:
             for done in as_completed(waiting):
                 yield done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()  # a worker is in the middle of a search that may take a minute
+            raise
 
 
 def _answers(

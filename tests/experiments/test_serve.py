@@ -192,7 +192,9 @@ def client(jobs: Jobs) -> Any:
     [
         ("http://127.0.0.1:8765", {}, 200),
         ("http://localhost:8765", {"Origin": "http://localhost:8765"}, 200),
-        ("http://localhost:80", {}, 403),
+        ("http://localhost:9000", {"Origin": "http://localhost:9000"}, 200),
+        ("http://localhost:8765", {"Origin": "http://localhost:9000"}, 403),
+        ("http://localhost:8765", {"Origin": "https://localhost:8765"}, 403),
         ("http://evil.example:8765", {}, 403),
         ("http://127.0.0.1.evil.example:8765", {}, 403),
         ("http://127.0.0.1:8765", {"Origin": "http://evil.example"}, 403),

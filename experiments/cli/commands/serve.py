@@ -7,6 +7,8 @@ server or for no server, with answers for the library's models and machines.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from megatrain.experiments.cli import options
@@ -71,6 +73,14 @@ def _write(args: argparse.Namespace) -> int:
     return 0
 
 
+def _has_screen() -> bool:
+    """Returns whether a browser can open a window. A browser of the terminal would wait for the
+    server, which waits for it.
+    """
+    names = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in names)
+
+
 def _serve(args: argparse.Namespace) -> int:
     import webbrowser
 
@@ -88,13 +98,10 @@ def _serve(args: argparse.Namespace) -> int:
     server, jobs = make(args.port)
     address = f"http://{ADDRESS}:{server.server_port}"
     print(f"{address} (Ctrl-C ends it)", flush=True)
-    if not args.no_browser:
+    if not args.no_browser and _has_screen():
         webbrowser.open(address)
     try:
-        server.serve_forever()
-    except KeyboardInterrupt as error:
-        error.add_note("the page has ended")
-        raise
+        server.serve_forever()  # returns after Ctrl-C or another signal
     finally:
         jobs.close()
         server.server_close()
