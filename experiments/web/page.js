@@ -22,6 +22,7 @@ function change(changes, delay = 0) {
   history.replaceState(null, "", `?${queryOf(state)}`);
   fill();
   at("answer").setAttribute("aria-busy", "true");
+  for (const id of ["copy-command", "download"]) at(id).disabled = true;  // until they are right
   clearTimeout(waiting);
   waiting = setTimeout(refresh, delay);
 }
@@ -35,7 +36,8 @@ async function refresh() {
     if (now !== turn || error.name === "AbortError") return;
     at("error").textContent = error.message;
     at("error").hidden = false;
-    at("answer").hidden = true;
+    at("answer").hidden = at("keep").hidden = true;
+    answer = null;
     at("answer").setAttribute("aria-busy", "false");
   };
   try {
@@ -48,6 +50,7 @@ async function refresh() {
     showVerdict(answer, parseCount(state.tokens));
     showAdvice(answer, canTry, (options) => change({ ...options,
       ...(options.model ? { config: "" } : {}) }));
+    at("download").disabled = false;
     document.body.dataset.ready = String(now);
     await compare(now);
   } catch (error) {
@@ -62,9 +65,10 @@ function show(first) {
   if (state.hardware) state.hardware = first.machine.name;
   history.replaceState(null, "", `?${queryOf(state)}`);
   at("error").hidden = true;
-  at("answer").hidden = false;
+  at("answer").hidden = at("keep").hidden = false;
+  at("copy-command").disabled = false;
   at("answer").setAttribute("aria-busy", "false");
-  at("advice-section").hidden = true;
+  showTrying(first);
   showVerdict(first, parseCount(state.tokens));
   showTimeline(first.timeline);
   showCommand();

@@ -92,8 +92,16 @@ function inWords(name, options) {
   return known.length && known.every(Boolean) ? known.join(", ") : name;
 }
 
+/** Says that changes are being tried. */
+function showTrying({ verdict }) {
+  at("trying").hidden = at("advice-section").hidden = false;
+  at("advice-title").textContent = verdict.feasible ? "What would be faster" : "What would help";
+  at("advice").replaceChildren();
+}
+
 /** Shows the changes that would help. `apply` is called with the options of one. */
 function showAdvice({ verdict, shown }, can, apply) {
+  at("trying").hidden = true;
   at("advice-title").textContent = verdict.feasible ? "What would be faster"
     : shown.advice.some((_, place) => verdict.advice[place].fits) ? "What would do"
       : "What would help";

@@ -203,6 +203,7 @@ def test_a_mistake_is_one_line_and_the_next_answer_replaces_it(
     error.wait_for()
     assert error.inner_text().startswith("model <b>qwen9</b>: found no such name")
     assert page.locator("#answer").is_hidden()
+    assert page.locator("#keep").is_hidden(), "the command of another question"
     page.fill("#model", "qwen2.5-0.5b")
     page.locator("#speed").wait_for()
     assert error.is_hidden()
