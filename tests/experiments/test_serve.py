@@ -16,6 +16,7 @@ from megatrain.experiments.web import static_site
 from megatrain.experiments.web.jobs import Jobs, Superseded
 from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import library
 
 if TYPE_CHECKING:
@@ -378,3 +379,28 @@ def test_a_static_site_that_fails_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         static_site.write_site(tmp_path / "site", ["a"], ["b"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_this_machine_can_be_chosen_where_its_gpu_is_known(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flask")
+    from megatrain.experiments.web import question, server
+
+    mine = HardwareSpec.load("l40s")
+    for module in (question, server):
+        monkeypatch.setattr(module, "this_machine", lambda: mine)
+    client = server.make_app(jobs, 8765).test_client()
+    shown = client.get("/api/library", base_url=HERE).json["this_machine"]
+    assert (shown["title"], shown["host_bytes"]) == (mine.title, mine.host_bytes)
+    asked = Question.read({**SMALL, "hardware": ""})
+    assert asked.machine() is mine
+    command = asked.command(asked.spec(), mine)
+    assert command == "megatrain check qwen2.5-0.5b --batch 1 --seq 256"
+    assert asked.arguments().hardware is None
+
+
+def test_no_machine_is_this_one_without_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="no NVIDIA GPU on this machine"):
+        Question.read({**SMALL, "hardware": ""}).machine()
