@@ -8,6 +8,7 @@ from typing import Any
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec, library
+from megatrain.simulator.policies import names, peers
 
 _OWN, _SHARED = "megatrain.experiments.web", "megatrain.experiments.run_report"
 _FILES = {
@@ -48,8 +49,6 @@ def library_data(
         for name, path in machines.library().items()
         if _in(name, hardware)
     ]
-    from megatrain.simulator.policies import names, peers
-
     return {
         "models": [
             {"name": spec.name, "parameters": spec.parameters}

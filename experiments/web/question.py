@@ -18,6 +18,7 @@ from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec, library
+from megatrain.simulator.policies import names, peers
 
 LARGEST_REQUEST = 64 * 2**10
 """The most bytes of a request. A config.json has a few thousand."""
@@ -78,8 +79,6 @@ class Question(
         Raises UserError for a value that the command would refuse, for a number above `MOST`, and
         for a policy that is not part of the program.
         """
-        from megatrain.simulator.policies import names, peers
-
         known = ["best", *names(), *peers()]
         if self.policy and self.policy not in known:  # the command also takes a Python file
             raise UserError(
