@@ -1,5 +1,5 @@
 // Timeline: predicted above measured on one axis, with one row for each lane. Below them: how much
-// later than predicted each op of compute started.
+// later than predicted each op of compute started. Without a measurement: the prediction alone.
 
 const ROW = 24, HEAD = 30, AXIS = 24, DRIFT = 54;
 
@@ -12,7 +12,8 @@ class TimelineCanvas {
     this.selected = -1;
     this.chosenKind = -1;
     let top = AXIS;
-    this.panels = ["predicted", "measured"].map((name) => {
+    const names = ["predicted", "measured"].filter((name) => data.ops[name]);
+    this.panels = names.map((name) => {
       const [start, end] = data.ops[name];
       const rows = data.lanes.map((_, lane) => data.ops.id.map((_, op) => op)
         .filter((op) => data.ops.lane[op] === lane).sort((a, b) => start[a] - start[b]));
@@ -24,9 +25,9 @@ class TimelineCanvas {
       return panel;
     });
     this.driftTop = top + HEAD - 8;
-    this.height = this.driftTop + DRIFT + 4;
     const [predicted, measured] = this.panels;
-    this.drift = measured.rows[0]
+    this.height = measured ? this.driftTop + DRIFT + 4 : top;
+    this.drift = measured && measured.rows[0]
       .map((op) => ({ at: measured.start[op], late: measured.start[op] - predicted.start[op] }));
     this.measure();
     view.drawers.push(() => this.draw());
@@ -91,7 +92,7 @@ class TimelineCanvas {
         { size: 11.5, colour: MUTED, align: x > right - 20 ? "right" : "center" });
     }
     for (const panel of this.panels) this.drawPanel(context, panel);
-    this.drawDrift(context);
+    if (this.drift) this.drawDrift(context);
     if (this.view.cursor !== null) {
       const x = Math.round(this.x(this.view.cursor)) + 0.5;
       const shown = x >= left && x <= right;
@@ -102,7 +103,7 @@ class TimelineCanvas {
   drawPanel(context, panel) {
     const { left, width } = this, [, measured] = this.panels,
       bottom = panel.top + ROW * this.lanes.length;
-    const error = panel === measured ? [""] : [" against measured", ""]
+    const error = panel === measured || !measured ? [""] : [" against measured", ""]
       .map((words) => `   ${percent(panel.step / measured.step - 1)}${words}`);
     const texts = [...error.map((words) => `step ${time(panel.step)}${words}`), time(panel.step)];
     head(context, texts.map((text) => [panel.name, text]), left, left + width, panel.top - 12);
@@ -122,8 +123,10 @@ class TimelineCanvas {
     context.clip();
     this.lanes.forEach((_, row) => this.drawRow(context, panel, row));
     line(context, this.x(panel.step), panel.top, this.x(panel.step), bottom, INK, 1.2);
-    const end = this.x(measured.step);
-    if (panel !== measured) line(context, end, panel.top, end, bottom, INK, 1.2, [2, 2]);
+    if (measured && panel !== measured) {
+      const end = this.x(measured.step);
+      line(context, end, panel.top, end, bottom, INK, 1.2, [2, 2]);
+    }
     if (this.selected >= 0) this.drawSelected(context, panel);
     context.restore();
   }

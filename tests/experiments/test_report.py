@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import pytest
+from chromium import chromium
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.run_report.compared_run import compare_run
@@ -187,24 +188,9 @@ def trained(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained
 def opened() -> Iterator[tuple[Page, list[str]]]:
     """Yields a page of a headless Chromium without a network, and the list of its errors.
 
-    Chromium is the one of the system or the one that `playwright install chromium` has fetched.
     Errors, warnings and requests to the network are added to the list.
     """
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    program = next(
-        (
-            path
-            for name in ("chromium", "chromium-browser", "google-chrome")
-            if (path := shutil.which(name))
-        ),
-        None,
-    )
-    with sync_api.sync_playwright() as driver:
-        if program is None and not Path(driver.chromium.executable_path).exists():
-            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
-        browser = driver.chromium.launch(executable_path=program)
+    with chromium() as browser:
         context = browser.new_context(
             viewport={"width": 1280, "height": 1000}, offline=True, reduced_motion="reduce"
         )
@@ -223,7 +209,6 @@ def opened() -> Iterator[tuple[Page, list[str]]]:
             ),
         )
         yield page, wrong
-        browser.close()
 
 
 @pytest.fixture

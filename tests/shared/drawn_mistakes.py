@@ -28,6 +28,7 @@ VALID: dict[str, tuple[str, ...]] = {
     "report": ("corpus", "--out", "new.html"),
     "figures": ("figure1", "--out", "new"),
     "list": ("models",),
+    "serve": ("--static", "new", "--models", "qwen2.5-0.5b", "--machines", "rtx4090"),
 }
 """A verb -> the rest of an invocation that would do something, or for `chat`, `export`, `compare`
 and `report` fail only because the folder is no run."""
@@ -98,6 +99,12 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
     "report": {"--out": BAD_OUTS[:-1]},
     "figures": {},
     "list": {},
+    "serve": {
+        "--static": BAD_OUTS,
+        "--models": BAD_NAMES,
+        "--machines": BAD_NAMES,
+        "--port": BAD_NUMBERS,
+    },
 }
 """A verb -> its options -> values that it refuses."""
 

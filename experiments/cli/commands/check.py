@@ -78,7 +78,11 @@ def policies(named: str) -> list[str]:
 
 
 def choices(
-    args: argparse.Namespace, hardware: HardwareSpec, source: str, hardware_name: str
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    source: str,
+    hardware_name: str,
+    model: ModelSpec | None = None,
 ) -> list[Choice]:
     """Returns the best plan of each policy that `args.policy` selects, the best plan first.
 
@@ -87,6 +91,7 @@ def choices(
     Args:
         source: the model, as the plan names it.
         hardware_name: the hardware, as the plan names it.
+        model: the model. The default is the one that `args.model` names.
 
     Raises UserError if both `--tokens-per-step` and `--accumulation` are given, or if the machine
     does not have the memory of `--device-memory`.
@@ -94,7 +99,7 @@ def choices(
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.planner.search import candidates
 
-    model = ModelSpec.load(args.model)
+    model = model or ModelSpec.load(args.model)
     work, limits = (
         options.workload(args, model),
         {
@@ -211,17 +216,44 @@ def machine(args: argparse.Namespace) -> HardwareSpec:
     return with_cores(found, args.cores)
 
 
-@without_garbage_collection()
-def run(args: argparse.Namespace) -> int:
+def explained(
+    args: argparse.Namespace,
+    choice: Choice,
+    hardware: HardwareSpec,
+    *,
+    batch_chosen: bool,
+    advise: bool = True,
+) -> Verdict:
+    """Returns the verdict on a choice for the options of `args`.
+
+    Args:
+        batch_chosen: whether the micro-batch was chosen because none was named.
+        advise: whether to try changes that would help.
+    """
     import msgspec
 
+    from megatrain.simulator.verdict.verdict import explain
+
+    verdict = explain(
+        choice, hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens, advise=advise
+    )
+    stated = args.hardware is None or args.host_memory is not None
+    return msgspec.structs.replace(
+        verdict,
+        batch_chosen=batch_chosen,
+        host_memory_assumed=verdict.host_memory_assumed and not stated,
+    )
+
+
+@without_garbage_collection()
+def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.verdict import layout, policy_table
     from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.experiments.cli.verdict.next_commands import next_commands
     from megatrain.experiments.cli.verdict.what_fits import list_what_fits
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.verdict.multi_gpu import check_gpus
-    from megatrain.simulator.verdict.verdict import explain, summarize
+    from megatrain.simulator.verdict.verdict import summarize
 
     model = ModelSpec.load(args.model) if args.model is not None else None
     hardware = machine(args)
@@ -249,11 +281,7 @@ def run(args: argparse.Namespace) -> int:
         )
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else DoesNotFit.status
-    verdict = explain(found[0], hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens)
-    stated = args.hardware is None or args.host_memory is not None
-    verdict = msgspec.structs.replace(
-        verdict, batch_chosen=chosen, host_memory_assumed=verdict.host_memory_assumed and not stated
-    )
+    verdict = explained(args, found[0], hardware, batch_chosen=chosen)
     print(
         json.dumps(as_json(verdict))
         if args.json

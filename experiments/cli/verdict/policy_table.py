@@ -29,14 +29,14 @@ def table(found: list[Verdict]) -> str:
         time = f"{verdict.training.hours:,.1f}" if verdict.training else ""
         peaks = (verdict.device_peak_bytes, verdict.host_peak_bytes)
         memory = "".join(f"{layout.size(peak):>10}" for peak in peaks)
-        limit = verdict.binding if verdict.feasible else _lacking(verdict)
+        limit = verdict.binding if verdict.feasible else lacking(verdict)
         lines.append(f"{name:<17}{speed}{time:>{hours}}{memory}  {limit}")
     if any(verdict.prediction_only for verdict in found):
         lines.append("* another system, for prediction only")
     return "\n".join(lines)
 
 
-def _lacking(verdict: Verdict) -> str:
+def lacking(verdict: Verdict) -> str:
     """Returns which memory the plan lacks."""
     excess = {
         "VRAM": verdict.device_peak_bytes - verdict.device_limit_bytes,

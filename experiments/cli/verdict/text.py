@@ -17,6 +17,7 @@ from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
 
 if TYPE_CHECKING:
+    from megatrain.simulator.model.workload import Workload
     from megatrain.simulator.verdict.suggestion import Suggestion
     from megatrain.simulator.verdict.verdict import Verdict
 
@@ -29,12 +30,13 @@ CLASS_NAMES = {
     "staging": "copy buffers",
 }
 """Class of data -> its name in the text."""
-_WAITS = {
+WAITS = {
     "host_optimizer": "for the optimizer on the CPU",
     "device_optimizer": "for the optimizer on the GPU",
     "copies": "for copies",
     "nothing_else": "between operations",
 }
+"""What compute waits for -> its name in the text."""
 
 
 def text(
@@ -57,9 +59,9 @@ def text(
         lines += _speed(verdict, width)
     lines += memory(verdict, width)
     if verdict.feasible and verdict.step_shares:
-        lines += labelled("Step", _shares(verdict), width)
-    lines += [line for note in _notes(verdict) for line in labelled("Note", note, width)]
-    more = _room(verdict, width) + _advice(verdict, width)
+        lines += labelled("Step", shares(verdict), width)
+    lines += [line for note in notes(verdict) for line in labelled("Note", note, width)]
+    more = labelled("Room", room(verdict), width) + _advice(verdict, width)
     lines += ["", *more] if more else []
     if verdict.feasible and verdict.multi_gpu:
         lines += ["", *_several(verdict, width)]
@@ -85,6 +87,11 @@ def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:
 
 def heading(verdict: Verdict, width: int) -> list[str]:
     """Returns the answer, YES or NO, and for a NO its reason."""
+    return labelled("YES" if verdict.feasible else "NO", answer(verdict, where(verdict)), width)
+
+
+def answer(verdict: Verdict, place: str) -> str:
+    """Returns a sentence on whether the model fits in `place`, and if not, on what is lacking."""
     parameters = layout.count(verdict.parameters)
     active = (
         f", {layout.count(verdict.active_parameters)} active"
@@ -95,25 +102,21 @@ def heading(verdict: Verdict, width: int) -> list[str]:
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
     what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}"
     if verdict.feasible:
-        return labelled("YES", f"{what} fits on {where(verdict)}.", width)
+        return f"{what} fits on {place}."
     rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
-    return labelled(
-        "NO",
-        f"{what} does not fit on {where(verdict)}. With {rows} it {_shortage(verdict)}.",
-        width,
-    )
+    return f"{what} does not fit on {place}. With {rows} it {_shortage(verdict)}."
 
 
-def where(verdict: Verdict) -> str:
-    """Returns the machine and its memory."""
+def where(verdict: Verdict, assumed: str = "assumed; give yours by --host-memory") -> str:
+    """Returns the machine and its memory. If nobody stated its RAM, `assumed` says so."""
     unnamed = verdict.machine.startswith("machine ")
     machine = verdict.machine if unnamed else f"one {verdict.machine}"
     if verdict.unified:
         return f"{machine} with {layout.size(verdict.device_limit_bytes)} of memory"
-    assumed = " (assumed; give yours by --host-memory)" if verdict.host_memory_assumed else ""
     return (
         f"{machine} with {layout.size(verdict.device_limit_bytes)} of VRAM and"
-        f" {layout.size(verdict.host_limit_bytes)} of RAM{assumed}"
+        f" {layout.size(verdict.host_limit_bytes)} of RAM"
+        f"{f' ({assumed})' if verdict.host_memory_assumed else ''}"
     )
 
 
@@ -142,19 +145,11 @@ def _shortage(verdict: Verdict) -> str:
 def _speed(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines on speed, and on time and energy if a number of tokens was given."""
     work = verdict.workload
-    low, high = verdict.tokens_per_second_low, verdict.tokens_per_second_high
-    source = rates_source(verdict)
-    ends = [layout.rough(end) for end in (low, high) if end is not None]
-    # A calibration's spread may be too small for three digits.
-    spread = f"{ends[0]} to {ends[1]}; " if len(set(ends)) == 2 else ""
+    certainty = "; ".join(filter(None, (spread(verdict), rates_source(verdict))))
     lines = labelled(
-        "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({spread}{source})", width
+        "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({certainty})", width
     )
-    several = f"{work.accumulation} x " if work.accumulation > 1 else ""
-    step = (
-        f"{layout.seconds(verdict.step_seconds)} a step of {several}{work.batch:,} x"
-        f" {work.sequence:,} tokens"
-    )
+    step = f"{layout.seconds(verdict.step_seconds)} a step of {step_tokens(work)}"
     chosen = ", the largest micro-batch up to 32 that fits" if verdict.batch_chosen else ""
     mfu = f", MFU {verdict.mfu:.0%}" if verdict.mfu is not None else ""
     lines += labelled("", f"{step}{chosen}{mfu}", width)
@@ -171,6 +166,20 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
         took = layout.hours(training.hours, *spent)
         lines += labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
     return lines
+
+
+def spread(verdict: Verdict) -> str:
+    """Returns the range of the speed in tokens/s, or nothing if there is none."""
+    low, high = verdict.tokens_per_second_low, verdict.tokens_per_second_high
+    ends = [layout.rough(end) for end in (low, high) if end is not None]
+    # A calibration's spread may be too small for three digits.
+    return f"{ends[0]} to {ends[1]}" if len(set(ends)) == 2 else ""
+
+
+def step_tokens(work: Workload) -> str:
+    """Returns the tokens of a step as micro-batches, sequences and tokens."""
+    several = f"{work.accumulation} x " if work.accumulation > 1 else ""
+    return f"{several}{work.batch:,} x {work.sequence:,} tokens"
 
 
 def memory(verdict: Verdict, width: int = 80) -> list[str]:
@@ -200,13 +209,12 @@ def memory(verdict: Verdict, width: int = 80) -> list[str]:
     return lines
 
 
-def _shares(verdict: Verdict) -> str:
+def shares(verdict: Verdict) -> str:
     """Returns what the GPU does in a step, and what it waits for."""
-    shares = verdict.step_shares
     waits = [
-        f"{_WAITS[name]} {share:.0%}"
-        for name, share in sorted(shares.items(), key=lambda item: -item[1])
-        if name in _WAITS and share >= 0.005
+        f"{WAITS[name]} {share:.0%}"
+        for name, share in sorted(verdict.step_shares.items(), key=lambda item: -item[1])
+        if name in WAITS and share >= 0.005
     ]
     resident = (
         ""
@@ -214,10 +222,10 @@ def _shares(verdict: Verdict) -> str:
         else "; everything stays on the GPU, nothing is copied"
     )
     waiting = f", waits {', '.join(waits)}" if waits else ""
-    return f"GPU computes {shares['compute']:.0%}{waiting}{resident}"
+    return f"GPU computes {verdict.step_shares['compute']:.0%}{waiting}{resident}"
 
 
-def _notes(verdict: Verdict) -> list[str]:
+def notes(verdict: Verdict) -> list[str]:
     """Returns what a reader should know besides: one sentence each."""
     longest, sequence = verdict.model_longest_row, verdict.workload.sequence
     found = []
@@ -235,34 +243,41 @@ def _notes(verdict: Verdict) -> list[str]:
     return found
 
 
-def _room(verdict: Verdict, width: int) -> list[str]:
-    """Returns the longest context and the largest micro-batch that fit."""
+def room(verdict: Verdict) -> str:
+    """Returns the longest context and the largest micro-batch that fit, or nothing if they were not
+    computed.
+    """
     context, batch = verdict.longest_context, verdict.largest_batch
     if context is None:
-        return []
+        return ""
     if not context:
-        return labelled("Room", "no micro-batch fits, not even the smallest", width)
+        return "no micro-batch fits, not even the smallest"
     longest = verdict.model_longest_row
     beyond = longest is not None and context > longest
     own = f" (the model's own limit is {longest:,})" if beyond else ""
     several = "sequence" if batch == 1 else "sequences"
     rows = f", or {batch:,} {several} of {verdict.workload.sequence:,}" if batch else ""
-    return labelled("Room", f"a context of up to {context:,} tokens{own}{rows}", width)
+    return f"a context of up to {context:,} tokens{own}{rows}"
+
+
+def helpful(verdict: Verdict) -> list[Suggestion]:
+    """Returns the changes that would help. Of those that do not suffice, only if none does."""
+    able = [entry for entry in verdict.advice if not entry.unsupported]
+    return [entry for entry in able if entry.fits] or able
 
 
 def _advice(verdict: Verdict, width: int) -> list[str]:
-    """Returns the changes that would help. Of those that do not suffice, only if none does."""
-    able = [entry for entry in verdict.advice if not entry.unsupported]
-    shown = [entry for entry in able if entry.fits] or able
+    """Returns the lines on changes that would help."""
+    shown = helpful(verdict)
     if not shown:
         return []
-    table = layout.rows([_suggestion(entry) for entry in shown], width)
+    table = layout.rows([suggestion(entry) for entry in shown], width)
     if verdict.feasible:
         return ["Faster" + table[0][6:], *table[1:]]
     return ["What would do" if shown[0].fits else "What would help", *table]
 
 
-def _suggestion(entry: Suggestion) -> tuple[str, ...]:
+def suggestion(entry: Suggestion) -> tuple[str, ...]:
     """Returns a row on one change: its gain, its speed, and what it costs."""
     name = entry.model or " ".join(f"--{name} {value}" for name, value in entry.options.items())
     gain = f"{entry.gain:+.0%}" if entry.gain is not None else ""

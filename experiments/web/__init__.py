@@ -1,0 +1,1 @@
+"""The page on which one asks what a model needs on a machine, served or as a static site."""

@@ -1,0 +1,208 @@
+"""Computes what the page shows: the verdict of `megatrain check`, in words and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import text as sentences
+from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
+from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
+from megatrain.experiments.web.question import Question
+from megatrain.experiments.web.timeline_data import timeline_data
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.plots.pictures import DATA_COLOURS
+from megatrain.simulator.policies.policy import PolicyWarning
+from megatrain.simulator.verdict.verdict import summarize
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.planner.search import Choice
+    from megatrain.simulator.verdict.verdict import Verdict
+
+TOKENS = 10**9
+"""The tokens of `training` in each verdict. The page scales it to those that are asked for."""
+_ONE_LINE = 10**6
+"""A width at which no text is wrapped."""
+
+
+def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the `verdict` without advice, which is quick, and then the `advice`: the verdict with
+    it.
+
+    Both have the verdict as `check --json` prints it, and as the page shows it. Raises UserError as
+    the command does.
+    """
+    args, model, hardware = question.arguments(), question.spec(), question.machine()
+    with without_garbage_collection():
+        chosen, fitted = _choices(args, question, model, hardware)
+        best = chosen[0]
+
+        def explained(*, advise: bool) -> dict[str, Any]:
+            verdict = check.explained(
+                fitted, best, hardware, batch_chosen=args.batch is None, advise=advise
+            )
+            return {"verdict": check.as_json(verdict), "shown": shown(verdict)}
+
+        first = explained(advise=False)
+        yield (
+            "verdict",
+            first
+            | {
+                "command": question.command(model, hardware),
+                "config": {"_name_or_path": model.name, **model.config}
+                if question.config
+                else None,
+                "machine": {"name": hardware.name, "host_bytes": hardware.host_bytes},
+                "timeline": _timeline(best, hardware),
+            },
+        )
+        yield "advice", explained(advise=True)
+
+
+def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the `policies`: one row for each policy, the fastest first."""
+    args, model, hardware = question.arguments(), question.spec(), question.machine()
+    args.policy = "all"
+    with without_garbage_collection():
+        found, _ = _choices(args, question, model, hardware)
+        verdicts = [summarize(choice, hardware) for choice in found]
+        yield (
+            "policies",
+            {
+                "machine": verdicts[0].machine,
+                "hardware": hardware.name,
+                "rows": [_row(verdict) for verdict in verdicts],
+            },
+        )
+
+
+def _choices(
+    args: argparse.Namespace, question: Question, model: ModelSpec, hardware: HardwareSpec
+) -> tuple[list[Choice], argparse.Namespace]:
+    """Returns the plans as the command searches them, and the options with a micro-batch."""
+    args.tokens = TOKENS
+    if args.batch is None:
+        args = check.with_fitting_batch(args, hardware, model)
+    source = "config.json" if question.config else model.name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)
+        return check.choices(args, hardware, source, hardware.name, model), args
+
+
+def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:
+    """Returns the simulated step, or None if it does not fit or has too many ops to draw."""
+    if not choice.feasible:
+        return None
+    plan = choice.plan
+    schedule = policy_library.lower(plan)
+    costs = cost_model(hardware, plan.model, plan.workload)
+    return timeline_data(schedule, simulate(schedule, costs))
+
+
+def shown(verdict: Verdict) -> dict[str, Any]:
+    """Returns the words and numbers of the page, as the command writes them."""
+    work = verdict.workload
+    return {
+        "answer": "YES" if verdict.feasible else "NO",
+        "sentence": sentences.answer(verdict, sentences.where(verdict, "assumed")),
+        "speed": layout.speed(verdict.tokens_per_second) if verdict.feasible else "",
+        "spread": sentences.spread(verdict),
+        "source": rates_source(verdict),
+        "step": layout.seconds(verdict.step_seconds) if verdict.feasible else "",
+        "step_tokens": sentences.step_tokens(work),
+        "mfu": f"{verdict.mfu:.0%}" if verdict.mfu is not None and verdict.feasible else "",
+        "memory": _memory(verdict),
+        "waits": _waits(verdict),
+        "stays": verdict.feasible and not verdict.streams and not verdict.unified,
+        "notes": sentences.notes(verdict),
+        "room": sentences.room(verdict),
+        "advice": [
+            dict(zip(("name", "gain", "speed", "note"), sentences.suggestion(entry), strict=True))
+            | {"options": {"model": entry.model} if entry.model else entry.options}
+            for entry in sentences.helpful(verdict)
+        ],
+        "reasons": [
+            [line[: layout.LABEL].strip(), line[layout.LABEL :]]
+            for line in reasons(verdict, _ONE_LINE)
+        ],
+    }
+
+
+def _has_shares(verdict: Verdict) -> bool:
+    return verdict.feasible and bool(verdict.step_shares)
+
+
+def _memory(verdict: Verdict) -> list[dict[str, Any]]:
+    """Returns the memory of each place: its peak, its limit, and the bytes by class of data."""
+    places = [
+        ("Memory" if verdict.unified else "VRAM", "device"),
+        *([] if verdict.unified else [("RAM", "host")]),
+    ]
+    found = []
+    for label, place in places:
+        peak: int = getattr(verdict, f"{place}_peak_bytes")
+        limit: int = getattr(verdict, f"{place}_limit_bytes")
+        _, factor = layout.unit_of(peak)
+        found.append(
+            {
+                "label": label,
+                "peak": layout.size(peak),
+                "limit": layout.size(limit),
+                "peak_bytes": peak,
+                "limit_bytes": limit,
+                "too_little": layout.size(peak - limit) if peak > limit else "",
+                "parts": [
+                    {
+                        "name": sentences.CLASS_NAMES[name],
+                        "size": f"{size / factor:,.1f}",
+                        "bytes": size,
+                        "colour": DATA_COLOURS[name],
+                    }
+                    for name, size in verdict.classes[place].items()
+                    if size >= 0.05 * factor
+                ],
+            }
+        )
+    return found
+
+
+def _waits(verdict: Verdict) -> list[dict[str, Any]]:
+    """Returns what the GPU does in a step, with shares of at least 0.5 %, computing first."""
+    if not _has_shares(verdict):
+        return []
+    names = {"compute": "GPU computes"} | {
+        name: f"waits {text}" for name, text in sentences.WAITS.items()
+    }
+    return [
+        {"name": names[name], "kind": name, "share": share}
+        for name, share in sorted(
+            verdict.step_shares.items(), key=lambda item: (item[0] != "compute", -item[1])
+        )
+        if share >= 0.005
+    ]
+
+
+def _row(verdict: Verdict) -> dict[str, Any]:
+    """Returns a cell of the comparison: one machine and one policy."""
+    return {
+        "policy": verdict.policy,
+        "trains": not verdict.prediction_only,
+        "feasible": verdict.feasible,
+        "tokens_per_second": verdict.tokens_per_second,
+        "speed": layout.speed(verdict.tokens_per_second) if verdict.feasible else "",
+        "step": layout.seconds(verdict.step_seconds) if verdict.feasible else "",
+        "batch": verdict.workload.batch,
+        "lacks": "" if verdict.feasible else policy_table.lacking(verdict),
+    }
+
+
+KINDS = {"answer": answer, "compared": compared}
+"""What a job can compute, by name."""

@@ -1,0 +1,155 @@
+"""Question: what a reader of the page asks, as strings, and as the options of `megatrain check`.
+
+A request names models and machines of the library only. Nothing in it is ever taken for a path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import msgspec
+
+from megatrain.experiments.cli.main import parse
+from megatrain.experiments.cli.verdict.this_machine import this_machine
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_json, read_toml
+from megatrain.simulator.base.names import meant, suggestion
+from megatrain.simulator.hardware import machine as machines
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec, library
+from megatrain.simulator.policies import names, peers
+
+LARGEST_REQUEST = 64 * 2**10
+"""The most bytes of a request. A config.json has a few thousand."""
+LONGEST_VALUE = 200
+"""The most characters of any value but a pasted config."""
+MOST = {"batch": 4096, "seq": 2**22, "accumulation": 64}
+"""The largest numbers, so that no answer takes minutes."""
+
+
+class Question(
+    msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True
+):
+    """A model, a machine and a workload. Every value is written as on the command line, and empty
+    for the default.
+    """
+
+    model: str = ""
+    """A name of the library, as people write it. Not used if there is a config."""
+    config: str = ""
+    """The text of a config.json."""
+    hardware: str = ""
+    """A name of the library, as people write it. Empty for this machine."""
+    host_memory: str = ""
+    batch: str = ""
+    seq: str = ""
+    accumulation: str = ""
+    policy: str = ""
+    clipping: str = ""
+
+    @classmethod
+    def read(cls, data: object) -> Question:
+        """Returns the question in the JSON object of a request. Raises UserError for anything
+        else.
+        """
+        question = convert(data, cls, "request")
+        for name, value in msgspec.to_builtins(question).items():
+            if name != "config" and len(value) > LONGEST_VALUE:
+                raise UserError(
+                    name,
+                    found=f"{len(value)} characters",
+                    allowed=f"at most {LONGEST_VALUE}",
+                    fix="write less",
+                )
+        return question
+
+    def options(self) -> dict[str, str]:
+        """Returns the options that are not empty, apart from model and machine."""
+        values = msgspec.to_builtins(self)
+        return {
+            name: value
+            for name, value in values.items()
+            if value and name not in ("model", "config", "hardware")
+        }
+
+    def arguments(self) -> argparse.Namespace:
+        """Returns the options of `megatrain check` that ask this question.
+
+        Raises UserError for a value that the command would refuse, for a number above `MOST`, and
+        for a policy that is not part of the program.
+        """
+        known = ["best", *names(), *peers()]
+        if self.policy and self.policy not in known:  # the command also takes a Python file
+            raise UserError(
+                "--policy",
+                found=self.policy,
+                allowed=", ".join(known),
+                fix=suggestion(self.policy, known, "leave it out"),
+            )
+        words = [f"--{name}={value}" for name, value in self.options().items()]
+        if self.hardware:  # only whether it is given matters; `machine` finds the machine
+            words.append("--hardware=library")
+        args = parse(["check", "model", *words])
+        for name, most in MOST.items():
+            if (getattr(args, name) or 1) > most:
+                raise UserError(
+                    f"--{name}",
+                    found=f"{getattr(args, name):,}",
+                    allowed=f"at most {most:,} on this page",
+                    fix="ask `megatrain check` for more",
+                )
+        return args
+
+    def spec(self) -> ModelSpec:
+        """Returns the model. Raises UserError if the library does not have it, or if the config is
+        not one of a supported model.
+        """
+        if self.config:
+            try:
+                config = msgspec.json.decode(self.config)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    "config.json",
+                    found=f"text that is not JSON ({error})",
+                    allowed="the content of a model's config.json",
+                    fix="copy the whole file",
+                ) from None
+            return ModelSpec.from_config(config, "config.json")
+        known = library()
+        name = meant(self.model, known)
+        if name is None:
+            raise UserError(
+                f"model {self.model}",
+                found="no such name in the library" if self.model else "no name",
+                allowed="a name such as qwen2.5-7b or Qwen/Qwen2.5-7B, or the content of a"
+                " config.json",
+                fix=suggestion(self.model, known, "paste the model's config.json"),
+            )
+        return ModelSpec.from_config(read_json(known[name]), str(known[name]), name)
+
+    def machine(self) -> HardwareSpec:
+        """Returns the machine. Raises UserError if the library does not have it, or if this machine
+        is asked for and has no GPU that is known.
+        """
+        if not self.hardware:
+            return this_machine()
+        known = machines.library()
+        name = meant(self.hardware, known)
+        if name is None:
+            raise UserError(
+                f"machine {self.hardware}",
+                found="no such name in the library",
+                allowed="a name such as rtx4090 or h200",
+                fix=suggestion(self.hardware, known, "choose one of the list"),
+            )
+        return read_toml(known[name], HardwareSpec)
+
+    def command(self, model: ModelSpec, hardware: HardwareSpec) -> str:
+        """Returns the command that asks the same. A pasted config is called config.json there."""
+        words = ["megatrain", "check", "config.json" if self.config else model.name]
+        if self.hardware:
+            words += ["--hardware", hardware.name]
+        for name, value in self.options().items():
+            words += [f"--{name}", value]
+        return " ".join(shlex.quote(word) for word in words)

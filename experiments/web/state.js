@@ -1,0 +1,66 @@
+// State: what the page asks, as in its address. Values are written as on the command line.
+
+const ASKED = ["model", "config", "hardware", "host-memory", "batch", "seq", "accumulation",
+  "policy", "clipping"];
+const KEPT = [...ASKED, "tokens", "machines", "policies"];
+const GIB = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
+/** Where a slider stops. The empty stop is the micro-batch that the planner chooses. */
+const STOPS = {
+  "host-memory": GIB.map((size) => `${size}GiB`),
+  seq: ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768", "65536", "131072"],
+  batch: ["", "1", "2", "4", "8", "16", "32", "64", "128"],
+  accumulation: ["1", "2", "4", "8", "16", "32", "64"],
+};
+
+function emptyState() { return Object.fromEntries(KEPT.map((key) => [key, ""])); }
+
+/** Returns the state in the query of an address, with `defaults` for what it leaves out. */
+function readState(query, defaults) {
+  const found = Object.fromEntries([...new URLSearchParams(query)]
+    .filter(([key]) => KEPT.includes(key)));
+  const model = found.config && !found.model ? { model: "" } : {};
+  return { ...emptyState(), ...defaults, ...model, ...found };
+}
+
+function queryOf(state) {
+  return new URLSearchParams(KEPT.filter((key) => state[key]).map((key) => [key, state[key]]));
+}
+
+function questionOf(state) {
+  return Object.fromEntries(ASKED.map((key) => [key, state[key]]));
+}
+
+/** Returns the number that a text such as 1.5M means, or null. */
+function parseCount(text) {
+  const match = /^\s*(\d+(?:\.\d+)?)\s*([kMGBT]?)\s*$/.exec(text);
+  const units = { "": 1, k: 1e3, M: 1e6, G: 1e9, B: 1e9, T: 1e12 };
+  return match && Number(match[1]) > 0 ? Math.round(Number(match[1]) * units[match[2]]) : null;
+}
+
+/** Returns the place of the stop that is nearest to a value, by ratio. */
+function nearestStop(stops, value) {
+  if (stops.includes(value)) return stops.indexOf(value);
+  const far = (stop) => Math.abs(Math.log(parseFloat(stop) / parseFloat(value)));
+  return stops.reduce((best, stop, place) =>
+    (stop && (!stops[best] || far(stop) < far(stops[best])) ? place : best), 0);
+}
+
+/** Returns the time and energy of training on `tokens`, from those of a verdict. */
+function scaled(training, tokens) {
+  if (!training || !tokens) return null;
+  const share = tokens / training.tokens;
+  const times = (value) => (value === null ? null : value * share);
+  return { ...training, tokens, hours: times(training.hours), hours_low: times(training.hours_low),
+    hours_high: times(training.hours_high), days: times(training.days),
+    energy_kwh: times(training.energy_kwh) };
+}
+
+/** Returns hours as minutes, hours or days, and the range, as `megatrain check` writes them. */
+function duration(time, low, high) {
+  const [unit, factor, digits] = time > 48 ? ["days", 1 / 24, 1]
+    : time >= 1 ? ["hours", 1, 1] : ["minutes", 60, 0];
+  const text = (value) => (value * factor).toLocaleString("en",
+    { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const range = low === null || text(low) === text(high) ? "" : `${text(low)} to ${text(high)}`;
+  return { text: `${text(time)} ${unit}`, range };
+}

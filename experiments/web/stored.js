@@ -1,0 +1,46 @@
+// Source: answers computed beforehand, in scripts beside this page. A page that was opened from a
+// disk may load scripts, but not fetch files.
+
+const source = {
+  files: new Map(),
+
+  /** Returns the content of data/NAME.js. Throws an Error if there is none. */
+  load(name) {
+    if (!this.files.has(name)) {
+      const file = {};
+      file.content = new Promise((resolve, reject) => {
+        const script = document.createElement("script");
+        file.arrive = resolve;
+        script.onerror = () => reject(new Error(`data/${name}.js: found no such file`));
+        script.src = `data/${name}.js`;
+        document.head.append(script);
+      });
+      this.files.set(name, file);
+    }
+    return this.files.get(name).content;
+  },
+
+  library() { return this.load("library"); },
+
+  async ask(part, question) {
+    const { models, machines } = await this.library();
+    for (const [list, key] of [[models, "model"], [machines, "hardware"]]) {
+      if (!list.some(({ name }) => name === question[key])) {
+        throw new Error(`${key} ${question[key]}: found no answers for it; allowed: a name of the ` +
+          "list; fix: choose one, or run `megatrain serve`");
+      }
+    }
+    const answers = await this.load(`${question.model}--${question.hardware}`);
+    const found = answers[`${question.batch}x${question.seq}`];
+    if (!found) {
+      const known = Object.keys(answers).map((key) => key.replace("x", " x ")).join(", ");
+      throw new Error(`step: found ${question.batch || "auto"} x ${question.seq}; allowed: ${known}` +
+        "; fix: turn a slider, or run `megatrain serve`");
+    }
+    if (found.error) throw new Error(found.error);
+    return part === "policies" ? found.policies : found;
+  },
+};
+
+/** Is called by each script in data/. */
+function arrived(name, content) { source.files.get(name).arrive(content); }

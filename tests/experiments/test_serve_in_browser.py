@@ -1,0 +1,334 @@
+"""Tests of the page of `megatrain serve` in a headless Chromium, from a server and as files.
+
+They type, turn sliders and follow links, and compare the numbers on the page with `check --json`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+from chromium import chromium
+
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.verdict import layout
+from megatrain.experiments.web import static_site
+from megatrain.simulator.model.specs import library
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+SMALL = {"model": "qwen2.5-0.5b", "hardware": "rtx4090", "batch": "1", "seq": "256"}
+CHECK = ["qwen2.5-0.5b", "--hardware", "rtx4090", "--batch", "1", "--seq", "256"]
+MILLISECONDS = 60_000
+
+Checked = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Yields the address of a running server."""
+    pytest.importorskip("flask")
+    from megatrain.experiments.web.server import make
+
+    server, jobs = make(0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    jobs.close()
+    server.server_close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Yields a function that opens a page of 1280 pixels, or of another width.
+
+    An error of a script, a warning, and a request to another site fail the test. A refused question
+    is a message of the browser itself.
+    """
+    wrong: list[str] = []
+    contexts = []
+
+    def opened(address: str, width: int = 1280, scheme: str = "light") -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme="dark" if scheme == "dark" else "light",
+            reduced_motion="reduce",
+            accept_downloads=True,
+        )
+        context.set_default_timeout(MILLISECONDS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "console",
+            lambda message: (
+                wrong.append(message.text)
+                if message.type in ("error", "warning") and "400 (BAD" not in message.text
+                else None
+            ),
+        )
+        site = address.partition("?")[0].rpartition("/")[0]
+        page.on(
+            "request",
+            lambda request: (
+                wrong.append(request.url)
+                if not request.url.startswith((site, "blob:", "data:"))
+                else None
+            ),
+        )
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture
+def checked(capsys: pytest.CaptureFixture[str]) -> Checked:
+    """Returns a function that gives what `megatrain check --json` prints."""
+
+    def run(*words: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert cli.main(["check", *words, "--json"]) in (0, 3)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def settled(page: Page, verdict: dict[str, Any]) -> None:
+    """Waits until the page shows the speed of `verdict`, and compares its other numbers."""
+    speed = layout.speed(verdict["tokens_per_second"])
+    page.locator("#speed", has_text=f"{speed} tokens/s").wait_for()
+    page.locator("#answer[aria-busy=false]").wait_for()
+    assert page.inner_text("#yes") == "YES"
+    assert page.inner_text("#step").startswith(layout.seconds(verdict["step_seconds"]))
+    spent = verdict["training"]
+    took = layout.hours(spent["hours"], spent["hours_low"], spent["hours_high"])
+    first, _, span = took.removesuffix(")").partition(" (")
+    shown = page.inner_text("#time")
+    assert shown.startswith(first)
+    assert span in shown
+    assert f"{spent['energy_kwh']:.3g} kWh" in shown.replace(",", "")
+    for place, label in (("device", "VRAM"), ("host", "RAM")):
+        peak, limit = (verdict[f"{place}_{end}_bytes"] for end in ("peak", "limit"))
+        line = page.locator("#memory .line", has=page.locator(f"b:text-is('{label}')"))
+        assert f"{layout.size(peak)} of {layout.size(limit)}" in line.inner_text()
+
+
+def turn_to(page: Page, knob: str, value: str) -> None:
+    """Turns a slider to the stop `value`, key by key."""
+    slider = page.locator(f"#{knob}-slider")
+    slider.press("Home")
+    for _ in range(20):
+        if slider.get_attribute("aria-valuetext") == value:
+            return
+        slider.press("ArrowRight")
+    raise AssertionError(f"{knob} has no stop {value}")
+
+
+def test_typing_a_model_and_turning_sliders_gives_the_numbers_of_check(
+    open_page: Callable[..., Page], address: str, checked: Checked
+) -> None:
+    page = open_page(f"{address}?{urlencode({**SMALL, 'model': 'gemma-3-1b'})}")
+    page.fill("#model", "Qwen/Qwen2.5-0.5B-Instruct")
+    page.press("#model", "Enter")
+    page.fill("#tokens", "10M")
+    settled(page, checked(*CHECK, "--tokens", "10M"))
+    assert page.locator("#answer").is_visible()
+    turn_to(page, "seq", "512")
+    turn_to(page, "batch", "2")
+    turn_to(page, "accumulation", "2")
+    turn_to(page, "host-memory", "64GiB")
+    page.fill("#tokens", "2B")
+    words = ["--batch", "2", "--seq", "512", "--accumulation", "2", "--host-memory", "64GiB"]
+    settled(page, checked(*CHECK[:3], *words, "--tokens", "2B"))
+    assert page.inner_text("#step-tokens") == "2,048 tokens a step"
+    page.fill("#batch", "3")
+    page.select_option("#hardware", "h200")
+    page.select_option("#clipping", "none")
+    words = ["qwen2.5-0.5b", "--hardware", "h200", "--batch", "3", *words[2:], "--clipping", "none"]
+    settled(page, checked(*words, "--tokens", "2B"))
+
+
+def test_a_link_says_it_all_and_command_and_json_say_the_same(
+    open_page: Callable[..., Page], address: str, checked: Checked, tmp_path: Path
+) -> None:
+    asked = {**SMALL, "clipping": "none", "policy": "resident", "tokens": "5M"}
+    first = open_page(f"{address}?{urlencode({**asked, 'hardware': '4090'})}")
+    first.locator("body[data-ready]").wait_for()
+    link = first.url
+    query = {key: values[0] for key, values in parse_qs(urlsplit(link).query).items()}
+    assert query.items() >= asked.items()
+    second = open_page(link)
+    second.locator("body[data-ready]").wait_for()
+    assert second.url == link
+    ids = ("model", "hardware", "batch", "seq", "clipping", "policy", "tokens")
+    assert [second.input_value(f"#{id}") for id in ids] == [query[id] for id in ids]
+    assert second.inner_text("#figures") == first.inner_text("#figures")
+    program, verb, *words = shlex.split(second.inner_text("#command"))
+    assert (program, verb) == ("megatrain", "check")
+    expected = checked(*words)
+    with second.expect_download() as download:
+        second.click("#download")
+    download.value.save_as(tmp_path / "verdict.json")
+    saved = json.loads((tmp_path / "verdict.json").read_text())
+    training, same = saved.pop("training"), expected.pop("training")
+    assert saved == expected
+    assert training == pytest.approx(same)
+
+
+def test_a_mistake_is_one_line_and_the_next_answer_replaces_it(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode({**SMALL, 'model': '<b>qwen9</b>'})}")
+    error = page.locator("#error")
+    error.wait_for()
+    assert error.inner_text().startswith("model <b>qwen9</b>: found no such name")
+    assert page.locator("#answer").is_hidden()
+    assert page.locator("#keep").is_hidden(), "the command of another question"
+    page.fill("#model", "qwen2.5-0.5b")
+    page.locator("#speed").wait_for()
+    assert error.is_hidden()
+
+
+def test_a_pasted_config_is_answered_and_in_the_link(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("#speed").wait_for()
+    speed = page.inner_text("#speed")
+    page.click("#paste summary")
+    page.fill("#config", library()["qwen2.5-0.5b"].read_text())
+    page.locator("#command", has_text="check config.json").wait_for()
+    assert page.inner_text("#speed") == speed
+    assert page.input_value("#model") == ""
+    again = open_page(page.url)
+    again.locator("#command", has_text="check config.json").wait_for()
+    assert again.inner_text("#speed") == speed
+    assert '"hidden_size":896' in again.input_value("#config")
+
+
+def test_advice_can_be_tried(open_page: Callable[..., Page], address: str) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("#advice button").first.wait_for()
+    row = page.locator("#advice li", has=page.locator("button")).first
+    promised = row.locator("span").nth(1).inner_text()
+    row.locator("button").click()
+    page.locator("#speed", has_text=promised).wait_for()
+
+
+def test_machines_and_policies_are_compared_side_by_side(
+    open_page: Callable[..., Page], address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = open_page(f"{address}?{urlencode({**SMALL, 'policies': 'overlapped'})}")
+    page.locator("body[data-ready]").wait_for()
+    page.check("#compared-machines input[value=rtx4090]")
+    page.check("#compared-policies input[value=resident]")
+    page.locator("#comparison td:nth-child(3):not(.lacks)").wait_for()
+    cli.main(["check", *CHECK, "--policy", "all", "--json"])
+    found = json.loads(capsys.readouterr().out)["policies"]
+    speeds = {verdict["policy"]: verdict["tokens_per_second"] for verdict in found}
+    assert page.locator("#comparison th").all_inner_texts() == [
+        "",
+        "overlapped",
+        "resident",
+        "RTX 4090",
+    ]
+    assert page.locator("#comparison td").all_inner_texts() == [
+        layout.speed(speeds["overlapped"]),
+        layout.speed(speeds["resident"]),
+    ]
+    query = parse_qs(urlsplit(page.url).query)
+    assert (query["machines"], query["policies"]) == (["rtx4090"], ["overlapped,resident"])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(
+    open_page: Callable[..., Page], address: str, scheme: str
+) -> None:
+    asked = {**SMALL, "hardware": "rtx4090", "machines": "rtx4090,h200"}
+    page = open_page(f"{address}?{urlencode(asked)}", width=390, scheme=scheme)
+    page.locator("#comparison[data-ready]").wait_for()
+    page.click(".why summary")
+    page.click("#paste summary")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    colours = page.evaluate(
+        "() => { const c = document.getElementById('timeline'); return new"
+        " Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }"
+    )
+    assert colours > 20, "an empty canvas has one colour"
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_every_field_has_a_name(open_page: Callable[..., Page], address: str) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("#speed").wait_for()
+    nameless = page.evaluate(
+        "[...document.querySelectorAll('input, select, textarea, button, canvas')]"
+        ".filter((each) => !(each.ariaLabel || each.labels?.length || each.textContent.trim()))"
+        ".map((each) => each.outerHTML)"
+    )
+    assert nameless == []
+
+
+def test_the_timeline_is_read_zoomed_and_moved(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    canvas = page.locator("#timeline")
+    canvas.scroll_into_view_if_needed()
+    page.locator("#kinds li").first.wait_for()
+    box = canvas.bounding_box()
+    assert box is not None
+    bar = page.evaluate("timeline.rectangle(timeline.ops.id.indexOf('B1.m0'), timeline.panels[0])")
+    page.mouse.move(box["x"] + (bar["left"] + bar["right"]) / 2, box["y"] + bar["top"] + 5)
+    page.locator("#readout", has_text="B1.m0: backward").wait_for()
+    page.click("#in")
+    assert page.evaluate("(view.to - view.from) / view.end") == pytest.approx(0.5)
+    page.click("#all")
+    assert page.evaluate("(view.to - view.from) / view.end") == 1
+
+
+def test_a_static_site_shows_the_same_without_a_server(
+    open_page: Callable[..., Page],
+    checked: Checked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(static_site, "BATCHES", (1, 2))
+    monkeypatch.setattr(static_site, "SEQUENCES", (256,))
+    site = tmp_path / "site"
+    static_site.write_site(site, ["qwen2.5-0.5b"], ["rtx4090"])
+    page = open_page((site / "index.html").as_uri())
+    page.fill("#tokens", "3M")
+    settled(page, checked(*CHECK, "--tokens", "3M"))
+    turn_to(page, "batch", "2")
+    expected = checked(*CHECK[:3], "--batch", "2", "--seq", "256", "--tokens", "3M")
+    settled(page, expected)
+    page.check("#compared-machines input[value=rtx4090]")
+    page.locator("#comparison td.best").wait_for()
+    assert page.inner_text("#comparison td.best") == layout.speed(expected["tokens_per_second"])
+    assert page.locator("#accumulation").is_hidden()
+    again = open_page(page.url)
+    settled(again, expected)
+    other = open_page(f"{page.url.partition('?')[0]}?{urlencode({**SMALL, 'batch': '7'})}")
+    other.locator("#error", has_text="step: found 7 x 256; allowed: 1 x 256, 2 x 256").wait_for()
