@@ -404,12 +404,24 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name = hardware_name(source)
         if _is_file(name):
             return read_toml(Path(name), cls)
-        return read_toml(library()[name], cls) if name in library() else cls._installed(name)
+        if name in library():
+            return read_toml(library()[name], cls)
+        found = plugins.load(GROUP, name)
+        if isinstance(found, str | Path):
+            return read_toml(Path(found), cls)
+        return plugins.load_as(GROUP, name, cls, "a HardwareSpec, or the path of its TOML file")
 
     @classmethod
+    @functools.cache
     def of_gpu(cls, gpu: str) -> HardwareSpec | None:
         """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
-        return _of_gpu(gpu)
+        for file in library().values():
+            # Most files do not have the name, and searching one is faster than parsing it.
+            if f'"{gpu}"' in file.read_text(encoding="utf-8"):
+                found = read_toml(file, cls)
+                if gpu in found.gpu_names:
+                    return found
+        return None
 
     def datasheet_tflops(self, dtype: str) -> float | None:
         """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
@@ -418,40 +430,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         the library's machine with the same GPU. None if the library has no such GPU, or if the
         peak of `dtype` is not known.
         """
-        sheet = self if self.costs is None else _of_gpu(self.costs.measured_on)
+        sheet = self if self.costs is None else self.of_gpu(self.costs.measured_on)
         return sheet.peak_tflops.get(dtype) if sheet else None
-
-    @classmethod
-    def _installed(cls, name: str) -> HardwareSpec:
-        """Returns the machine that an installed package names."""
-        found = plugins.load(GROUP, name)
-        if isinstance(found, str | Path):
-            return read_toml(Path(found), cls)
-        if not isinstance(found, cls):
-            raise UserError(
-                f"{GROUP} entry point {plugins.installed(GROUP)[name].value}",
-                found=type(found).__name__,
-                allowed="a HardwareSpec, or the path of its TOML file",
-                fix="see docs/adding.md",
-            )
-        return found
-
-
-def library_names() -> list[str]:
-    """Returns the names of the machines in the library."""
-    return list(library())
-
-
-@functools.cache
-def _of_gpu(gpu: str) -> HardwareSpec | None:
-    """Returns what `HardwareSpec.of_gpu` does."""
-    for file in library().values():
-        # Most files do not have the name, and searching one is faster than parsing it.
-        if f'"{gpu}"' in file.read_text(encoding="utf-8"):
-            found = read_toml(file, HardwareSpec)
-            if gpu in found.gpu_names:
-                return found
-    return None
 
 
 def _known(where: str, found: str, allowed: tuple[str, ...]) -> None:

@@ -22,19 +22,15 @@ from megatrain.simulator.schedule.plan import Plan
 __all__ = [
     "Policy",
     "contenders",
-    "defers_update",
-    "dominated_by",
     "evaluation",
     "executable",
     "find",
     "flush_update",
-    "is_prediction_only",
     "lower",
     "lower_uncached",
     "names",
     "outline",
     "peers",
-    "places",
     "verified",
 ]
 
@@ -55,21 +51,6 @@ def contenders() -> list[str]:
 def peers() -> list[str]:
     """Returns the registered policies of other systems, which are only for prediction."""
     return [name for name in registered() if find(name).prediction_only]
-
-
-def dominated_by(name: str) -> str:
-    """Returns the policy that can do all that `name` can, or an empty string."""
-    return find(name).dominated_by
-
-
-def is_prediction_only(name: str) -> bool:
-    """Returns whether the policy is that of another system and cannot be executed."""
-    return find(name).prediction_only
-
-
-def places(name: str) -> bool:
-    """Returns whether the policy keeps each layer's state where the plan places it."""
-    return find(name).places_state
 
 
 def lower(plan: Plan) -> Schedule:
@@ -147,11 +128,6 @@ def _failed(name: str, method: str, error: Exception) -> UserError:
     )
 
 
-def defers_update(plan: Plan) -> bool:
-    """Returns whether a step of `plan` defers its update to the next step."""
-    return find(plan.policy).defers_update(plan)
-
-
 def flush_update(plan: Plan) -> Schedule | None:
     """Returns the deferred update of a step of `plan` as a schedule on the step's buffers.
 
@@ -191,7 +167,7 @@ def executable(plan: Plan) -> Schedule:
     Raises UserError if the digest differs, or if the policy is only for prediction.
     """
     schedule = verified(plan)
-    if is_prediction_only(plan.policy):
+    if find(plan.policy).prediction_only:
         raise UserError(
             "plan: policy",
             found=f"{plan.policy}, the policy of another system, which is only for prediction",

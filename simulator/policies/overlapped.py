@@ -89,9 +89,9 @@ class _OverlappedStore:
                     self.home[name, layer] = builder.persistent(
                         f"{place}.{name}", layer, size * spec.elements, name, dtype
                     )
-        self._make_slots()
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
+        self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
         self.updated: set[str] = set()
@@ -127,15 +127,14 @@ class _OverlappedStore:
         for layer, spec in self.stack.items():
             decoder = spec.kind == "decoder"
             if self._streams("weights", layer):
+                cache = self._cache(layer)
                 kind: tuple[str, StateClass, BufferDtype, str] = (
-                    self._weight_pool(layer),
+                    cache.pool,
                     "weights",
                     self.plan.workload.dtype,
                     "weight_slots" if decoder else "",
                 )
-                pools.setdefault(kind, []).append(
-                    (self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements)
-                )
+                pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
                 size, dtype = self.state[layer]["gradients"]
@@ -155,13 +154,6 @@ class _OverlappedStore:
                 dtype_,
                 knob=knob,
             )
-
-    def _weight_pool(self, layer: str) -> str:
-        return (
-            "device.streamed_weights"
-            if self.stack[layer].kind == "decoder"
-            else "device.streamed_vocabulary"
-        )
 
     def _gradient_pool(self, layer: str) -> str:
         """Returns the pool of slots for the layer's gradient.

@@ -364,7 +364,7 @@ class Adviser:
         """Returns a lower bound, in seconds, of the step time of the choice's policy, for another
         workload and limits. 0 if no bound is known.
         """
-        if not policy_library.places(self.plan.policy):
+        if not policy_library.find(self.plan.policy).places_state:
             return 0.0
         plan = msgspec.structs.replace(
             self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
