@@ -7,7 +7,9 @@ name. Most functions below take a plan and ask the policy that it names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import msgspec
 
@@ -76,12 +78,8 @@ def _lowered(plan: Plan) -> Schedule:
 def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
-    try:
+    with _failures_named(plan.policy, "lower"):
         return policy.lower(plan)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _failed(plan.policy, "lower", error) from error
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
@@ -93,12 +91,8 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     policy = _policy(plan)
     if type(policy).buffers is Policy.buffers:
         return lower(plan)
-    try:
+    with _failures_named(plan.policy, "buffers"):
         return policy.buffers(plan, merged=merged)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _failed(plan.policy, "buffers", error) from error
 
 
 def _policy(plan: Plan) -> Policy:
@@ -117,15 +111,21 @@ def _policy(plan: Plan) -> Policy:
     return policy
 
 
-def _failed(name: str, method: str, error: Exception) -> UserError:
-    """Returns the error for a policy that failed in `method`."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return UserError(
-        f"policy {name}",
-        found=f"{type(error).__name__} in {method}: {text}",
-        allowed="a schedule, or a UserError for a plan that the policy refuses",
-        fix="correct the policy, or use another one",
-    )
+@contextlib.contextmanager
+def _failures_named(name: str, method: str) -> Iterator[None]:
+    """Raises UserError with the policy's name if its `method` fails in the block."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"policy {name}",
+            found=f"{type(error).__name__} in {method}: {text}",
+            allowed="a schedule, or a UserError for a plan that the policy refuses",
+            fix="correct the policy, or use another one",
+        ) from error
 
 
 def flush_update(plan: Plan) -> Schedule | None:

@@ -63,17 +63,18 @@ class Adviser:
         costs: CostModel,
         names: list[str],
         search: Search,
+        footprints: list[MemoryFootprint],
     ) -> None:
-        self.choice, self.hardware, self.costs, self.names, self.search = (
+        self.choice, self.hardware, self.costs, self.names, self.search, self.footprints = (
             choice,
             hardware,
             costs,
             names,
             search,
+            footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
-        self.footprints = self._least(self.work)
 
     def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
         """Returns the plans that need the least memory for another workload or other limits."""

@@ -415,7 +415,7 @@ def explain(
     # This is done before the advice, while the schedule of the choice is still cached.
     more_memory = one_more_gib(choice, hardware, costs)
     advice = (
-        Adviser(choice, hardware, costs, names, search_again).suggestions()
+        Adviser(choice, hardware, costs, names, search_again, footprints).suggestions()
         if footprints and advise
         else ()
     )
