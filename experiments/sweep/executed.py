@@ -19,7 +19,7 @@ def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: st
     """Returns `predicted` with the time and memory of `steps` executed steps, the first of which
     are warm-up. The plan is written to `path`. If the run fails, the row has the reason.
     """
-    if policies.is_prediction_only(plan.policy):
+    if policies.find(plan.policy).prediction_only:
         return msgspec.structs.replace(
             predicted,
             decided_by="refused",

@@ -18,12 +18,14 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
     import importlib.metadata
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -32,6 +34,18 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     import importlib.metadata  # takes 50 ms, and most commands do not need it
 
     return {point.name: point for point in importlib.metadata.entry_points(group=group)}
+
+
+def load_as(group: str, name: str, kind: type[T], allowed: str) -> T:
+    """Returns the object of the entry point `name`.
+
+    Raises UserError if importing it fails, or if it is no `kind`, which `allowed` describes.
+    """
+    found = load(group, name)
+    if isinstance(found, kind):
+        return found
+    where = f"{group} entry point {installed(group)[name].value}"
+    raise UserError(where, found=type(found).__name__, allowed=allowed, fix="see docs/adding.md")
 
 
 @functools.cache

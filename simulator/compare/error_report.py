@@ -7,8 +7,6 @@ small.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -214,66 +212,6 @@ class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
     latest: Divergence | None = None
     """The op with the largest delay against the replay, even if it does not diverge. None if there
     is no replay."""
-
-    def to_rows(self) -> list[dict[str, Any]]:
-        """Returns flat rows with the same keys, for a table of many runs.
-
-        There is one row for the step, each kind, each lane (its busy time) and each part.
-        """
-
-        def row(
-            scope: str,
-            name: str,
-            count: int,
-            predicted: float,
-            measured: float,
-            error: float | None,
-        ) -> dict[str, Any]:
-            about = {
-                "policy": self.policy,
-                "digest": self.digest,
-                "scope": scope,
-                "name": name,
-                "count": count,
-            }
-            return {
-                **about,
-                "predicted_seconds": predicted,
-                "measured_seconds": measured,
-                "error": error,
-            }
-
-        rows = [row("step", "step", 1, self.predicted_seconds, self.measured_seconds, self.error)]
-        rows += [
-            row(
-                "kind",
-                kind.kind,
-                kind.count,
-                kind.predicted_seconds,
-                kind.measured_seconds,
-                kind.error,
-            )
-            for kind in self.kinds
-        ]
-        rows += [
-            row(
-                "lane",
-                lane.lane,
-                1,
-                lane.predicted_busy_seconds,
-                lane.measured_busy_seconds,
-                lane.busy_error,
-            )
-            for lane in self.lanes
-        ]
-        parts = [
-            (part, relative_error(part.predicted_seconds, part.measured_seconds))
-            for part in self.parts
-        ]
-        return rows + [
-            row("part", part.name, 1, part.predicted_seconds, part.measured_seconds, error)
-            for part, error in parts
-        ]
 
 
 def peak_error(what: str, predicted_bytes: int, measured_bytes: int) -> PeakError:

@@ -75,9 +75,9 @@ _SPREAD = ["median", "P95 |error|", "worst", "op"]
 
 def _step(report: ErrorReport) -> list[list[str]]:
     """Returns the table of the three errors of the step."""
-    rows = [["step", "predicted", "measured", "error", "", ""]]
     predicted, measured = _times(report.predicted_seconds, report.measured_seconds)
-    rows.append(
+    rows = [
+        ["step", "predicted", "measured", "error", "", ""],
         [
             "end to end",
             predicted,
@@ -85,31 +85,17 @@ def _step(report: ErrorReport) -> list[list[str]]:
             _two_decimals(report.error),
             "",
             "the median step's timeline",
-        ]
-    )
-    if report.replayed_seconds is not None:
-        (replayed,) = _times(report.replayed_seconds)
-        rows.append(
-            [
-                "engine",
-                replayed,
-                measured,
-                _two_decimals(report.engine_error),
-                "",
-                "measured durations, replayed",
-            ]
-        )
-        rows.append(
-            [
-                "cost model",
-                predicted,
-                replayed,
-                _two_decimals(report.cost_model_error),
-                "",
-                "effect of wrong durations on the step",
-            ]
-        )
-    return rows
+        ],
+    ]
+    if report.replayed_seconds is None:
+        return rows
+    (replayed,) = _times(report.replayed_seconds)
+    engine, model = _two_decimals(report.engine_error), _two_decimals(report.cost_model_error)
+    return [
+        *rows,
+        ["engine", replayed, measured, engine, "", "measured durations, replayed"],
+        ["cost model", predicted, replayed, model, "", "effect of wrong durations on the step"],
+    ]
 
 
 def _steps(report: ErrorReport) -> list[str]:
@@ -136,49 +122,52 @@ def _steps(report: ErrorReport) -> list[str]:
 
 
 def _kinds(report: ErrorReport) -> list[list[str]]:
-    rows = [["op kind", "ops", "predicted", "measured", "error", "of the step", *_SPREAD]]
-    for kind in report.kinds:
-        errors = _errors(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op)
-        totals = [signed_percent(kind.error), signed_percent(kind.of_step)]
-        rows.append(
+    return [
+        ["op kind", "ops", "predicted", "measured", "error", "of the step", *_SPREAD],
+        *(
             [
                 kind.kind,
                 str(kind.count),
                 *_times(kind.predicted_seconds, kind.measured_seconds),
-                *totals,
-                *errors,
+                signed_percent(kind.error),
+                signed_percent(kind.of_step),
+                *_errors(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op),
             ]
-        )
-    return rows
+            for kind in report.kinds
+        ),
+    ]
 
 
 def _lanes(report: ErrorReport) -> list[list[str]]:
-    rows = [["lane", "ops", "predicted", "measured", "error", "stalled", *_SPREAD]]
-    for lane in report.lanes:
-        busy = [
-            str(lane.count),
-            *_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
-            signed_percent(lane.busy_error),
-        ]
-        errors = _errors(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op)
-        rows.append([lane.lane, *busy, *_times(lane.measured_stalled_seconds), *errors])
-    return rows
+    return [
+        ["lane", "ops", "predicted", "measured", "error", "stalled", *_SPREAD],
+        *(
+            [
+                lane.lane,
+                str(lane.count),
+                *_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+                signed_percent(lane.busy_error),
+                *_times(lane.measured_stalled_seconds),
+                *_errors(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op),
+            ]
+            for lane in report.lanes
+        ),
+    ]
 
 
 def _parts(report: ErrorReport) -> list[list[str]]:
-    rows = [["part of the step", "predicted", "measured", "of the step"]]
-    for part in report.parts:
-        name = {"compute": "compute busy", "waiting": "no lane busy"}.get(
-            part.name, f"exposed {part.name}"
-        )
-        rows.append(
+    names = {"compute": "compute busy", "waiting": "no lane busy"}
+    return [
+        ["part of the step", "predicted", "measured", "of the step"],
+        *(
             [
-                name,
+                names.get(part.name, f"exposed {part.name}"),
                 *_times(part.predicted_seconds, part.measured_seconds),
                 signed_percent(part.of_step),
             ]
-        )
-    return rows
+            for part in report.parts
+        ),
+    ]
 
 
 def _order(report: ErrorReport) -> list[str]:
@@ -217,20 +206,20 @@ def _order(report: ErrorReport) -> list[str]:
 
 
 def _memory(report: ErrorReport) -> list[list[str]]:
-    rows = [["memory", "predicted", "measured", "error"]]
-    for peak in report.memory:
-        error = (
-            "equal" if peak.predicted_bytes == peak.measured_bytes else _two_decimals(peak.error)
-        )
-        rows.append(
+    return [
+        ["memory", "predicted", "measured", "error"],
+        *(
             [
                 peak.what,
                 format_bytes(peak.predicted_bytes),
                 format_bytes(peak.measured_bytes),
-                error,
+                "equal"
+                if peak.predicted_bytes == peak.measured_bytes
+                else _two_decimals(peak.error),
             ]
-        )
-    return rows
+            for peak in report.memory
+        ),
+    ]
 
 
 def align(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:

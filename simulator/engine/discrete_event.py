@@ -44,16 +44,6 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     Raises DeadlockError if lanes are blocked. It names the first blocked op of each lane and the
     ops that it waits for.
     """
-    starts, ends = _play(schedule, costs)
-    spans = [
-        Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
-        for op, start, end in zip(schedule.ops, starts, ends, strict=True)
-    ]
-    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
-
-
-def _play(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
-    """Returns the starts and ends of all ops, in nanoseconds and in program order."""
     environment = simpy.Environment()
     sizes = costs.sizes(schedule)
     times, demands = (
@@ -76,7 +66,11 @@ def _play(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
     ends = state.ends[:-1]
     if _NOT_YET in ends:
         raise DeadlockError(_blocked(schedule, state))
-    return state.starts, ends
+    spans = [
+        Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
+        for op, start, end in zip(schedule.ops, state.starts, ends, strict=True)
+    ]
+    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
 
 
 def _queues(schedule: Schedule) -> list[list[int]]:

@@ -22,10 +22,11 @@ def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
 
     Raises ScheduleError if an op depends on a later one.
     """
-    ends, starts = _times(schedule, costs)
+    sizes, ends = costs.sizes(schedule), _ends(schedule, _durations_ns(schedule, costs))
+    times = [costs.duration_ns(op) for op in sizes.ops]
     spans = [
-        Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
-        for op, start, end in zip(schedule.ops, starts, ends, strict=True)
+        Span(op=op.id, lane=op.lane, start_ns=end - times[size], end_ns=end)
+        for op, size, end in zip(schedule.ops, sizes.which, ends, strict=True)
     ]
     return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
 
@@ -74,14 +75,6 @@ def _ends(schedule: Schedule, times: list[int]) -> list[int]:
         free[lane] = start = start + time
         ended(start)
     return ends
-
-
-def _times(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]:
-    """Returns the ends and starts of all ops, in program order."""
-    sizes = costs.sizes(schedule)
-    ends = _ends(schedule, _durations_ns(schedule, costs))
-    times = [costs.duration_ns(op) for op in sizes.ops]
-    return ends, [end - times[size] for end, size in zip(ends, sizes.which, strict=True)]
 
 
 class LowerBounds(msgspec.Struct, frozen=True, kw_only=True):

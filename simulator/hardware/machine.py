@@ -418,7 +418,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return _as_measured(read_toml(library()[name], cls))
         if name in (measured := _only_measured()):
             return measured[name]
-        return cls._installed(name)
+        found = plugins.load(GROUP, name)
+        if isinstance(found, str | Path):
+            return read_toml(Path(found), cls)
+        return plugins.load_as(GROUP, name, cls, "a HardwareSpec, or the path of its TOML file")
 
     @classmethod
     def of_gpu(cls, gpu: str) -> HardwareSpec | None:
@@ -443,26 +446,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         elif self.measured_by_others:
             sheet = _of_gpu(self.gpu_names[0])
         return sheet.peak_tflops.get(dtype) if sheet else None
-
-    @classmethod
-    def _installed(cls, name: str) -> HardwareSpec:
-        """Returns the machine that an installed package names."""
-        found = plugins.load(GROUP, name)
-        if isinstance(found, str | Path):
-            return read_toml(Path(found), cls)
-        if not isinstance(found, cls):
-            raise UserError(
-                f"{GROUP} entry point {plugins.installed(GROUP)[name].value}",
-                found=type(found).__name__,
-                allowed="a HardwareSpec, or the path of its TOML file",
-                fix="see docs/adding.md",
-            )
-        return found
-
-
-def library_names() -> list[str]:
-    """Returns the names of the machines in the library."""
-    return list(library())
 
 
 def known_names() -> list[str]:

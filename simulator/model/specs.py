@@ -132,19 +132,6 @@ class Work(NamedTuple):
         return self.linear_flops + self.attention_flops
 
 
-class SavedActivations(NamedTuple):
-    """Bytes that a decoder layer needs from its forward to its backward, for each way to save
-    them.
-    """
-
-    store: int
-    """Device bytes if activations are saved: all tensors that autograd saves."""
-    recompute: int
-    """Device bytes if the layer is recomputed: its input."""
-    park: int
-    """Host bytes if the layer is recomputed from an offloaded input."""
-
-
 class KeptAttention(NamedTuple):
     """Bytes of a layer's saved attention, which is the output and the log-sum-exp in one buffer."""
 
@@ -539,11 +526,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     added if written else 0
                 )
         return sum(masks.values()) + (added if masks else 0)
-
-    def saved(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> SavedActivations:
-        """Returns the bytes of each way to save a decoder layer's activations."""
-        row = tokens * self.carried * DTYPE_BYTES[dtype]
-        return SavedActivations(self.saved_bytes(layer, tokens, sequence, dtype), row, row)
 
     def with_layers(self, layers: int) -> ModelSpec:
         """Returns the model with only its first `layers` decoder layers."""

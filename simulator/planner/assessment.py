@@ -89,7 +89,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     estimates otherwise. They describe this project's runtime, so they are not used for the policies
     of other systems, whose schedules list all that their ops allocate.
     """
-    if policy_library.is_prediction_only(plan.policy):
+    if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)

@@ -102,7 +102,9 @@ def best_split(
             break
         costs = cost_model(hardware, model, work)
         plan = Plan(
-            policy=next((name for name in names if policy_library.places(name)), names[0]),
+            policy=next(
+                (name for name in names if policy_library.find(name).places_state), names[0]
+            ),
             hardware=hardware.name,
             source=model.name,
             model=model,
@@ -140,7 +142,7 @@ def best_split(
 
     best, placing = (
         searched(chosen[0], policies),
-        [name for name in names if policy_library.places(name)],
+        [name for name in names if policy_library.find(name).places_state],
     )
     for work in chosen[1:]:
         if not placing or rank(searched(work, placing)[0]) < rank(best[0]):
@@ -154,7 +156,7 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
     For a policy that places state: plans that save the activations of none, and of as many layers
     as fit. For other policies: one plan for each checkpoint interval.
     """
-    if policy_library.places(plan.policy):
+    if policy_library.find(plan.policy).places_state:
         search = PlacementSearch(plan, costs)
         layers = plan.model.layers
         for base in (Placement(), Placement(offloaded_inputs="all")):

@@ -41,7 +41,7 @@ class MemoryFootprint:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
-        places = policy_library.places(plan.policy)
+        places = policy_library.find(plan.policy).places_state
         # Without placement no buffer depends on the bytes of a copy. One copy is lowered faster.
         buffers = policy_library.outline(
             plan if places else with_knobs(plan, chunk_bytes=ONE_COPY)
@@ -179,10 +179,10 @@ def least_memory_plans(plan: Plan, costs: CostModel, names: Iterable[str]) -> li
     they have no knobs. Policies that another one of `names` dominates are also left out, because
     they need no less memory.
     """
-    chosen = [name for name in names if not policy_library.is_prediction_only(name)]
+    chosen = [name for name in names if not policy_library.find(name).prediction_only]
     found = []
     for name in chosen:
-        if policy_library.dominated_by(name) not in chosen:
+        if policy_library.find(name).dominated_by not in chosen:
             found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
     return found
 
@@ -222,7 +222,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     decoders = [str(index) for index in range(model.layers)]
     counts = (
         {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
-        if policy_library.places(plan.policy)
+        if policy_library.find(plan.policy).places_state
         else set()
     )
     offloads = [

@@ -114,7 +114,7 @@ class Filling:
     """Builds plans that fill the device's memory, for one model and workload."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self.costs, self.defers_update = costs, policies.defers_update(plan)
+        self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._accounts: dict[tuple[Knobs, int, int], Account] = {}
         self.attention_layers = [
             layer.name for layer in plan.model.decoders if self._attention_pays(plan, layer.name)

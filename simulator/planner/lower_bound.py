@@ -177,7 +177,7 @@ class _Flow:
         """For each layer, the time at which its offloaded input is in host memory."""
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        self.defers_update = policies.defers_update(plan)
+        self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
         self.resident = {name: plan.placed(name) - self.on_host for name in (*_STATE, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (

@@ -122,7 +122,7 @@ class PlacementSearch:
                 plan,
                 chunk_bytes=usual,
                 state_slots=_STATE_SLOTS,
-                weights_ahead=int(not policies.defers_update(plan)),
+                weights_ahead=int(not policies.find(plan.policy).defers_update(plan)),
             ),
             costs,
         )
@@ -140,7 +140,7 @@ class PlacementSearch:
     def _best_with(self, knobs: dict[str, int]) -> Choice | None:
         """Returns the fastest plan with these slots and bytes of a copy. None if no plan fits."""
         candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))
-        if policies.defers_update(self.plan):
+        if policies.find(self.plan.policy).defers_update(self.plan):
             # Updates on the host copy no optimizer state over the link, so they delay the first
             # forward pass less. These plans may be much faster.
             candidates += [

@@ -124,11 +124,11 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
 
 def _best(plan: Plan, costs: CostModel) -> Choice:
     """Returns the best choice for the policy of `plan`."""
-    if policy_library.is_prediction_only(plan.policy):
+    if policy_library.find(plan.policy).prediction_only:
         return assess(plan, costs)
     return (
         PlacementSearch(plan, costs).best()
-        if policy_library.places(plan.policy)
+        if policy_library.find(plan.policy).places_state
         else SlotSearch(plan, costs).best()
     )
 
@@ -196,9 +196,16 @@ def candidates(
     if hardware.unified or names != policy_library.contenders():
         found = found_by(names)
     else:
-        later = [name for name in names if name != "resident" and not policy_library.places(name)]
+        later = [
+            name
+            for name in names
+            if name != "resident" and not policy_library.find(name).places_state
+        ]
         # The likely winner is searched last, so that its schedule is still cached afterwards.
-        first = sorted((name for name in names if name not in later), key=policy_library.places)
+        first = sorted(
+            (name for name in names if name not in later),
+            key=lambda name: policy_library.find(name).places_state,
+        )
         found = found_by(first)
         if found[0].feasible:
             bounded = [
@@ -212,7 +219,9 @@ def candidates(
             bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
         if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
             found = sorted([*found, *found_by(hopeful)], key=rank)
-    own = [choice for choice in found if not policy_library.is_prediction_only(choice.plan.policy)]
+    own = [
+        choice for choice in found if not policy_library.find(choice.plan.policy).prediction_only
+    ]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
         fitting = (
@@ -253,7 +262,7 @@ def _with_runner_up(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
 
 def _is_rival(choice: Choice) -> bool:
     """Returns whether the plan fits and the runtime can execute it."""
-    return choice.feasible and not policy_library.is_prediction_only(choice.plan.policy)
+    return choice.feasible and not policy_library.find(choice.plan.policy).prediction_only
 
 
 def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:

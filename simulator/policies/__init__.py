@@ -7,7 +7,9 @@ name. Most functions below take a plan and ask the policy that it names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import msgspec
 
@@ -22,19 +24,15 @@ from megatrain.simulator.schedule.plan import Plan
 __all__ = [
     "Policy",
     "contenders",
-    "defers_update",
-    "dominated_by",
     "evaluation",
     "executable",
     "find",
     "flush_update",
-    "is_prediction_only",
     "lower",
     "lower_uncached",
     "names",
     "outline",
     "peers",
-    "places",
     "verified",
 ]
 
@@ -55,21 +53,6 @@ def contenders() -> list[str]:
 def peers() -> list[str]:
     """Returns the registered policies of other systems, which are only for prediction."""
     return [name for name in registered() if find(name).prediction_only]
-
-
-def dominated_by(name: str) -> str:
-    """Returns the policy that can do all that `name` can, or an empty string."""
-    return find(name).dominated_by
-
-
-def is_prediction_only(name: str) -> bool:
-    """Returns whether the policy is that of another system and cannot be executed."""
-    return find(name).prediction_only
-
-
-def places(name: str) -> bool:
-    """Returns whether the policy keeps each layer's state where the plan places it."""
-    return find(name).places_state
 
 
 def lower(plan: Plan) -> Schedule:
@@ -95,12 +78,8 @@ def _lowered(plan: Plan) -> Schedule:
 def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
-    try:
+    with _failures_named(plan.policy, "lower"):
         return policy.lower(plan)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _failed(plan.policy, "lower", error) from error
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
@@ -112,12 +91,8 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     policy = _policy(plan)
     if type(policy).buffers is Policy.buffers:
         return lower(plan)
-    try:
+    with _failures_named(plan.policy, "buffers"):
         return policy.buffers(plan, merged=merged)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _failed(plan.policy, "buffers", error) from error
 
 
 def _policy(plan: Plan) -> Policy:
@@ -136,20 +111,21 @@ def _policy(plan: Plan) -> Policy:
     return policy
 
 
-def _failed(name: str, method: str, error: Exception) -> UserError:
-    """Returns the error for a policy that failed in `method`."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return UserError(
-        f"policy {name}",
-        found=f"{type(error).__name__} in {method}: {text}",
-        allowed="a schedule, or a UserError for a plan that the policy refuses",
-        fix="correct the policy, or use another one",
-    )
-
-
-def defers_update(plan: Plan) -> bool:
-    """Returns whether a step of `plan` defers its update to the next step."""
-    return find(plan.policy).defers_update(plan)
+@contextlib.contextmanager
+def _failures_named(name: str, method: str) -> Iterator[None]:
+    """Raises UserError with the policy's name if its `method` fails in the block."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"policy {name}",
+            found=f"{type(error).__name__} in {method}: {text}",
+            allowed="a schedule, or a UserError for a plan that the policy refuses",
+            fix="correct the policy, or use another one",
+        ) from error
 
 
 def flush_update(plan: Plan) -> Schedule | None:
@@ -191,7 +167,7 @@ def executable(plan: Plan) -> Schedule:
     Raises UserError if the digest differs, or if the policy is only for prediction.
     """
     schedule = verified(plan)
-    if is_prediction_only(plan.policy):
+    if find(plan.policy).prediction_only:
         raise UserError(
             "plan: policy",
             found=f"{plan.policy}, the policy of another system, which is only for prediction",

@@ -167,7 +167,6 @@ class _Code:
             max(logits + 2 * chunk + self.device_bytes(self.model.head) - reused, 0),
             "workspace",
         )
-        self.loaded = self.passes = 0
 
     def device_bytes(self, layer: str) -> int:
         """Returns the bytes of the layer's weights in the compute dtype."""

@@ -22,6 +22,7 @@ with PyTorch alone, some 3 GiB with DeepSpeed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -137,8 +138,8 @@ class Offload:
         self.held: str | None = None
         """The slot with a tied matrix's gradient, between the head's and the embedding's backward.
         """
-        self.passes = 0
-        """Host passes so far."""
+        self.passes = itertools.count()
+        """Numbers of the host passes."""
         reused = workspace(builder, plan) + plan.model.max_saved_bytes(
             plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
         )
@@ -156,16 +157,12 @@ class Offload:
         `bytes_` are read and written per parameter.
         """
         self.builder.op(
-            OpId("host_pass", chunk=self._next()),
+            OpId("host_pass", chunk=next(self.passes)),
             "cpu",
             reads,
             writes,
             bytes=bytes_ * self.parameters,
         )
-
-    def _next(self) -> int:
-        self.passes += 1
-        return self.passes - 1
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """Returns what `ParameterStore.weights` returns.

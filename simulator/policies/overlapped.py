@@ -40,21 +40,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
-from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
-from megatrain.simulator.schedule import OpId, Schedule
-from megatrain.simulator.schedule.arithmetic import (
-    STATE,
-    StateClass,
-    contributions,
-    gradient_bytes,
-    gradient_dtype,
-    state_bytes,
-    state_dtype,
-)
+from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
+from megatrain.simulator.schedule.arithmetic import STATE, StateClass, contributions, layer_state
 from megatrain.simulator.schedule.plan import Plan
 
 UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
@@ -77,7 +68,7 @@ class _OverlappedStore:
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
         """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
-        self.gradient_bytes = {layer: gradient_bytes(plan, layer) for layer in self.stack}
+        self.state = {layer: layer_state(plan, layer) for layer in self.stack}
         self.home: dict[tuple[StateClass, str], str] = {}
         """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
         gradient that is used up inside the backward pass has none."""
@@ -87,7 +78,7 @@ class _OverlappedStore:
             resident = plan.placed(name) - self.on_host
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
-                size = state_bytes(plan, name, layer)
+                size, dtype = self.state[layer][name]
                 if size and (
                     layer in placed
                     or name != "gradients"
@@ -95,13 +86,12 @@ class _OverlappedStore:
                     or self.contributions[layer] > 1
                 ):
                     place = "device" if layer in resident else "host"
-                    dtype = state_dtype(plan, name, layer)
                     self.home[name, layer] = builder.persistent(
                         f"{place}.{name}", layer, size * spec.elements, name, dtype
                     )
-        self._make_slots()
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
+        self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
         self.updated: set[str] = set()
@@ -117,51 +107,44 @@ class _OverlappedStore:
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
-            streaming = {
-                layer: spec
+            streaming = [
+                (self.state[layer][name], spec.elements)
                 for layer, spec in self.stack.items()
                 if self._streams(name, layer) and layer not in self.on_host
-            }
-            sizes = [
-                state_bytes(self.plan, name, layer) * min(self.chunk, spec.elements)
-                for layer, spec in streaming.items()
             ]
-            dtypes = {state_dtype(self.plan, name, layer) for layer in streaming}
-            if sizes:
-                dtype = dtypes.pop() if len(dtypes) == 1 else "home"
+            dtypes = {part.dtype for part, _ in streaming}
+            if streaming:
                 self.builder.slots(
                     f"device.{name}_chunks",
                     self.plan.knobs.state_slots,
-                    max(sizes),
+                    max(part.bytes * min(self.chunk, elements) for part, elements in streaming),
                     name,
-                    dtype,
+                    dtypes.pop() if len(dtypes) == 1 else "home",
                     chunk=True,
                     knob="state_slots",
                 )
-        pools: dict[tuple[str, StateClass, Dtype, str], list[tuple[int, int]]] = {}
+        pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
         for layer, spec in self.stack.items():
             decoder = spec.kind == "decoder"
             if self._streams("weights", layer):
-                kind: tuple[str, StateClass, Dtype, str] = (
-                    self._weight_pool(layer),
+                cache = self._cache(layer)
+                kind: tuple[str, StateClass, BufferDtype, str] = (
+                    cache.pool,
                     "weights",
                     self.plan.workload.dtype,
                     "weight_slots" if decoder else "",
                 )
-                pools.setdefault(kind, []).append(
-                    (self.plan.knobs.weight_slots if decoder else 1, self.width * spec.elements)
-                )
+                pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
+                size, dtype = self.state[layer]["gradients"]
                 kind = (
                     self._gradient_pool(layer),
                     "gradients",
-                    gradient_dtype(self.plan, layer),
+                    dtype,
                     "gradient_slots" if decoder else "",
                 )
-                pools.setdefault(kind, []).append(
-                    (count, self.gradient_bytes[layer] * spec.elements)
-                )
+                pools.setdefault(kind, []).append((count, size * spec.elements))
         for (pool, name, dtype_, knob), wanted in pools.items():
             self.builder.slots(
                 pool,
@@ -171,13 +154,6 @@ class _OverlappedStore:
                 dtype_,
                 knob=knob,
             )
-
-    def _weight_pool(self, layer: str) -> str:
-        return (
-            "device.streamed_weights"
-            if self.stack[layer].kind == "decoder"
-            else "device.streamed_vocabulary"
-        )
 
     def _gradient_pool(self, layer: str) -> str:
         """Returns the pool of slots for the layer's gradient.
@@ -274,9 +250,8 @@ class _OverlappedStore:
             self.emit_pending_update()
         slot = self.builder.acquire(pool)
         if adding:
-            self._copies(
-                "load_gradients", layer, phase, micro, home, slot, self.gradient_bytes[layer]
-            )
+            width = self.state[layer]["gradients"].bytes
+            self._copies("load_gradients", layer, phase, micro, home, slot, width)
         return slot, adding
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
@@ -299,9 +274,8 @@ class _OverlappedStore:
             return
         home = self.home.get(("gradients", layer), "")
         if buffer != home:
-            self._copies(
-                "save_gradients", layer, phase, micro, buffer, home, self.gradient_bytes[layer]
-            )
+            width = self.state[layer]["gradients"].bytes
+            self._copies("save_gradients", layer, phase, micro, buffer, home, width)
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
@@ -455,7 +429,7 @@ class _DeviceUpdate:
         self.loaded = [name for name in streamed if not (name == "weights" and source)]
         self.saved = [name for name in streamed if name != "gradients"]
         self.load_bytes, self.save_bytes = (
-            sum([state_bytes(store.plan, name, layer) for name in names])
+            sum([store.state[layer][name].bytes for name in names])
             for names in (self.loaded, self.saved)
         )
         """Bytes per parameter of one load, and of one save."""

@@ -8,7 +8,8 @@ the head's gradient before the embedding's own.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+from typing import Any, Literal, NamedTuple
 
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
@@ -25,6 +26,15 @@ STATE: tuple[StateClass, ...] = ("weights", "master_low", "moments", "gradients"
 """The classes of data that make up a layer's state."""
 
 
+class StatePart(NamedTuple):
+    """The size and the dtype of one class of a layer's state."""
+
+    bytes: int
+    """Bytes per parameter, 0 if the layer does not have this class."""
+    dtype: BufferDtype
+    """The dtype of its elements."""
+
+
 def contributions(plan: Plan, layer: str) -> int:
     """Returns how many gradients of `layer` are computed in one step: one per micro-batch, or two
     per micro-batch for a tied embedding.
@@ -32,41 +42,37 @@ def contributions(plan: Plan, layer: str) -> int:
     return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
 
 
-def gradient_dtype(plan: Plan, layer: str) -> Dtype:
-    """Returns the dtype of a layer's gradient of a step: fp32 if several gradients are summed,
-    otherwise the compute dtype.
+def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
+    """Returns the size and the dtype of each class of a layer's state."""
+    moments = find(plan.workload.optimizer).moments
+    return _layer_state(plan.workload.dtype, moments, contributions(plan, layer) > 1)
+
+
+@functools.cache
+def _layer_state(work: Dtype, moments: int, summed: bool) -> dict[StateClass, StatePart]:
+    """Cached because a search asks for each layer of each plan.
+
+    The gradient of a step is fp32 if several gradients are `summed`, otherwise it has the compute
+    dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master.
     """
-    return "fp32" if contributions(plan, layer) > 1 else plan.workload.dtype
+    width = DTYPE_BYTES[work]
+    gradient: Dtype = "fp32" if summed else work
+    return {
+        "weights": StatePart(width, work),
+        "master_low": StatePart(4 - width, "int16"),
+        "moments": StatePart(4 * moments, "fp32"),
+        "gradients": StatePart(DTYPE_BYTES[gradient], gradient),
+    }
+
+
+def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
+    """Returns the bytes per parameter of one class of a layer's state."""
+    return layer_state(plan, layer)[name].bytes
 
 
 def gradient_bytes(plan: Plan, layer: str) -> int:
     """Returns the bytes per parameter of a layer's gradient of a step."""
-    return DTYPE_BYTES[gradient_dtype(plan, layer)]
-
-
-def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
-    """Returns the bytes per parameter of one class of a layer's state. `master_low` has 0 bytes in
-    fp32, where the weight is the whole master.
-    """
-    width = DTYPE_BYTES[plan.workload.dtype]
-    return {
-        "weights": width,
-        "master_low": 4 - width,
-        "moments": 4 * find(plan.workload.optimizer).moments,
-        "gradients": gradient_bytes(plan, layer),
-    }[name]
-
-
-def state_dtype(plan: Plan, name: StateClass, layer: str) -> BufferDtype:
-    """Returns the dtype of one class of a layer's state."""
-    work = plan.workload.dtype
-    dtypes: dict[StateClass, BufferDtype] = {
-        "weights": work,
-        "master_low": "int16",
-        "moments": "fp32",
-        "gradients": gradient_dtype(plan, layer),
-    }
-    return dtypes[name]
+    return state_bytes(plan, "gradients", layer)
 
 
 def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:

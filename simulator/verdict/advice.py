@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.base.units import exact_size, format_bytes, parse_bytes, rounded_up
+from megatrain.simulator.base.units import exact_size, format_bytes, rounded_up
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
@@ -63,17 +63,18 @@ class Adviser:
         costs: CostModel,
         names: list[str],
         search: Search,
+        footprints: list[MemoryFootprint],
     ) -> None:
-        self.choice, self.hardware, self.costs, self.names, self.search = (
+        self.choice, self.hardware, self.costs, self.names, self.search, self.footprints = (
             choice,
             hardware,
             costs,
             names,
             search,
+            footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
-        self.footprints = self._least(self.work)
 
     def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
         """Returns the plans that need the least memory for another workload or other limits."""
@@ -191,7 +192,7 @@ class Adviser:
             # A search with so little memory finds the same plan, and takes seconds.
             plan = msgspec.structs.replace(device_fits[index].plan, host_limit_bytes=least)
             choice = assess(MemoryFootprint(plan, self.costs).placed(), self.costs)
-            found.append(self._memory({"host": least}, choice=choice))
+            found += self._memory({"host": least}, choice=choice)
             found += self._most_useful_host(least)
         elif batch := largest_batch(self.footprints, self.work, _PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)
@@ -201,29 +202,18 @@ class Adviser:
                 if footprint.account(work, host_limit=_PLENTY).fits
             ]
             least = min(self._least_host(footprint, work) for footprint in able)
-            found += (
-                [self._memory({"host": least}, {"batch": str(batch)})]
-                if least > self.plan.host_limit_bytes
-                else []
-            )
+            if least > self.plan.host_limit_bytes:
+                found += self._memory({"host": least}, {"batch": str(batch)})
         if host_fits:
-            found.append(
-                self._memory({"device": min(account.device_peak_bytes for account in host_fits)})
+            found += self._memory(
+                {"device": min(account.device_peak_bytes for account in host_fits)}
             )
         if not device_fits and not host_fits:
             nearest = min(accounts, key=_excess)
-            found.append(
-                self._memory({"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes})
+            found += self._memory(
+                {"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes}
             )
-        return [entry for entry in found if self._has(entry)]
-
-    def _has(self, entry: Suggestion) -> bool:
-        """Returns whether the machine has the device memory of a suggestion.
-
-        On a machine with one memory, its host memory is the device's too.
-        """
-        size = entry.options.get("device-memory")
-        return size is None or parse_bytes(size) <= self.hardware.device_bytes
+        return found
 
     def _most_useful_host(self, least: int) -> list[Suggestion]:
         """Returns the suggestion to have as much host memory as the fastest plan needs.
@@ -236,8 +226,10 @@ class Adviser:
         size = rounded_up(found.account.host_peak_bytes)
         if not found.feasible or size <= least:
             return []
-        entry = self._memory({"host": size}, choice=found)
-        return [msgspec.structs.replace(entry, note="more host memory gains nothing")]
+        return [
+            msgspec.structs.replace(entry, note="more host memory gains nothing")
+            for entry in self._memory({"host": size}, choice=found)
+        ]
 
     def _least_host(self, footprint: MemoryFootprint, work: Workload | None = None) -> int:
         """Returns the least host memory with which the footprint fits, in bytes.
@@ -262,8 +254,10 @@ class Adviser:
         needs: dict[str, int],
         others: dict[str, str] | None = None,
         choice: Choice | None = None,
-    ) -> Suggestion:
+    ) -> list[Suggestion]:
         """Returns the suggestion to have more memory.
+
+        Returns nothing if the machine does not have so much device memory.
 
         Args:
             needs: `device` or `host` -> bytes of memory needed.
@@ -274,6 +268,8 @@ class Adviser:
         if self.hardware.unified:  # both options limit the same memory
             needs = dict.fromkeys(limits, sum(needs.values()))
         needs = {place: rounded_up(size) for place, size in needs.items()}
+        if needs.get("device", 0) > self.hardware.device_bytes:
+            return []
         options = (others or {}) | {
             f"{place}-memory": exact_size(size) for place, size in needs.items()
         }
@@ -283,23 +279,24 @@ class Adviser:
         work = msgspec.structs.replace(
             self.work, batch=int(options.get("batch", str(self.work.batch)))
         )
-        return Suggestion(
-            change=f"{_as_options(options)}, {format_bytes(more)} more",
-            options=options,
-            fits=True,
-            tokens_per_second=(
-                tokens_per_second(work, choice.step_seconds)
-                if choice
-                else self._speed(
-                    work,
-                    self._least(
-                        work, **{f"{place}_limit_bytes": size for place, size in needs.items()}
-                    ),
-                    **{f"{place}_limit": size for place, size in needs.items()},
-                )
-            ),
-            note=_note(others or {}, work),
-        )
+        if choice:
+            speed: float | None = tokens_per_second(work, choice.step_seconds)
+        else:
+            least = self._least(
+                work, **{f"{place}_limit_bytes": size for place, size in needs.items()}
+            )
+            speed = self._speed(
+                work, least, **{f"{place}_limit": size for place, size in needs.items()}
+            )
+        return [
+            Suggestion(
+                change=f"{_as_options(options)}, {format_bytes(more)} more",
+                options=options,
+                fits=True,
+                tokens_per_second=speed,
+                note=_note(others or {}, work),
+            )
+        ]
 
     def _smaller_moments(self) -> list[Suggestion]:
         """Returns the effect of moments in bf16 on memory."""
@@ -368,7 +365,7 @@ class Adviser:
         """Returns a lower bound, in seconds, of the step time of the choice's policy, for another
         workload and limits. 0 if no bound is known.
         """
-        if not policy_library.places(self.plan.policy):
+        if not policy_library.find(self.plan.policy).places_state:
             return 0.0
         plan = msgspec.structs.replace(
             self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit

@@ -7,15 +7,15 @@ first one that fits: of machines with more memory the one with the least, of mod
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.hardware.machine import HardwareSpec, library_names
+from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import library as model_library
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.search import candidates
@@ -47,14 +47,13 @@ def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
 
 def library_models() -> list[ModelSpec]:
     """Returns the models of the library, the one with the most parameters first."""
-    folder = Path(__file__).parents[1] / "library" / "models"
-    models = (ModelSpec.load(file.stem) for file in sorted(folder.glob("*.json")))
+    models = (ModelSpec.load(name) for name in model_library())
     return sorted(models, key=lambda model: -model.parameters)
 
 
 def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
     """Yields the machine with the least GPU memory, more than `hardware` has, that fits."""
-    machines = [HardwareSpec.load(name) for name in library_names()]
+    machines = [HardwareSpec.load(name) for name in library()]
     larger = [
         machine
         for machine in machines

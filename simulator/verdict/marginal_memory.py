@@ -61,7 +61,7 @@ def one_more_gib(
     Returns nothing for a choice that does not fit, for a policy of another system, and for a
     machine with unified memory, where nothing streams.
     """
-    if not choice.feasible or hardware.unified or policies.is_prediction_only(choice.plan.policy):
+    if not choice.feasible or hardware.unified or policies.find(choice.plan.policy).prediction_only:
         return ()
     found = []
     for place in ("device", "host"):
@@ -93,7 +93,7 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
         "host": ("host_limit_bytes", plan.host_limit_bytes),
     }[place]
     roomier = msgspec.structs.replace(plan, **{more[0]: more[1] + GIB})
-    if not policies.places(plan.policy):
+    if not policies.find(plan.policy).places_state:
         if _has_plenty(plan, place, costs):
             return None, 1.0
         again = SlotSearch(roomier, costs).best()

@@ -205,7 +205,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
     """
     plan, account, limits = choice.plan, choice.account, choice.bounds
     work, seconds = plan.workload, choice.step_seconds
-    peer = policy_library.is_prediction_only(plan.policy)
+    peer = policy_library.find(plan.policy).prediction_only
     peak, matmul = hardware.datasheet_tflops(work.dtype), hardware.peak_tflops.get(work.dtype)
     low, high = _range(choice, hardware)
     verdict = Verdict(
@@ -404,7 +404,7 @@ def explain(
         footprints.append(MemoryFootprint(plan, costs))
 
     # If the chosen policy places state, the other policies were slower or did not fit.
-    searched = [plan.policy] if policy_library.places(plan.policy) else names
+    searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
     def search_again(work: Workload, device_limit: int, host_limit: int) -> Choice:
         return candidates(
@@ -419,7 +419,7 @@ def explain(
     # This is done before the advice, while the schedule of the choice is still cached.
     more_memory = one_more_gib(choice, hardware, costs)
     advice = (
-        Adviser(choice, hardware, costs, names, search_again).suggestions()
+        Adviser(choice, hardware, costs, names, search_again, footprints).suggestions()
         if footprints and advise
         else ()
     )

@@ -55,7 +55,7 @@ def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: 
     base = make_plan(policy, layers=5, dtype="bf16", heads=4)
     placed = (
         {"placement__saved_activations": ["", "3-4"], "placement__offloaded_inputs": ["", "all"]}
-        if policies.places(policy)
+        if policies.find(policy).places_state
         else {"checkpoint_interval": [1, 2]}
     )
     found = grid.plans(

@@ -110,16 +110,16 @@ def cases(
 Relation = Callable[[st.DataObject, Case], None]
 
 
-def related(**machines: Any) -> Callable[[Relation], Callable[..., None]]:
+def related(few: int = 3, **machines: Any) -> Callable[[Relation], Callable[..., None]]:
     """Makes two tests of a relation.
 
-    One has four examples of small models. The other, for the nightly run, has 200 of any model.
+    One has `few` examples of small models. The other, for the nightly run, has 200 of any model.
     """
 
     def decorate(relation: Relation) -> Callable[..., None]:
         def test(many: bool) -> None:
             @settings(
-                max_examples=200 if many else 4,
+                max_examples=200 if many else few,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
                 derandomize=not many,
@@ -178,7 +178,7 @@ def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
         assert after.step_seconds <= SLOWER * before.step_seconds
 
 
-@related()
+@related(few=2)
 def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     """A plan that advice says fits does fit, and its gain is within one percentage point."""
     before = case.judged(advise=True)

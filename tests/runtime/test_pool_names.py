@@ -42,7 +42,7 @@ def test_bits_are_the_same(
     plan = executable(policy, **changes)
     with session(plan) as running:
         expected = running.bits(), running.executor.evaluate(running.batches(9)).loss
-    flush, evaluation = policies.flush_update(plan), policies.evaluation(plan)
+    flush, evaluation = policies.find(plan.policy).flush_update(plan), policies.evaluation(plan)
     monkeypatch.setattr(module, "flush_update", lambda _: flush and with_other_pool_names(flush))
     monkeypatch.setattr(module, "evaluation", lambda _: with_other_pool_names(evaluation))
     with session(plan, schedule=with_other_pool_names(policies.lower(plan))) as running:

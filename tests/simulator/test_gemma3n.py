@@ -51,8 +51,6 @@ def test_every_buffer_of_a_layer_s_input_has_room_for_what_is_carried(
         op.bytes for op in schedule.ops if op.kind in ("save_activations", "load_activations")
     }
     assert copies == {size}
-    saved = model.saved("0", plan.workload.tokens, plan.workload.sequence, "bf16")
-    assert saved.recompute == saved.park == size
 
 
 def test_the_embedding_reads_and_sums_rows_of_both_tables() -> None:

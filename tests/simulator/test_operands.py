@@ -216,6 +216,6 @@ def test_every_kind_of_ours_has_operands_and_peers_need_none(
 def every_op(
     make_plan: Callable[..., Plan], policy: str, clipping: str, placement: Placement, micros: int
 ) -> list[Op]:
-    place = placement if policies.places(policy) else Placement()
+    place = placement if policies.find(policy).places_state else Placement()
     plan = make_plan(policy, clipping=clipping, placement=place, accumulation=micros, hidden=64)
     return [*policies.lower(plan).ops, *policies.evaluation(plan).ops]

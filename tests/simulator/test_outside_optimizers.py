@@ -111,7 +111,7 @@ def test_every_policy_has_a_sound_schedule_for_it(
     """Every policy has a valid schedule for an optimizer with any number of moments."""
     for clipping in ("global", "layer"):
         placed = [Placement()]
-        if policies.places(policy):
+        if policies.find(policy).places_state:
             placed.append(Placement(weights="0", moments="1,e", host_updated="2,h"))
         for placement in placed:
             plan = make_plan(

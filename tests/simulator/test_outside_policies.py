@@ -153,7 +153,7 @@ def test_the_search_goes_on_without_knobs_that_a_policy_refuses(
         """
     )
     model = make_plan(layers=8).model
-    verdict = judge(model, H200, WORK, policies=[path])
+    verdict = judge(model, H200, WORK, policies=[path], advise=False)
     assert verdict.feasible
     assert verdict.knobs["checkpoint_interval"] == 1
     assert verdict.knobs["weight_slots"] in (1, 2)

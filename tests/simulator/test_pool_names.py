@@ -33,7 +33,7 @@ EVERY_POLICY = [*policies.names(), *policies.peers()]
 
 
 def plans(make_plan: Callable[..., Plan], policy: str) -> list[Plan]:
-    placements = [Placement(), MIXED] if policies.places(policy) else [Placement()]
+    placements = [Placement(), MIXED] if policies.find(policy).places_state else [Placement()]
     return [
         make_plan(policy, accumulation=micros, tied=tied, clipping=clipping, placement=placement)
         for placement in placements

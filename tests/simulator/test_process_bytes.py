@@ -94,7 +94,11 @@ def test_every_cost_model_says_what_it_knows_of_it() -> None:
 def test_a_verdict_lists_it() -> None:
     for policy, expected in (("double_buffer", MORE), ("resident", 0)):
         verdict = judge(
-            SMALL, with_process(MORE), Workload(batch=8, sequence=1024), policies=[policy]
+            SMALL,
+            with_process(MORE),
+            Workload(batch=8, sequence=1024),
+            policies=[policy],
+            advise=False,
         )
         assert verdict.pools.get("host.process", 0) == expected
         assert (
@@ -112,6 +116,7 @@ def test_every_gpu_has_a_process() -> None:
             Workload(batch=8, sequence=1024),
             policies=["double_buffer"],
             gpus=8,
+            advise=False,
         ).multi_gpu
         for size in (MORE, 0)
     )

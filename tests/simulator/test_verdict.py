@@ -35,8 +35,14 @@ WORK = Workload(batch=8, sequence=1024)
 SMALL = small_model.SMALL.with_layers(6)
 
 
-def small(workload: Workload = WORK, hardware: HardwareSpec = H200, **options: Any) -> Verdict:
-    return judge(SMALL, hardware, workload, **options)
+def small(
+    workload: Workload = WORK,
+    hardware: HardwareSpec = H200,
+    *,
+    advise: bool = False,
+    **options: Any,
+) -> Verdict:
+    return judge(SMALL, hardware, workload, advise=advise, **options)
 
 
 def with_options(workload: Workload, options: dict[str, str]) -> dict[str, Any]:
@@ -144,7 +150,8 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
         ),  # one more may fit because sizes are rounded
     ):
         assert small(work, **limits).feasible
-        assert not small(msgspec.structs.replace(work, **more), **limits).feasible
+        larger = msgspec.structs.replace(work, **more)
+        assert not small(larger, **limits).feasible
 
 
 def test_what_fits_is_among_the_most_that_fits() -> None:
@@ -251,7 +258,7 @@ def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int
 def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) -> None:
     work = msgspec.structs.replace(WORK, batch=batch)
     given_limits = {"device_limit": limits[0] * GIB, "host_limit": limits[1] * GIB}
-    verdict = small(work, **given_limits)
+    verdict = small(work, **given_limits, advise=True)
     if verdict.feasible:
         pytest.skip("fits")
     assert verdict.reason.startswith("the nearest plan lacks ")
@@ -296,7 +303,7 @@ def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
 def test_a_suggestion_that_promises_speed_keeps_it() -> None:
     """A suggestion's gain is what a search with its options finds."""
     work = msgspec.structs.replace(WORK, batch=2)
-    verdict = small(work, device_limit=4 * GIB)
+    verdict = small(work, device_limit=4 * GIB, advise=True)
     assert verdict.feasible
     gains = [entry.gain for entry in verdict.advice if not entry.unsupported]
     assert gains == sorted(gains, reverse=True)  # type: ignore[type-var]
@@ -347,7 +354,7 @@ def test_more_micro_batches_gain_what_is_said(
     before = judge(spec, hardware, work)
     entry = next(entry for entry in before.advice if change in entry.options)
     again = with_options(work, entry.options)
-    found = judge(spec, hardware, again.pop("workload"))
+    found = judge(spec, hardware, again.pop("workload"), advise=False)
     assert entry.gain == pytest.approx(
         found.tokens_per_second / before.tokens_per_second - 1, abs=0.001
     )
@@ -363,7 +370,8 @@ def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
     assert not verdict.feasible
     entry = next(entry for entry in verdict.advice if "clipping" in entry.options)
     assert not entry.fits
-    assert not judge(model, hardware, msgspec.structs.replace(work, clipping="none")).feasible
+    unclipped = msgspec.structs.replace(work, clipping="none")
+    assert not judge(model, hardware, unclipped, advise=False).feasible
 
 
 def test_training_arithmetic() -> None:

@@ -54,14 +54,16 @@ def margins(choice: Choice) -> dict[str, MarginalMemory]:
 def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
     choice = candidates(HALF, H200, Workload(batch=4, sequence=1024))[0]
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choice.plan).ops)
-    verdict = explain(choice, H200)
+    verdict = explain(choice, H200, advise=False)
     assert not verdict.streams
     assert "; everything stays on the GPU, nothing is copied" in flat(verdict_text.text(verdict))
     why = flat(verdict_text.text(verdict, why=True))
     assert "Plan policy overlapped: do not stream, everything stays on the device, " in why
     assert {margin.gain for margin in verdict.one_more_gib} == {0.0}
     streamed = explain(
-        candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0], H200
+        candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0],
+        H200,
+        advise=False,
     )
     assert streamed.streams
     assert "nothing is copied" not in flat(verdict_text.text(streamed, why=True))
@@ -78,7 +80,7 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     played = assess(plan, cost_model(H200, SMALL, WORK))
     assert played.feasible
     assert played.step_seconds == pytest.approx(second.step_seconds, rel=0.001)
-    text = flat(verdict_text.text(explain(choice, H200), why=True))
+    text = flat(verdict_text.text(explain(choice, H200, advise=False), why=True))
     assert f"Second policy {second.policy}, " in text
 
 
@@ -156,7 +158,7 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
         choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
     )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    text = flat(verdict_text.text(explain(choice, H200), why=True))
+    text = flat(verdict_text.text(explain(choice, H200, advise=False), why=True))
     assert "one more GiB of device memory: +" in text
 
 

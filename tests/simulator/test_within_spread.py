@@ -162,7 +162,8 @@ def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: Hardware
 
 
 def test_a_datasheets_range_is_what_it_was() -> None:
-    verdict = judge(small_model.SMALL, HardwareSpec.load("h200"), Workload(batch=1, sequence=128))
+    work = Workload(batch=1, sequence=128)
+    verdict = judge(small_model.SMALL, HardwareSpec.load("h200"), work, advise=False)
     assert verdict.uncertainty == 0.10
     assert (verdict.step_seconds_low, verdict.step_seconds_high) == pytest.approx(
         (0.9 * verdict.step_seconds, 1.1 * verdict.step_seconds)

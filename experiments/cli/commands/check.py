@@ -180,12 +180,12 @@ def with_fitting_batch(
     A size for which a calibrated machine has no costs is left out. If it has none for any, the
     largest is taken, so that the search says what is missing.
     """
-    from megatrain.simulator.policies import is_prediction_only
+    from megatrain.simulator.policies import find
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.alternatives import fits
 
     limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
-    names = [name for name in policies(args.policy) if not is_prediction_only(name)]
+    names = [name for name in policies(args.policy) if not find(name).prediction_only]
     sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in BATCHES]
     priced = sized[:1]
     for tried in sized if names else ():

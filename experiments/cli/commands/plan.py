@@ -70,7 +70,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 @without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_unsupported
-    from megatrain.simulator.policies import is_prediction_only
+    from megatrain.simulator.policies import find
     from megatrain.simulator.verdict.verdict import explain, summarize
 
     if args.policy == "all":
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             fix=verdict_text.remedy(verdict),
         )
     folder = args.out.parent / best.plan.source
-    trained = folder.is_dir() and not is_prediction_only(best.plan.policy)
+    trained = folder.is_dir() and not find(best.plan.policy).prediction_only
     if trained:
         _refuse_untrainable(best.plan, folder)
     best.plan.save(args.out)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
     from megatrain.simulator.planner.search import assess
     from megatrain.simulator.plots.perfetto import save_trace
-    from megatrain.simulator.policies import evaluation, is_prediction_only, verified
+    from megatrain.simulator.policies import evaluation, find, verified
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import summarize
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
     evaluation_seconds = (
-        None if is_prediction_only(plan.policy) else makespan_ns(evaluation(plan), costs) / 1e9
+        None if find(plan.policy).prediction_only else makespan_ns(evaluation(plan), costs) / 1e9
     )
     if args.json:
         report = as_json(summarize(choice, hardware)) | {

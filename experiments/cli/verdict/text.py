@@ -298,7 +298,7 @@ def remedy(verdict: Verdict) -> str:
     """
     for entry in verdict.advice:
         if entry.fits and not entry.unsupported:
-            name, _, speed, note = _suggestion(entry)
+            name, _, speed, note = suggestion(entry)
             details = ", ".join(part for part in (note, speed) if part)
             return f"{name} would fit" + (f" ({details})" if details else "")
     return verdict.reason

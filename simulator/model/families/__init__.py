@@ -154,8 +154,7 @@ class Architecture:
         """Further tables that the embedding looks each token up in."""
         self.positions = self.family.positions(c) if self.family.positions else ()
         """Tables of learned positions that are added to the embedding's rows."""
-        biased = self.family.head_bias
-        self.head_bias = c.flag(biased) if isinstance(biased, str) else biased
+        self.head_bias = c.is_on(self.family.head_bias)
         """Whether the output projection has a bias."""
         self.decoders = {
             kind: merge_parts(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)

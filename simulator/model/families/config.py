@@ -119,6 +119,10 @@ class ModelConfig:
             )
         return value
 
+    def is_on(self, switch: bool | str) -> bool:
+        """Returns `switch`, or the boolean under the key that it names."""
+        return self.flag(switch) if isinstance(switch, str) else switch
+
     def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
         """Returns one of the texts in `allowed`."""
         value = self.get(key, default)

@@ -1,9 +1,10 @@
 """The most common families: Llama, Qwen, Gemma, GLM, Granite, DeepSeek and others.
 
-Each function below returns the parts of a decoder layer, in the order in which transformers
-registers them. To add a family, write such a function and add it to `DECODERS`, or to the dict of
-another file such as `dense` or `mixtures`. Its `defaults` are those of transformers' config class,
-for keys that a config.json may leave out. The tests compare the family with transformers' model.
+`DECODERS` says which modules a decoder layer consists of, in the order in which transformers
+registers them. Modules that only one family has are functions below. To add a family, add it to
+`DECODERS`, or to the dict of another file such as `dense` or `mixtures`. Its `defaults` are those
+of transformers' config class, for keys that a config.json may leave out. The tests compare the
+family with transformers' model.
 """
 
 from __future__ import annotations
@@ -11,22 +12,32 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.simulator.model.families.config import ModelConfig
-from megatrain.simulator.model.families.dense import llama, mistral
+from megatrain.simulator.model.families.dense import LLAMA, MISTRAL
 from megatrain.simulator.model.families.experts import (
     expert_gate,
-    experts,
     gated_delta,
     latent_attention,
-    router,
-    shared_expert,
+    routed,
+    shared_experts,
 )
 from megatrain.simulator.model.families.family import (
     Family,
+    Layer,
     Parts,
+    attends,
     bare_norm,
+    dense_or,
+    gated,
+    heads_of_hidden_size,
+    layer_norms,
+    linear_or,
+    output_norms,
+    plain,
+    post_norms,
     pre_and_post_norms,
     pre_norms,
-    top_k,
+    scaled_residuals,
+    stacked,
     wide_norm,
 )
 from megatrain.simulator.model.families.gemma4 import (
@@ -36,7 +47,6 @@ from megatrain.simulator.model.families.gemma4 import (
     gemma4_kinds,
 )
 from megatrain.simulator.model.families.kinds import (
-    DENSE,
     FULL,
     LINEAR,
     Kind,
@@ -57,6 +67,7 @@ from megatrain.simulator.model.families.parts import (
     Traffic,
     attend,
     attention,
+    capped_scores,
     centred_norm,
     gated_mlp,
     layer_norm,
@@ -68,135 +79,44 @@ from megatrain.simulator.model.families.parts import (
     scaled_scores,
     shared_input,
     sink_scores,
-    softmax_scores,
 )
 
 
-def qwen2(c: ModelConfig, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention, bias=True), *gated_mlp(c), *pre_norms(c))
-
-
-def qwen3(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
-        *gated_mlp(c),
-        *pre_norms(c),
-    )
-
-
-def gemma(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *gated_mlp(c),
-        *pre_norms(c, "wide"),
-    )
-
-
-def _gemma_layer(c: ModelConfig, kind: Kind, norms: str) -> Parts:
-    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
-    scores = softmax_scores(c.heads, capped=True) if capped else None
-    return (
-        *attention(
-            c, kind.attention, bias=bias, out_bias=bias, norms=norms, weight="wide", scores=scores
-        ),
-        *gated_mlp(c, act="hidden_activation"),
-        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
-        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
-        rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
-        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
-        residual(c.hidden),
-    )
-
-
-def gemma2(c: ModelConfig, kind: Kind) -> Parts:
-    return _gemma_layer(c, kind, "")
-
-
-def gemma3(c: ModelConfig, kind: Kind) -> Parts:
-    return _gemma_layer(c, kind, "head")
-
-
-def phi3(c: ModelConfig, kind: Kind) -> Parts:
+def phi3_attention(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns attention with one projection for queries, keys and values."""
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
     return (
         linear("self_attn.o_proj", heads * size, hidden),
         linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * size),
         rotary((heads + kv_heads) * size),
         attend(c, kind.attention, copied=True, fused=True),
-        *gated_mlp(c, fused=True),
-        *pre_norms(c),
     )
 
 
 def phi(c: ModelConfig, kind: Kind) -> Parts:
-    norms: Parts = ()
-    if c.flag("qk_layernorm"):
-        norms = tuple(
-            layer_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=rows, projected=False)
-            for name, rows in (("q", c.heads), ("k", c.kv_heads))
-        )
+    heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("qk_layernorm") else ()
     return (
-        *attention(c, kind.attention, bias=True, out_bias=True, out="dense", copied=True),
-        *norms,
-        *plain_mlp(c, "fc1", "fc2"),
+        *attention(c, kind.attention, bias=True, out="dense", copied=True),
+        *(
+            layer_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=rows, projected=False)
+            for name, rows in heads
+        ),
+        *plain_mlp(c, "mlp.fc1", "mlp.fc2"),
         layer_norm("input_layernorm", c.hidden, first=True),
         shared_input(c.hidden, 2),
         residual(c.hidden),
     )
 
 
-def olmo2(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole", weight="wide"),
-        *gated_mlp(c),
-        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
-        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
-        residual(c.hidden),
-        Part(kept=Kept(c.hidden)),
-    )
-
-
-def glm(c: ModelConfig, kind: Kind) -> Parts:
-    return (
-        *attention(c, kind.attention, bias=c.flag("attention_bias"), copied=True),
-        *gated_mlp(c, fused=True),
-        *pre_norms(c),
-    )
-
-
-def glm4(c: ModelConfig, kind: Kind) -> Parts:
-    norms = pre_and_post_norms(
-        c,
-        ("input_layernorm", "post_attention_layernorm"),
-        ("post_self_attn_layernorm", "post_mlp_layernorm"),
-    )
-    return (
-        *attention(c, kind.attention, bias=c.flag("attention_bias"), copied=True),
-        *gated_mlp(c, fused=True),
-        *norms,
-    )
-
-
-def granite(c: ModelConfig, kind: Kind) -> Parts:
-    """Llama, with products that scale the residuals."""
-    return (*llama(c, kind), Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)))
-
-
 def cohere(c: ModelConfig, kind: Kind) -> Parts:
     """One norm, after which attention and MLP run in parallel. Rotary positions are in fp32."""
-    bias = c.flag("attention_bias")
-    norms: Parts = ()
-    if c.flag("use_qk_norm"):
-        norms = tuple(
-            centred_norm(f"self_attn.{name}_norm", (rows, c.head_dim), rows, projected=False)
-            for name, rows in (("q", c.heads), ("k", c.kv_heads))
-        )
+    heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("use_qk_norm") else ()
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *norms,
+        *attention(c, kind.attention, bias="attention_bias"),
+        *(
+            centred_norm(f"self_attn.{name}_norm", (rows, c.head_dim), rows, projected=False)
+            for name, rows in heads
+        ),
         *gated_mlp(c),
         centred_norm("input_layernorm", (c.hidden,)),
         shared_input(c.hidden, 2),
@@ -204,74 +124,24 @@ def cohere(c: ModelConfig, kind: Kind) -> Parts:
     )
 
 
-def gpt_oss(c: ModelConfig, kind: Kind) -> Parts:
-    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_local_experts")
-    return (
-        Part(tensors=(("self_attn.sinks", (c.heads,)),)),
-        *attention(c, kind.attention, bias=bias, out_bias=bias, scores=sink_scores(c.heads)),
-        router("mlp.router", c.hidden, count, bias=True),
-        experts(
-            "mlp.experts",
-            c.hidden,
-            c.size("intermediate_size"),
-            count,
-            chosen,
-            transposed=True,
-            bias=True,
-        ),
-        *pre_norms(c, "wide"),
-    )
+def sinks(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the learned number per head that an attention sink needs."""
+    return (Part(tensors=(("self_attn.sinks", (c.heads,)),)),)
 
 
-def mixtral(c: ModelConfig, kind: Kind) -> Parts:
-    count, chosen = top_k(c, "num_local_experts")
-    routed = (
-        router("mlp.gate", c.hidden, count),
-        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-    )
-    return (*attention(c, kind.attention), *routed, *pre_norms(c))
+def qwen_experts(*, experts_first: bool = False, shared: bool = False) -> Layer:
+    """Returns a gated MLP, or Qwen's router and experts in layers with experts.
 
-
-def qwen_experts(c: ModelConfig, first: str, shared: bool) -> Parts:
-    """Returns Qwen's router and experts.
-
-    `first` is `router` or `experts`, whichever transformers registers first. If `shared`, a gated
-    expert for every token is added.
+    If `shared`, a gated expert for every token is added.
     """
-    count, chosen = top_k(c, "num_experts")
-    routed: Parts = (
-        router("mlp.gate", c.hidden, count),
-        experts("mlp.experts", c.hidden, c.size("moe_intermediate_size"), count, chosen),
+    every = stacked(
+        shared_experts(inner="shared_expert_intermediate_size", name="shared_expert"),
+        lambda c, _: (expert_gate("mlp.shared_expert_gate", c.hidden),),
     )
-    if first == "experts":
-        routed = routed[::-1]
-    if not shared:
-        return routed
-    return (
-        *routed,
-        shared_expert(c, "mlp.shared_expert", c.size("shared_expert_intermediate_size")),
-        expert_gate("mlp.shared_expert_gate", c.hidden),
-    )
+    return dense_or(routed(experts_first=experts_first), *([every] if shared else []))
 
 
-def qwen2_moe(c: ModelConfig, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
-    return (*attention(c, kind.attention, bias=c.flag("qkv_bias", True)), *mlp, *pre_norms(c))
-
-
-def qwen3_moe(c: ModelConfig, kind: Kind) -> Parts:
-    bias, mlp = (
-        c.flag("attention_bias"),
-        gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False),
-    )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
-        *mlp,
-        *pre_norms(c),
-    )
-
-
-def gated_attention(c: ModelConfig) -> Parts:
+def gated_attention(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns attention whose output is scaled by a sigmoid of half of its query projection."""
     query, key, hidden, bias = (
         c.heads * c.head_dim,
@@ -294,54 +164,25 @@ def gated_attention(c: ModelConfig) -> Parts:
     )
 
 
-def qwen3_next(c: ModelConfig, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
-    if kind.attention == LINEAR:
-        return (*gated_delta(c), *mlp, *pre_norms(c, "wide"))
-    return (*gated_attention(c), *mlp, *pre_norms(c, "wide"))
+def deepseek_mlp(
+    of: str = "n_routed_experts", shared: str = "n_shared_experts", bias: bool | str = False
+) -> Layer:
+    """Returns a gated MLP, or in layers with experts those of DeepSeek, with a router in fp32.
 
-
-def deepseek_mlp(c: ModelConfig, kind: Kind, *, bias: bool = False) -> Parts:
-    """Returns a dense MLP, or DeepSeek's experts with a router in fp32 and shared experts."""
-    if kind.mlp == DENSE:
-        return gated_mlp(c, bias=bias)
-    (count, chosen), inner = top_k(c, "n_routed_experts"), c.size("moe_intermediate_size")
-    return (
-        experts("mlp.experts", c.hidden, inner, count, chosen),
-        router("mlp.gate", c.hidden, count, wide=True),
-        shared_expert(c, "mlp.shared_experts", inner * c.size("n_shared_experts"), bias=bias),
+    `of` and `shared` are the keys of the numbers of routed and of shared experts, and `bias` that
+    of a bias in both kinds of MLP.
+    """
+    return dense_or(
+        routed(of=of, wide=True, experts_first=True),
+        shared_experts(shared, bias=bias),
+        dense=gated(bias=bias),
     )
-
-
-def deepseek(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *pre_norms(c))
 
 
 def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
     norms = "head" if c.flag("use_qk_norm") else ""
-    return (
-        *attention(c, kind.attention, bias=c.flag("attention_bias"), norms=norms, copied=True),
-        *deepseek_mlp(c, kind),
-        *pre_norms(c),
-    )
-
-
-def olmoe(c: ModelConfig, kind: Kind) -> Parts:
-    if c.heads * c.head_dim != c.hidden:
-        raise c.wrong(
-            "head_dim",
-            f"hidden_size / num_attention_heads = {c.hidden // c.heads}, since the norm of queries"
-            " has the width hidden_size",
-        )
-    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_experts")
-    routed = (
-        router("mlp.gate", c.hidden, count),
-        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-    )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole"),
-        *routed,
-        *pre_norms(c),
+    return attention(
+        c, kind.attention, bias="attention_bias", out_bias=False, norms=norms, copied=True
     )
 
 
@@ -350,64 +191,61 @@ def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
     scales the output, which autograd saves.
     """
     c.each_layer("layer_rope_theta")  # checks that it has one entry for each layer
-    bias, output = c.flag("attention_bias"), c.heads * c.head_dim
+    output = c.heads * c.head_dim
     scaled = Part(
         forward=Traffic(3 * output),
         backward=Traffic(6 * output),
         kept=Kept(output + c.heads, 2 * c.heads),
     )
-    mixer = attention(c, kind.attention, bias=bias, out_bias=bias, scores=scaled_scores(c.heads))
-    return (Part(tensors=(("self_attn.sinks", (c.heads,)),)), *mixer, scaled)
+    mixer = attention(c, kind.attention, bias="attention_bias", scores=scaled_scores)
+    return (*sinks(c, kind), *mixer, scaled)
 
 
-def granite_swa(c: ModelConfig, kind: Kind) -> Parts:
-    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    return (*sunk_attention(c, kind), *gated_mlp(c, bias=c.flag("mlp_bias")), *pre_norms(c), scaled)
-
-
-def granitemoe(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts:
-    bias, (count, chosen), name = (
-        c.flag("attention_bias"),
-        top_k(c, "num_local_experts"),
-        "block_sparse_moe",
-    )
-    routed = (
-        router(f"{name}.router", c.hidden, count),
-        experts(f"{name}.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-    )
-    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    mixer = (
-        sunk_attention(c, kind) if sunk else attention(c, kind.attention, bias=bias, out_bias=bias)
-    )
-    return (*mixer, *pre_norms(c), *routed, scaled)
-
-
-def starcoder2(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("use_bias", True)
-    norms = (
-        layer_norm("input_layernorm", c.hidden, first=True),
-        layer_norm("post_attention_layernorm", c.hidden),
-        residual(c.hidden),
-    )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *plain_mlp(c, "c_fc", "c_proj", bias=bias),
-        *norms,
-    )
+GRANITE_EXPERTS = stacked(
+    pre_norms(),
+    routed(
+        of="num_local_experts", inner="intermediate_size", name="block_sparse_moe", gate="router"
+    ),
+    scaled_residuals,
+)
+"""What follows attention in a layer of Granite with experts."""
 
 
 def gpt_neox(c: ModelConfig, kind: Kind) -> Parts:
     bias, hidden = c.flag("attention_bias", True), c.hidden
-    inside = 1 if c.flag("use_parallel_residual", True) else 0
+    parallel = c.flag("use_parallel_residual", True)
     return (
         layer_norm("input_layernorm", hidden, first=True),
-        layer_norm("post_attention_layernorm", hidden, first=bool(inside)),
+        layer_norm("post_attention_layernorm", hidden, first=parallel),
         linear("attention.query_key_value", hidden, 3 * hidden, bias),
         linear("attention.dense", hidden, hidden, bias),
-        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"),
+        *plain_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         rotary(2 * hidden),
         attend(c, kind.attention, copied=True, fused=True),
         residual(hidden),
+    )
+
+
+_GLM = stacked(
+    attends(bias="attention_bias", out_bias=False, copied=True), gated(fused=True), pre_norms()
+)
+_OLMO2 = stacked(
+    attends(bias="attention_bias", norms="whole", weight="wide"), gated(), post_norms("wide")
+)
+QWEN3_MOE = stacked(
+    attends(bias="attention_bias", norms="head"), qwen_experts(experts_first=True), pre_norms()
+)
+"""The layers of Qwen3 with experts."""
+DEEPSEEK = stacked(latent_attention, deepseek_mlp(), pre_norms())
+"""The layers of DeepSeek-V3."""
+
+
+def _gemma(norms: str) -> Layer:
+    """Returns the layers of Gemma 2 and 3. `norms` are those of queries and keys."""
+    return stacked(
+        attends(bias="attention_bias", norms=norms, weight="wide", scores=capped_scores),
+        gated(act="hidden_activation"),
+        pre_and_post_norms,
     )
 
 
@@ -427,32 +265,34 @@ _MIXTRAL: dict[str, Any] = {
 }
 
 DECODERS: dict[str, Family] = {
-    "llama": Family(layer=llama, defaults=_SILU),
+    "llama": Family(layer=LLAMA, defaults=_SILU),
     "mistral": Family(
-        layer=mistral, attention=one_window,
+        layer=MISTRAL, attention=one_window,
         defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "qwen2": Family(
-        layer=qwen2, attention=qwen_window,
+        layer=stacked(attends(bias=True, out_bias=False), gated(), pre_norms()),
+        attention=qwen_window,
         defaults={**_QWEN_WINDOW, "num_key_value_heads": 32},
     ),
     "qwen3": Family(
-        layer=qwen3, attention=qwen_window,
+        layer=stacked(attends(bias="attention_bias", norms="head"), gated(), pre_norms()),
+        attention=qwen_window,
         defaults={**_QWEN_WINDOW, "num_key_value_heads": 32, "head_dim": 128},
     ),
     "gemma": Family(
-        layer=gemma, norm=wide_norm,
+        layer=stacked(attends(bias="attention_bias"), gated(), pre_norms("wide")), norm=wide_norm,
         defaults={
             "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
             "num_key_value_heads": 16,
         },
     ),
     "gemma2": Family(
-        layer=gemma2, attention=pattern(2), norm=wide_norm,
+        layer=_gemma(""), attention=pattern(2), norm=wide_norm,
         defaults={**_GELU, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
     ),
     "gemma3_text": Family(
-        layer=gemma3, attention=pattern(6), norm=wide_norm,
+        layer=_gemma("head"), attention=pattern(6), norm=wide_norm,
         # The text_config of Gemma 3 with images leaves these keys out.
         defaults={**_GELU, "sliding_window": 4096, "num_attention_heads": 8, "vocab_size": 262_208},
     ),
@@ -460,41 +300,47 @@ DECODERS: dict[str, Family] = {
         layer=gemma4, attention=gemma4_kinds, norm=wide_norm, published=gemma4_config,
         defaults=GEMMA4_DEFAULTS,
     ),
-    "phi3": Family(layer=phi3, attention=one_window, defaults=_SILU),
+    "phi3": Family(
+        layer=stacked(phi3_attention, gated(fused=True), pre_norms()), attention=one_window,
+        defaults=_SILU,
+    ),
     "phi": Family(
         layer=phi, norm=layer_norm, norm_name="final_layernorm", head_bias=True,
         defaults={"hidden_act": "gelu_new"},
     ),
-    "olmo2": Family(layer=olmo2, norm=wide_norm, defaults=_SILU),
+    "olmo2": Family(layer=_OLMO2, norm=wide_norm, defaults=_SILU),
     "olmo3": Family(
-        layer=olmo2, attention=pattern(4), norm=wide_norm,
+        layer=_OLMO2, attention=pattern(4), norm=wide_norm,
         defaults={**_SILU, "sliding_window": 4096},
     ),
     "glm": Family(
-        layer=glm,
+        layer=_GLM,
         defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     ),
     "glm4": Family(
-        layer=glm4,
+        layer=stacked(_GLM, output_norms("post_self_attn_layernorm", "post_mlp_layernorm")),
         defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     ),
     "glm4_moe": Family(
-        layer=glm4_moe, mlp=dense_first,
+        layer=stacked(glm4_moe, deepseek_mlp(), pre_norms()), mlp=dense_first,
         defaults={
             **_SILU, "num_key_value_heads": 8, "first_k_dense_replace": 1,
             "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
             "num_experts_per_tok": 8,
         },
     ),
-    "granite": Family(layer=granite, defaults=_SILU),
+    "granite": Family(layer=stacked(LLAMA, scaled_residuals), defaults=_SILU),
     "granite_swa": Family(
-        layer=granite_swa, attention=full_first(4),
+        layer=stacked(
+            sunk_attention, gated(bias="mlp_bias"), pre_norms(), scaled_residuals
+        ),
+        attention=full_first(4),
         defaults={
             **_SILU, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True,
         },
     ),
     "granitemoe": Family(
-        layer=granitemoe, mlp=every_layer,
+        layer=stacked(attends(bias="attention_bias"), GRANITE_EXPERTS), mlp=every_layer,
         defaults={**_SILU, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     "cohere": Family(layer=cohere, norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True}),
@@ -503,34 +349,54 @@ DECODERS: dict[str, Family] = {
         defaults={**_SILU, "tie_word_embeddings": True, "sliding_window": 4096},
     ),
     "smollm3": Family(
-        layer=llama, attention=smollm3_window,
+        layer=LLAMA, attention=smollm3_window,
         defaults={**_SILU, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "gpt_oss": Family(
-        layer=gpt_oss, attention=pattern(2), mlp=every_layer, norm=wide_norm,
+        layer=stacked(
+            sinks,
+            attends(bias="attention_bias", scores=sink_scores),
+            routed(
+                of="num_local_experts", inner="intermediate_size", gate="router", transposed=True,
+                bias=True,
+            ),
+            pre_norms("wide"),
+        ),
+        attention=pattern(2), mlp=every_layer, norm=wide_norm,
         defaults={
             "num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8,
             "head_dim": 64, "sliding_window": 128, "attention_bias": True,
         },
     ),
-    "mixtral": Family(layer=mixtral, attention=one_window, mlp=every_layer, defaults=_MIXTRAL),
+    "mixtral": Family(
+        layer=stacked(
+            attends(), routed(of="num_local_experts", inner="intermediate_size"), pre_norms()
+        ),
+        attention=one_window, mlp=every_layer, defaults=_MIXTRAL,
+    ),
     "qwen2_moe": Family(
-        layer=qwen2_moe, attention=qwen2_moe_window, mlp=qwen_sparse,
+        layer=stacked(
+            attends(bias="qkv_bias", out_bias=False), qwen_experts(shared=True), pre_norms()
+        ),
+        attention=qwen2_moe_window, mlp=qwen_sparse,
         defaults={
             **_QWEN_WINDOW, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
         },
     ),
     "qwen3_moe": Family(
-        layer=qwen3_moe, attention=qwen_one_window, mlp=qwen_sparse,
+        layer=QWEN3_MOE, attention=qwen_one_window, mlp=qwen_sparse,
         defaults={
             **_QWEN_WINDOW, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
     ),
     "qwen3_next": Family(
-        layer=qwen3_next, attention=pattern(4, LINEAR, "full_attention_interval"), mlp=qwen_sparse,
-        norm=wide_norm,
+        layer=stacked(
+            linear_or(gated_delta, gated_attention), qwen_experts(shared=True), pre_norms("wide")
+        ),
+        attention=pattern(4, LINEAR, "full_attention_interval"), mlp=qwen_sparse, norm=wide_norm,
         defaults={
             **_SILU, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
             "num_experts_per_tok": 10, "moe_intermediate_size": 512,
@@ -540,7 +406,7 @@ DECODERS: dict[str, Family] = {
         },
     ),
     "deepseek_v3": Family(
-        layer=deepseek, mlp=dense_first,
+        layer=DEEPSEEK, mlp=dense_first,
         defaults={
             **_SILU, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
             "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
@@ -549,14 +415,23 @@ DECODERS: dict[str, Family] = {
         },
     ),
     "olmoe": Family(
-        layer=olmoe, mlp=every_layer,
+        layer=stacked(
+            heads_of_hidden_size("the norm of queries"),
+            attends(bias="attention_bias", norms="whole"),
+            routed(inner="intermediate_size"),
+            pre_norms(),
+        ),
+        mlp=every_layer,
         defaults={**_SILU, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
     ),
     "starcoder2": Family(
-        layer=starcoder2, attention=one_window, norm=layer_norm,
+        layer=stacked(
+            attends(bias="use_bias"), plain("c_fc", "c_proj", "use_bias"), layer_norms
+        ),
+        attention=one_window, norm=layer_norm,
         defaults={
             "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 2, "use_bias": True,
         },
     ),
     "gpt_neox": Family(

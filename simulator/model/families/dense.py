@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.simulator.model.families.config import ModelConfig
-from megatrain.simulator.model.families.family import Family, Parts, pre_norms, wide_norm
+from megatrain.simulator.model.families.family import (
+    Family,
+    Parts,
+    attends,
+    gated,
+    heads_of_hidden_size,
+    layer_norms,
+    neighbours_turned,
+    output_norms,
+    plain,
+    post_norms,
+    pre_norms,
+    query_key_norms,
+    scaled_residuals,
+    stacked,
+    wide_norm,
+)
 from megatrain.simulator.model.families.kinds import (
     SLIDING,
     Kind,
@@ -20,101 +36,26 @@ from megatrain.simulator.model.families.parts import (
     Traffic,
     attend,
     attention,
+    capped_scores,
     gated_mlp,
     layer_norm,
     linear,
     plain_mlp,
     residual,
-    rms_norm,
     rotary,
     shared_input,
-    softmax_scores,
-    turned_in_pairs,
 )
 
-
-def _layer_norms(c: ModelConfig) -> Parts:
-    return (
-        layer_norm("input_layernorm", c.hidden, first=True),
-        layer_norm("post_attention_layernorm", c.hidden),
-        residual(c.hidden),
-    )
+LLAMA = stacked(attends(bias="attention_bias"), gated(bias="mlp_bias"), pre_norms())
+"""The layers of Llama."""
+MISTRAL = stacked(attends(), gated(), pre_norms())
+"""The layers of Mistral."""
 
 
-def llama(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *pre_norms(c),
-    )
-
-
-def mistral(c: ModelConfig, kind: Kind) -> Parts:
-    return (*attention(c, kind.attention), *gated_mlp(c), *pre_norms(c))
-
-
-def ministral3(c: ModelConfig, kind: Kind) -> Parts:
-    """Mistral, with queries that are scaled by their position."""
-    return (
-        *mistral(c, kind),
-        Part(forward=Traffic(2 * c.heads * c.head_dim), backward=Traffic(2 * c.heads * c.head_dim)),
-    )
-
-
-def cwm(c: ModelConfig, kind: Kind) -> Parts:
-    return mistral(c, kind)
-
-
-def ernie4_5(c: ModelConfig, kind: Kind) -> Parts:
-    """Llama, with rotary positions that rotate pairs of neighbouring elements, in fp32."""
-    bias, turned = c.flag("use_bias"), turned_in_pairs((c.heads + c.kv_heads) * c.head_dim)
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        turned,
-        *gated_mlp(c, bias=bias),
-        *pre_norms(c),
-    )
-
-
-def helium(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    if c.heads * c.head_dim != c.hidden:
-        raise c.wrong(
-            "head_dim",
-            f"hidden_size / num_attention_heads = {c.hidden // c.heads}, since the input of the"
-            " output projection has the width hidden_size",
-        )
-    return (
-        *attention(c, kind.attention, bias=bias),
-        *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *pre_norms(c, "wide"),
-    )
-
-
-def arcee(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias")),
-        *pre_norms(c),
-    )
-
-
-def nemotron(c: ModelConfig, kind: Kind) -> Parts:
-    """Layer norms (the weight is stored minus one) and an MLP without a gate."""
-    bias = c.flag("attention_bias")
-    mlp = plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias"))
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *mlp, *_layer_norms(c))
-
-
-def seed_oss(c: ModelConfig, kind: Kind) -> Parts:
-    out_bias = c.flag("attention_out_bias")
-    return (
-        *attention(c, kind.attention, bias=c.flag("attention_bias"), out_bias=out_bias),
-        *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *pre_norms(c),
-    )
+def scaled_queries(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns a product that scales queries by their position."""
+    elements = 2 * c.heads * c.head_dim
+    return (Part(forward=Traffic(elements), backward=Traffic(elements)),)
 
 
 def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
@@ -133,10 +74,8 @@ def no_norm(_name: str, size: int) -> Part:
     return unweighted_norm(size)
 
 
-def olmo(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    norms = (unweighted_norm(c.hidden, first=True), unweighted_norm(c.hidden), residual(c.hidden))
-    return (*attention(c, kind.attention, bias=bias, out_bias=bias), *gated_mlp(c), *norms)
+def _olmo_norms(c: ModelConfig, _kind: Kind) -> Parts:
+    return (unweighted_norm(c.hidden, first=True), unweighted_norm(c.hidden), residual(c.hidden))
 
 
 def _norms_of_heads(c: ModelConfig, of: str, heads: int) -> Part:
@@ -156,86 +95,19 @@ def _norms_of_heads(c: ModelConfig, of: str, heads: int) -> Part:
 
 
 def stablelm(c: ModelConfig, kind: Kind) -> Parts:
-    own: Parts = (
-        (_norms_of_heads(c, "q", c.heads), _norms_of_heads(c, "k", c.kv_heads))
-        if c.flag("qk_layernorm")
-        else ()
-    )
-    norms: Parts = (layer_norm("input_layernorm", c.hidden, first=True), residual(c.hidden))
-    norms += (
-        (shared_input(c.hidden, 2),)
+    heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("qk_layernorm") else ()
+    second = (
+        shared_input(c.hidden, 2)
         if c.flag("use_parallel_residual")
-        else (layer_norm("post_attention_layernorm", c.hidden),)
+        else layer_norm("post_attention_layernorm", c.hidden)
     )
     return (
-        *attention(c, kind.attention, bias=c.flag("use_qkv_bias"), copied=True),
-        *own,
+        *attention(c, kind.attention, bias="use_qkv_bias", out_bias=False, copied=True),
+        *(_norms_of_heads(c, of, count) for of, count in heads),
         *gated_mlp(c),
-        *norms,
-    )
-
-
-def hyperclovax(c: ModelConfig, kind: Kind) -> Parts:
-    """Granite, with norms after attention and MLP if the config has them."""
-    bias, after = (
-        c.flag("attention_bias"),
-        ("post_norm1", "post_norm2") if c.flag("use_post_norm") else (),
-    )
-    norms = tuple(rms_norm(name, c.hidden, projected=False) for name in after)
-    scaled = Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden))
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *gated_mlp(c, bias=c.flag("mlp_bias")),
-        *pre_norms(c),
-        *norms,
-        scaled,
-    )
-
-
-def jais2(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *plain_mlp(c, "up_proj", "down_proj", bias=c.flag("mlp_bias")),
-        *_layer_norms(c),
-    )
-
-
-def exaone4(c: ModelConfig, kind: Kind) -> Parts:
-    """Norms after attention and MLP only. Layers with a window have rotary positions."""
-    return (
-        *attention(c, kind.attention, norms="head"),
-        *gated_mlp(c),
-        rms_norm("post_attention_layernorm", c.hidden, projected=False),
-        rms_norm("post_feedforward_layernorm", c.hidden, projected=False),
+        layer_norm("input_layernorm", c.hidden, first=True),
+        second,
         residual(c.hidden),
-        Part(kept=Kept(c.hidden)),
-    )
-
-
-def vaultgemma(c: ModelConfig, kind: Kind) -> Parts:
-    bias, capped = c.flag("attention_bias"), bool(c.get("attn_logit_softcapping"))
-    scores = softmax_scores(c.heads, capped=True) if capped else None
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, scores=scores),
-        *gated_mlp(c, act="hidden_activation"),
-        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
-        rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
-        residual(c.hidden),
-    )
-
-
-def hunyuan(c: ModelConfig, kind: Kind) -> Parts:
-    bias, heads, kv_heads, size = c.flag("attention_bias"), c.heads, c.kv_heads, c.head_dim
-    norms = tuple(
-        rms_norm(f"self_attn.{name}_layernorm", size, rows=rows, projected=False)
-        for name, rows in (("query", heads), ("key", kv_heads))
-    )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        *norms,
-        *gated_mlp(c),
-        *pre_norms(c),
     )
 
 
@@ -244,26 +116,25 @@ def persimmon(c: ModelConfig, kind: Kind) -> Parts:
     without a gate.
     """
     hidden, heads, size = c.hidden, c.heads, c.head_dim
-    norms: Parts = ()
-    if c.flag("qk_layernorm", True):  # their input is the projection, which attention saves anyway
-        norms = tuple(
-            layer_norm(f"self_attn.{name}_layernorm", size, rows=heads, first=True, projected=False)
-            for name in "qk"
-        )
+    # The input of these norms is the projection, which attention saves anyway.
+    norms = tuple(
+        layer_norm(f"self_attn.{name}_layernorm", size, rows=heads, first=True, projected=False)
+        for name in ("qk" if c.flag("qk_layernorm", True) else "")
+    )
     return (
         linear("self_attn.query_key_value", hidden, 3 * hidden, True),
         linear("self_attn.dense", hidden, hidden, True),
         *norms,
         rotary(2 * hidden),
         attend(c, kind.attention, copied=True, fused=True),
-        *plain_mlp(c, "dense_h_to_4h", "dense_4h_to_h"),
-        *_layer_norms(c),
+        *plain_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        *layer_norms(c, kind),
     )
 
 
-def apertus(c: ModelConfig, kind: Kind) -> Parts:
-    """Llama, with norms of queries and keys, and an MLP whose activation has two parameters."""
-    bias, hidden, inner = c.flag("attention_bias"), c.hidden, c.size("intermediate_size")
+def xielu_mlp(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the MLP of Apertus, whose activation has two parameters."""
+    hidden, inner = c.hidden, c.size("intermediate_size")
     if c.get("hidden_act") != "xielu":
         raise c.wrong("hidden_act", "xielu")
     # transformers writes xIELU out in 14 elementwise kernels. Autograd saves its input, three
@@ -276,71 +147,101 @@ def apertus(c: ModelConfig, kind: Kind) -> Parts:
         inner=inner,
         mlp=f"xielu{inner}",
     )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
-        linear("mlp.up_proj", hidden, inner),
-        linear("mlp.down_proj", inner, hidden),
-        between,
-        rms_norm("attention_layernorm", hidden, first=True),
-        rms_norm("feedforward_layernorm", hidden),
-        residual(hidden),
-    )
+    return (linear("mlp.up_proj", hidden, inner), linear("mlp.down_proj", inner, hidden), between)
 
 
+_NEMOTRON = stacked(
+    attends(bias="attention_bias"), plain("up_proj", "down_proj", "mlp_bias"), layer_norms
+)
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 
 DENSE_FAMILIES: dict[str, Family] = {
-    "apertus": Family(layer=apertus, defaults={"hidden_act": "xielu"}),
-    "arcee": Family(layer=arcee, defaults={"hidden_act": "relu2", "num_key_value_heads": 32}),
+    "apertus": Family(
+        layer=stacked(
+            attends(bias="attention_bias", norms="head"),
+            xielu_mlp,
+            pre_norms(names=("attention_layernorm", "feedforward_layernorm")),
+        ),
+        defaults={"hidden_act": "xielu"},
+    ),
+    "arcee": Family(
+        layer=stacked(
+            attends(bias="attention_bias"), plain("up_proj", "down_proj", "mlp_bias"), pre_norms()
+        ),
+        defaults={"hidden_act": "relu2", "num_key_value_heads": 32},
+    ),
     "cwm": Family(
-        layer=cwm, attention=full_first(4),
+        layer=MISTRAL, attention=full_first(4),
         defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
     ),
     "ernie4_5": Family(
-        layer=ernie4_5,
+        layer=stacked(
+            attends(bias="use_bias"), neighbours_turned, gated(bias="use_bias"), pre_norms()
+        ),
         defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
     ),
     "exaone4": Family(
-        layer=exaone4, attention=pattern(4),
+        # Norms after attention and MLP only. Layers with a window have rotary positions.
+        layer=stacked(attends(norms="head"), gated(), post_norms()), attention=pattern(4),
         defaults={**_SILU, "num_key_value_heads": 32, "sliding_window": 4096},
     ),
     "helium": Family(
-        layer=helium, norm=wide_norm,
+        layer=stacked(
+            heads_of_hidden_size("the input of the output projection"),
+            attends(bias="attention_bias", out_bias=False),
+            gated(bias="mlp_bias"),
+            pre_norms("wide"),
+        ),
+        norm=wide_norm,
         defaults={**_SILU, "num_key_value_heads": 20, "head_dim": 128},
     ),
-    "hunyuan_v1_dense": Family(layer=hunyuan, defaults=_SILU),
+    "hunyuan_v1_dense": Family(
+        layer=stacked(attends(bias="attention_bias"), query_key_norms, gated(), pre_norms()),
+        defaults=_SILU,
+    ),
     "hyperclovax": Family(
-        layer=hyperclovax,
+        layer=stacked(
+            LLAMA,
+            output_norms("post_norm1", "post_norm2", wanted="use_post_norm"),
+            scaled_residuals,
+        ),
         defaults={**_SILU, "num_key_value_heads": 32, "use_post_norm": True},
     ),
-    "internlm3": Family(layer=llama, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128}),
+    "internlm3": Family(layer=LLAMA, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128}),
     "iquestcoder": Family(
-        layer=llama,
+        layer=LLAMA,
         defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128},
     ),
     "jais2": Family(
-        layer=jais2, norm=layer_norm,
+        layer=_NEMOTRON, norm=layer_norm,
         defaults={
             "hidden_act": "relu2", "num_key_value_heads": 26, "attention_bias": True,
             "mlp_bias": True,
         },
     ),
     "ministral": Family(
-        layer=mistral, attention=listed(SLIDING),
+        layer=MISTRAL, attention=listed(SLIDING),
         defaults={**_SILU, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "ministral3": Family(
-        layer=ministral3, attention=one_window,
+        layer=stacked(MISTRAL, scaled_queries), attention=one_window,
         defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128},
     ),
-    "nemotron": Family(layer=nemotron, norm=layer_norm, defaults={"hidden_act": "relu2"}),
-    "olmo": Family(layer=olmo, norm=no_norm, defaults=_SILU),
+    "nemotron": Family(layer=_NEMOTRON, norm=layer_norm, defaults={"hidden_act": "relu2"}),
+    "olmo": Family(
+        layer=stacked(attends(bias="attention_bias"), gated(), _olmo_norms), norm=no_norm,
+        defaults=_SILU,
+    ),
     "persimmon": Family(
         layer=persimmon, norm=layer_norm, norm_name="final_layernorm",
         defaults={"hidden_act": "relu2"},
     ),
     "seed_oss": Family(
-        layer=seed_oss,
+        layer=stacked(
+            attends(bias="attention_bias", out_bias="attention_out_bias"),
+            gated(bias="mlp_bias"),
+            pre_norms(),
+        ),
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
             "attention_dropout": 0.1, "residual_dropout": 0.1,
@@ -351,7 +252,12 @@ DENSE_FAMILIES: dict[str, Family] = {
         defaults={**_SILU, "num_key_value_heads": 32},
     ),
     "vaultgemma": Family(
-        layer=vaultgemma, attention=pattern(2), norm=wide_norm,
+        layer=stacked(
+            attends(bias="attention_bias", scores=capped_scores),
+            gated(act="hidden_activation"),
+            pre_norms("wide", ("input_layernorm", "pre_feedforward_layernorm")),
+        ),
+        attention=pattern(2), norm=wide_norm,
         defaults={
             "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
             "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,

@@ -53,31 +53,22 @@ def bloom(c: ModelConfig, kind: Kind) -> Parts:
         linear("mlp.dense_h_to_4h", hidden, inner, True),
         linear("mlp.dense_4h_to_h", inner, hidden, True),
         gelu,
-        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c.heads)),
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c)),
         residual(hidden),
     )
 
 
 def nanochat(c: ModelConfig, kind: Kind) -> Parts:
     """Norms without weights, also of queries and keys after rotary positions."""
-    bias, hidden, heads, pairs, size = (
-        c.flag("attention_bias"),
-        c.hidden,
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-    )
-    norms = (
+    hidden, size = c.hidden, c.head_dim
+    return (
+        *attention(c, kind.attention, bias="attention_bias"),
+        unweighted(size, c.heads),
+        unweighted(size, c.kv_heads),
+        *plain_mlp(c, "mlp.fc1", "mlp.fc2", bias=False),
         *((unweighted(hidden, first=True),) if kind.entered else ()),
         unweighted(hidden, first=not kind.entered),
         unweighted(hidden),
-    )
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
-        unweighted(size, heads),
-        unweighted(size, pairs),
-        *plain_mlp(c, "fc1", "fc2", bias=False),
-        *norms,
         Part(kept=Kept(2 * hidden)),
         residual(hidden),
     )

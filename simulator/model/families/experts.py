@@ -6,6 +6,8 @@ Numbers in parentheses are explained in `parts.py`.
 from __future__ import annotations
 
 from megatrain.simulator.model.families.config import ModelConfig
+from megatrain.simulator.model.families.family import Layer, Parts, top_k
+from megatrain.simulator.model.families.kinds import Kind
 from megatrain.simulator.model.families.parts import (
     Kept,
     Part,
@@ -89,7 +91,83 @@ def experts(
     )
 
 
-def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool = False) -> Part:
+def routed(
+    *,
+    of: str = "num_experts",
+    chosen: str = "num_experts_per_tok",
+    inner: str = "moe_intermediate_size",
+    name: str = "mlp",
+    gate: str = "gate",
+    wide: bool = False,
+    transposed: bool = False,
+    bias: bool = False,
+    experts_first: bool = False,
+) -> Layer:
+    """Returns a router and its experts.
+
+    Args:
+        of: The key of the number of experts, as in `top_k`.
+        chosen: The key of the number of experts per token.
+        inner: The key of the width between the projections of an expert.
+        name: The name of the module with both.
+        gate: The name of the router in it.
+        wide: As in `router`.
+        transposed: As in `experts`.
+        bias: Whether router and experts have biases, as in `router` and `experts`.
+        experts_first: Whether transformers registers the experts before the router.
+    """
+
+    def parts(c: ModelConfig, _kind: Kind) -> Parts:
+        count, used = top_k(c, of, chosen)
+        found = (
+            router(f"{name}.{gate}", c.hidden, count, bias=bias, wide=wide),
+            experts(
+                f"{name}.experts",
+                c.hidden,
+                c.size(inner),
+                count,
+                used,
+                transposed=transposed,
+                bias=bias,
+            ),
+        )
+        return found[::-1] if experts_first else found
+
+    return parts
+
+
+def shared_experts(
+    of: str = "",
+    *,
+    inner: str = "moe_intermediate_size",
+    name: str = "shared_experts",
+    bias: bool | str = False,
+    optional: bool = False,
+    scaled: bool = False,
+) -> Layer:
+    """Returns the experts that every token passes through, as one MLP, and the sum with the others.
+
+    Args:
+        of: The key of the number of such experts. Empty means one.
+        inner: The key of the width between the projections of one.
+        name: Their name in `mlp`.
+        bias: As in `gated_mlp`.
+        optional: Whether the number may be 0. There are then no parts.
+        scaled: Whether a product scales the sum.
+    """
+
+    def parts(c: ModelConfig, _kind: Kind) -> Parts:
+        count = c.count(of, least=0 if optional else 1) if of else 1
+        if not count:
+            return ()
+        found = shared_expert(c, f"mlp.{name}", count * c.size(inner), bias=bias)
+        product = Part(forward=Traffic(2 * c.hidden), backward=Traffic(2 * c.hidden))
+        return (found, product) if scaled else (found,)
+
+    return parts
+
+
+def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool | str = False) -> Part:
     """Returns an MLP that every token passes through, and the sum with the routed experts."""
     part = merge_parts(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
     return merge_parts(
@@ -108,7 +186,7 @@ def expert_gate(name: str, hidden: int) -> Part:
     )
 
 
-def latent_attention(c: ModelConfig, kind: str) -> tuple[Part, ...]:
+def latent_attention(c: ModelConfig, kind: Kind) -> Parts:
     """Returns DeepSeek's multi-head latent attention.
 
     Queries, and keys with values, are projected through narrow latents that have norms of their
@@ -124,7 +202,7 @@ def latent_attention(c: ModelConfig, kind: str) -> tuple[Part, ...]:
         c.size("v_head_dim", c.hidden // c.heads),
     )
     query = plain + turned
-    into: tuple[Part, ...]
+    into: Parts
     if rank:
         into = (
             linear("self_attn.q_a_proj", hidden, rank, bias),
@@ -142,7 +220,7 @@ def latent_attention(c: ModelConfig, kind: str) -> tuple[Part, ...]:
         linear("self_attn.o_proj", heads * value, hidden, bias),
         rotary((heads + 1) * turned),
         joining,
-        attend(c, kind, query=query, value=value, kv_heads=heads, copied=True),
+        attend(c, kind.attention, query=query, value=value, kv_heads=heads, copied=True),
         Part(kept=Kept(heads * plain)),
         shared_input(hidden, 2),
     )
@@ -152,7 +230,7 @@ _CHUNK = 64
 """Tokens in a chunk of the gated delta rule in transformers."""
 
 
-def gated_delta(c: ModelConfig, *, apart: bool = False) -> tuple[Part, ...]:
+def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
     """Returns the linear attention of Qwen3-Next: a short convolution, then the gated delta rule
     over chunks of 64 tokens in fp32, and a gated norm.
 
@@ -229,7 +307,7 @@ def gated_delta(c: ModelConfig, *, apart: bool = False) -> tuple[Part, ...]:
     )
 
 
-def lightning(c: ModelConfig) -> tuple[Part, ...]:
+def lightning(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns the linear attention of MiniMax over blocks of tokens.
 
     Inside a block, queries and keys are multiplied. A state carries the blocks before it. FLOPs per

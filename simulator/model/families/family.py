@@ -8,18 +8,35 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator.model.families.config import ModelConfig
-from megatrain.simulator.model.families.kinds import Kind
-from megatrain.simulator.model.families.parts import Part, Tensors, centred_norm, residual, rms_norm
+from megatrain.simulator.model.families.kinds import DENSE, LINEAR, Kind
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    Part,
+    Tensors,
+    Traffic,
+    attention,
+    centred_norm,
+    gated_mlp,
+    layer_norm,
+    plain_mlp,
+    residual,
+    rms_norm,
+    turned_in_pairs,
+)
 
 Parts = tuple[Part, ...]
 """The parts of a layer, in the order in which transformers registers their tensors."""
 
 
+Layer = Callable[[ModelConfig, Kind], Parts]
+"""Returns the parts of a decoder layer of a kind, or those of one module of it."""
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One `model_type`: the parts of its layers, and the rest of its decoder."""
 
-    layer: Callable[[ModelConfig, Kind], Parts]
-    """Returns the parts of a decoder layer of a kind."""
+    layer: Layer
+    """The decoder layers."""
     attention: Callable[[ModelConfig], list[str]] | None = None
     """Returns the attention of each layer. None means full attention in all."""
     mlp: Callable[[ModelConfig], list[str]] | None = None
@@ -73,49 +90,146 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults of transformers for keys that config.json may leave out."""
 
 
-def pre_norms(c: ModelConfig, weight: str = "low") -> Parts:
+def stacked(*modules: Layer) -> Layer:
+    """Returns a layer that consists of `modules`, in the order in which transformers registers
+    their tensors.
+    """
+    return lambda c, kind: tuple(part for module in modules for part in module(c, kind))
+
+
+def dense_or(*modules: Layer, dense: Layer | None = None) -> Layer:
+    """Returns a module that is `modules` in layers with experts, and `dense` in the others.
+
+    `dense` is a gated MLP by default.
+    """
+    otherwise, sparse = dense or gated(), stacked(*modules)
+    return lambda c, kind: otherwise(c, kind) if kind.mlp == DENSE else sparse(c, kind)
+
+
+def linear_or(mixer: Layer, full: Layer) -> Layer:
+    """Returns a module that is `mixer` in layers with linear attention, and `full` in others."""
+    return lambda c, kind: mixer(c, kind) if kind.attention == LINEAR else full(c, kind)
+
+
+def attends(**options: Any) -> Layer:
+    """Returns attention with the options of `parts.attention`."""
+    return lambda c, kind: attention(c, kind.attention, **options)
+
+
+def gated(**options: Any) -> Layer:
+    """Returns a gated MLP with the options of `parts.gated_mlp`."""
+    return lambda c, _: gated_mlp(c, **options)
+
+
+def plain(up: str, down: str, bias: bool | str = True) -> Layer:
+    """Returns an MLP without a gate, whose projections are called `up` and `down`."""
+    return lambda c, _: plain_mlp(c, f"mlp.{up}", f"mlp.{down}", bias=bias)
+
+
+def pre_norms(
+    weight: str = "low", names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+) -> Layer:
     """Returns the norms before attention and before the MLP, and two residual sums.
 
     `weight` is the dtype of the norms' weight product, as in `rms_norm`.
     """
-    return (
-        rms_norm("input_layernorm", c.hidden, first=True, weight=weight),
-        rms_norm("post_attention_layernorm", c.hidden, weight=weight),
+    return lambda c, _: (
+        rms_norm(names[0], c.hidden, first=True, weight=weight),
+        rms_norm(names[1], c.hidden, weight=weight),
         residual(c.hidden),
     )
 
 
-def pre_and_post_norms(
-    c: ModelConfig, into: tuple[str, str], out: tuple[str, str], weight: str = "low"
-) -> Parts:
-    """Returns norms before and after attention and MLP, and two residual sums.
-
-    `into` names the two norms before, and `out` the two norms after.
+def post_norms(weight: str = "low") -> Layer:
+    """Returns norms after attention and MLP, and two residual sums. `weight` is as in
+    `pre_norms`.
     """
+    return lambda c, _: (
+        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight=weight),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight=weight),
+        residual(c.hidden),
+        Part(kept=Kept(c.hidden)),
+    )
+
+
+def output_norms(*names: str, wanted: bool | str = True) -> Layer:
+    """Returns norms of the outputs of attention and MLP with these `names`.
+
+    `wanted` may be the key of config.json that decides whether there are any.
+    """
+    return lambda c, _: tuple(
+        rms_norm(name, c.hidden, projected=False) for name in names if c.is_on(wanted)
+    )
+
+
+def pre_and_post_norms(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns Gemma's norms before and after attention and MLP, and two residual sums."""
     return (
-        rms_norm(into[0], c.hidden, first=True, weight=weight),
-        rms_norm(into[1], c.hidden, weight=weight),
-        *(rms_norm(name, c.hidden, projected=False, weight=weight) for name in out),
+        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
+        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
+        rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
+        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
         residual(c.hidden),
     )
 
 
-def top_k(c: ModelConfig, of: str) -> tuple[int, int]:
+def layer_norms(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns layer norms before attention and before the MLP, and two residual sums."""
+    return (
+        layer_norm("input_layernorm", c.hidden, first=True),
+        layer_norm("post_attention_layernorm", c.hidden),
+        residual(c.hidden),
+    )
+
+
+def query_key_norms(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns Hunyuan's norms of queries and keys, one row per head."""
+    return tuple(
+        rms_norm(f"self_attn.{name}_layernorm", c.head_dim, rows=rows, projected=False)
+        for name, rows in (("query", c.heads), ("key", c.kv_heads))
+    )
+
+
+def neighbours_turned(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns what rotary positions cost more if they rotate neighbouring elements, in fp32."""
+    return (turned_in_pairs((c.heads + c.kv_heads) * c.head_dim),)
+
+
+def scaled_residuals(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns products that scale the two residuals."""
+    return (Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),)
+
+
+def heads_of_hidden_size(reason: str) -> Layer:
+    """Returns no parts, but raises UserError if the heads do not have `hidden_size` elements
+    together. `reason` says what has this width.
+    """
+
+    def check(c: ModelConfig, _kind: Kind) -> Parts:
+        if c.heads * c.head_dim != c.hidden:
+            raise c.wrong(
+                "head_dim",
+                f"hidden_size / num_attention_heads = {c.hidden // c.heads}, since {reason} has"
+                " the width hidden_size",
+            )
+        return ()
+
+    return check
+
+
+def top_k(c: ModelConfig, of: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
     """Returns the number of experts, and how many of them each token uses.
 
     transformers has three names for the first: `num_experts`, `num_local_experts` and
-    `n_routed_experts`. `of` is the one to expect if config.json has none of them.
+    `n_routed_experts`. `of` is the one to expect if config.json has none of them, or another name
+    that the family has in their place. `chosen` is the key of the second.
     """
-    names = [
-        name
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        if c.config.get(name) is not None
-    ]
-    count = c.size(names[0] if names else of, most=2**16)
-    chosen = c.size("num_experts_per_tok")
-    if chosen > count:
-        raise c.wrong("num_experts_per_tok", f"at most the {count} experts")
-    return count, chosen
+    usual = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = [name for name in usual if of in usual and c.config.get(name) is not None]
+    count, used = c.size(names[0] if names else of, most=2**16), c.size(chosen)
+    if used > count:
+        raise c.wrong(chosen, f"at most the {count} experts")
+    return count, used
 
 
 def bare_norm(name: str, size: int) -> Part:

@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.experts import experts
-from megatrain.simulator.model.families.family import Parts
+from megatrain.simulator.model.families.family import Parts, pre_and_post_norms
 from megatrain.simulator.model.families.kinds import FULL, SLIDING, Kind
 from megatrain.simulator.model.families.parts import (
     Kept,
@@ -175,12 +175,8 @@ def gemma4(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *_attention(c, kind.attention),
         *gated_mlp(c, act="hidden_activation"),
-        rms_norm("input_layernorm", hidden, first=True, weight="wide"),
-        rms_norm("post_attention_layernorm", hidden, projected=False, weight="wide"),
-        rms_norm("pre_feedforward_layernorm", hidden, weight="wide"),
-        rms_norm("post_feedforward_layernorm", hidden, projected=False, weight="wide"),
+        *pre_and_post_norms(c, kind),
         *(_mixture(c) if c.flag("enable_moe_block") else ()),
-        residual(hidden),
         # scales the layer's output in place
         Part(forward=Traffic(2 * hidden), backward=Traffic(2 * hidden)),
     )

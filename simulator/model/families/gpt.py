@@ -16,6 +16,7 @@ from megatrain.simulator.model.families.parts import (
     attend,
     layer_norm,
     linear,
+    plain_mlp,
     residual,
 )
 
@@ -29,14 +30,6 @@ def _transposed(name: str, source: int, target: int) -> Part:
 def _inner(c: ModelConfig) -> int:
     """Returns the width between the projections of the MLP."""
     return c.count("n_inner", 0) or 4 * c.hidden
-
-
-def _between(c: ModelConfig, inner: int) -> Parts:
-    """Returns the activation between the projections of the MLP."""
-    return (
-        activation(c, inner, "activation_function"),
-        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
-    )
 
 
 def gpt2(c: ModelConfig, kind: Kind) -> Parts:
@@ -55,7 +48,8 @@ def gpt2(c: ModelConfig, kind: Kind) -> Parts:
         layer_norm("ln_2", hidden),
         _transposed("mlp.c_fc", hidden, inner),
         _transposed("mlp.c_proj", inner, hidden),
-        *_between(c, inner),
+        activation(c, inner, "activation_function"),
+        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
         attend(c, kind.attention, fused=True),
         residual(hidden),
     )
@@ -63,7 +57,7 @@ def gpt2(c: ModelConfig, kind: Kind) -> Parts:
 
 def gpt_bigcode(c: ModelConfig, kind: Kind) -> Parts:
     """GPT-2, with one key and value head for all query heads."""
-    hidden, inner = c.hidden, _inner(c)
+    hidden = c.hidden
     if c.flag("add_cross_attention") or not c.flag("multi_query"):
         raise c.wrong("multi_query", "true, without cross-attention")
     return (
@@ -71,16 +65,29 @@ def gpt_bigcode(c: ModelConfig, kind: Kind) -> Parts:
         linear("attn.c_attn", hidden, hidden + 2 * c.head_dim, True),
         linear("attn.c_proj", hidden, hidden, True),
         layer_norm("ln_2", hidden),
-        linear("mlp.c_fc", hidden, inner, True),
-        linear("mlp.c_proj", inner, hidden, True),
-        *_between(c, inner),
+        *plain_mlp(c, "mlp.c_fc", "mlp.c_proj", inner=_inner(c), act="activation_function"),
         attend(c, kind.attention, kv_heads=1, fused=True),
         residual(hidden),
     )
 
 
+def _opt_layer(c: ModelConfig, inner: int, act: str, attended: Part) -> Parts:
+    """Returns a layer of OPT. `act` is the key of the activation, and `attended` the attention
+    without its projections.
+    """
+    names = ("k", "v", "q", "out")
+    return (
+        *(linear(f"self_attn.{name}_proj", c.hidden, c.hidden, True) for name in names),
+        layer_norm("self_attn_layer_norm", c.hidden, first=True),
+        *plain_mlp(c, "fc1", "fc2", inner=inner, act=act),
+        layer_norm("final_layer_norm", c.hidden),
+        attended,
+        residual(c.hidden),
+    )
+
+
 def opt(c: ModelConfig, kind: Kind) -> Parts:
-    hidden, inner = c.hidden, c.size("ffn_dim")
+    hidden = c.hidden
     if c.size("word_embed_proj_dim", hidden) != hidden:
         raise c.wrong(
             "word_embed_proj_dim",
@@ -91,38 +98,13 @@ def opt(c: ModelConfig, kind: Kind) -> Parts:
             raise c.wrong(key, "true")
     if c.flag("_remove_final_layer_norm"):
         raise c.wrong("_remove_final_layer_norm", "false")
-    return (
-        *(
-            linear(f"self_attn.{name}_proj", hidden, hidden, True)
-            for name in ("k", "v", "q", "out")
-        ),
-        layer_norm("self_attn_layer_norm", hidden, first=True),
-        linear("fc1", hidden, inner, True),
-        linear("fc2", inner, hidden, True),
-        layer_norm("final_layer_norm", hidden),
-        *_between(c, inner),
-        attend(c, kind.attention, copied=True),
-        residual(hidden),
-    )
+    attended = attend(c, kind.attention, copied=True)
+    return _opt_layer(c, c.size("ffn_dim"), "activation_function", attended)
 
 
 def biogpt(c: ModelConfig, kind: Kind) -> Parts:
     """The layers of OPT, with another activation."""
-    hidden, inner = c.hidden, c.size("intermediate_size")
-    return (
-        *(
-            linear(f"self_attn.{name}_proj", hidden, hidden, True)
-            for name in ("k", "v", "q", "out")
-        ),
-        layer_norm("self_attn_layer_norm", hidden, first=True),
-        linear("fc1", hidden, inner, True),
-        linear("fc2", inner, hidden, True),
-        layer_norm("final_layer_norm", hidden),
-        activation(c, inner),
-        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
-        attend(c, kind.attention),
-        residual(hidden),
-    )
+    return _opt_layer(c, c.size("intermediate_size"), "hidden_act", attend(c, kind.attention))
 
 
 def _table(name: str, key: str, offset: int = 0) -> Any:

@@ -91,16 +91,16 @@ def falcon_h1(c: ModelConfig, kind: Kind) -> Parts:
 
     Inputs and outputs of both are scaled.
     """
-    bias, hidden = c.flag("attention_bias"), c.hidden
+    hidden = c.hidden
     scaled = Part(
         forward=Traffic(8 * hidden + 3 * hidden),
         backward=Traffic(8 * hidden + 3 * hidden),
         kept=Kept(2 * hidden),
     )
     return (
-        *gated_mlp(c, name="feed_forward", bias=c.flag("mlp_bias")),
+        *gated_mlp(c, name="feed_forward", bias="mlp_bias"),
         *mamba2(c),
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
+        *attention(c, kind.attention, bias="attention_bias"),
         rms_norm("input_layernorm", hidden, first=True, projected=False),
         rms_norm("pre_ff_layernorm", hidden),
         scaled,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatrain.simulator.base import plugins
-from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families.family import Family
 
 GROUP = "megatrain.families"
@@ -22,16 +21,8 @@ class Families(Mapping[str, Family]):
 
     def __getitem__(self, model_type: str) -> Family:
         if model_type not in self._loaded and model_type in plugins.installed(GROUP):
-            found = plugins.load(GROUP, model_type)
-            if not isinstance(found, Family):
-                where = plugins.installed(GROUP)[model_type].value
-                raise UserError(
-                    f"{GROUP} entry point {where}",
-                    found=type(found).__name__,
-                    allowed="an instance of megatrain.simulator.model.families.family.Family",
-                    fix="see docs/adding.md",
-                )
-            self._loaded[model_type] = found
+            allowed = "an instance of megatrain.simulator.model.families.family.Family"
+            self._loaded[model_type] = plugins.load_as(GROUP, model_type, Family, allowed)
         return self._loaded[model_type]
 
     def __iter__(self) -> Iterator[str]:

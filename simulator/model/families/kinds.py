@@ -37,6 +37,24 @@ class Kind(NamedTuple):
     """Whatever else the family's layers differ in (`Family.variants`)."""
 
 
+Rule = Callable[[int], bool]
+"""Returns whether the layer of an index is of the kind that a rule is for."""
+
+
+def _attention(c: ModelConfig, rule: Rule, other: str = SLIDING) -> list[str]:
+    """Returns `layer_types`, or `other` in the layers of the rule and full attention elsewhere."""
+    return c.each_layer("layer_types", (FULL, other)) or [
+        other if rule(index) else FULL for index in range(c.layers)
+    ]
+
+
+def _sparse(c: ModelConfig, rule: Rule) -> list[str]:
+    """Returns `mlp_layer_types`, or experts in the layers of the rule."""
+    return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [
+        SPARSE if rule(index) else DENSE for index in range(c.layers)
+    ]
+
+
 def pattern(
     every: int, usual: str = SLIDING, key: str = "sliding_window_pattern"
 ) -> Callable[[ModelConfig], list[str]]:
@@ -46,39 +64,30 @@ def pattern(
     """
 
     def kinds(c: ModelConfig) -> list[str]:
-        listed = c.each_layer("layer_types", (FULL, usual))
         period = c.size(key, every)
-        return listed or [usual if (index + 1) % period else FULL for index in range(c.layers)]
+        return _attention(c, lambda index: (index + 1) % period != 0, usual)
 
     return kinds
 
 
 def full_first(every: int) -> Callable[[ModelConfig], list[str]]:
     """`layer_types`, or in every period of `every` layers a full one first, then sliding ones."""
-    return lambda c: (
-        c.each_layer("layer_types", (FULL, SLIDING))
-        or [SLIDING if index % every else FULL for index in range(c.layers)]
-    )
+    return lambda c: _attention(c, lambda index: index % every != 0)
 
 
 def listed(usual: str) -> Callable[[ModelConfig], list[str]]:
     """`layer_types`, or the `usual` attention in every layer if there is a window."""
-    return lambda c: (
-        c.each_layer("layer_types", (FULL, usual))
-        or [usual if c.count("sliding_window", 0) else FULL] * c.layers
-    )
+    return lambda c: _attention(c, lambda _: bool(c.count("sliding_window", 0)), usual)
 
 
 def qwen_window(c: ModelConfig) -> list[str]:
     """`layer_types`, or sliding from layer `max_window_layers` on with `use_sliding_window`."""
-    listed = c.each_layer("layer_types", (FULL, SLIDING))
-    if listed is not None:
-        return listed
-    on, first = (
-        c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096)),
-        c.count("max_window_layers", 28),
-    )
-    return [SLIDING if on and index >= first else FULL for index in range(c.layers)]
+
+    def slides(index: int) -> bool:
+        on = c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096))
+        return on and index >= c.count("max_window_layers", 28)
+
+    return _attention(c, slides)
 
 
 def one_window(c: ModelConfig) -> list[str]:
@@ -97,11 +106,8 @@ def qwen2_moe_window(c: ModelConfig) -> list[str]:
     """`layer_types`, or sliding in every other layer before `max_window_layers` with
     `use_sliding_window`.
     """
-    listed = c.each_layer("layer_types", (FULL, SLIDING))
     on, most = c.flag("use_sliding_window"), c.count("max_window_layers", 28)
-    return listed or [
-        SLIDING if on and (index + 1) % 2 and index < most else FULL for index in range(c.layers)
-    ]
+    return _attention(c, lambda index: on and (index + 1) % 2 != 0 and index < most)
 
 
 def smollm3_window(c: ModelConfig) -> list[str]:
@@ -132,19 +138,17 @@ def qwen_sparse(c: ModelConfig) -> list[str]:
 
 
 def listed_or_full(c: ModelConfig) -> list[str]:
-    return c.each_layer("layer_types", (FULL, SLIDING)) or [FULL] * c.layers
+    return _attention(c, lambda _: False)
 
 
 def listed_or_sparse(c: ModelConfig) -> list[str]:
-    return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [SPARSE] * c.layers
+    return _sparse(c, lambda _: True)
 
 
 def dots_window(c: ModelConfig) -> list[str]:
     """`layer_types`, or sliding from layer `max_window_layers` on if there is a window."""
     on, first = bool(c.count("sliding_window", 0)), c.count("max_window_layers", 62)
-    return c.each_layer("layer_types", (FULL, SLIDING)) or [
-        SLIDING if on and index >= first else FULL for index in range(c.layers)
-    ]
+    return _attention(c, lambda index: on and index >= first)
 
 
 def llama4_chunks(c: ModelConfig) -> list[str]:
@@ -186,9 +190,7 @@ def llama4_sparse(c: ModelConfig) -> list[str]:
 
 def one_dense(c: ModelConfig) -> list[str]:
     """`mlp_layer_types`, or experts in all layers except the first."""
-    return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [
-        SPARSE if index else DENSE for index in range(c.layers)
-    ]
+    return _sparse(c, lambda index: index > 0)
 
 
 def dense_between(c: ModelConfig) -> list[str]:
@@ -196,16 +198,12 @@ def dense_between(c: ModelConfig) -> list[str]:
     layer.
     """
     first, every = c.count("first_k_dense_replace"), c.size("moe_layer_freq")
-    listed = c.each_layer("mlp_layer_types", (DENSE, SPARSE))
-    return listed or [
-        SPARSE if index >= first and index % every == 0 else DENSE for index in range(c.layers)
-    ]
+    return _sparse(c, lambda index: index >= first and index % every == 0)
 
 
 def mimo_window(c: ModelConfig) -> list[str]:
     """`layer_types`, or full attention in the first and in every sixth layer."""
-    listed = c.each_layer("layer_types", (FULL, SLIDING))
-    return listed or [SLIDING if index and (index + 1) % 6 else FULL for index in range(c.layers)]
+    return _attention(c, lambda index: index > 0 and (index + 1) % 6 != 0)
 
 
 def ernie_sparse(c: ModelConfig) -> list[str]:
@@ -246,8 +244,4 @@ def cohere_window(c: ModelConfig) -> list[str]:
 
 def dense_first(c: ModelConfig) -> list[str]:
     """`mlp_layer_types`, or experts in all layers after the first `first_k_dense_replace`."""
-    listed = c.each_layer("mlp_layer_types", (DENSE, SPARSE))
-    if listed is not None:
-        return listed
-    first = c.count("first_k_dense_replace")
-    return [DENSE if index < first else SPARSE for index in range(c.layers)]
+    return _sparse(c, lambda index: index >= c.count("first_k_dense_replace"))

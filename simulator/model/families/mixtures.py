@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import msgspec
 
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.decoders import (
+    DEEPSEEK,
+    GRANITE_EXPERTS,
+    QWEN3_MOE,
     deepseek_mlp,
     gated_attention,
-    granitemoe,
     qwen_experts,
+    sunk_attention,
 )
+from megatrain.simulator.model.families.dense import scaled_queries
 from megatrain.simulator.model.families.experts import (
     experts,
     gated_delta,
     latent_attention,
     lightning,
+    routed,
     router,
     shared_expert,
 )
-from megatrain.simulator.model.families.family import Family, Parts, pre_norms, top_k, wide_norm
+from megatrain.simulator.model.families.family import (
+    Family,
+    Parts,
+    attends,
+    gated,
+    linear_or,
+    post_norms,
+    pre_norms,
+    scaled_residuals,
+    stacked,
+    top_k,
+    wide_norm,
+)
 from megatrain.simulator.model.families.kinds import (
     CHUNKED,
     DENSE,
     FULL,
     LINEAR,
-    SPARSE,
     Kind,
     dense_first,
     dots_window,
@@ -58,17 +77,6 @@ from megatrain.simulator.model.families.parts import (
 )
 
 
-def minimax(c: ModelConfig, kind: Kind) -> Parts:
-    """Mixtral, with linear attention in some layers. The residuals are the outputs of the norms."""
-    count, chosen = top_k(c, "num_local_experts")
-    routed = (
-        router("mlp.gate", c.hidden, count),
-        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-    )
-    mixer = attention(c, kind.attention) if kind.attention == FULL else lightning(c)
-    return (*mixer, *pre_norms(c), *routed)
-
-
 def minimax_layers(c: ModelConfig) -> list[str]:
     """`layer_types`, or linear attention in every other layer."""
     if c.count("sliding_window", 0):
@@ -78,109 +86,24 @@ def minimax_layers(c: ModelConfig) -> list[str]:
     ]
 
 
-def deepseek_v2(c: ModelConfig, kind: Kind) -> Parts:
-    """DeepSeek-V3, with rotary positions that rotate pairs of neighbouring elements, in fp32."""
+def latent_turned(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns latent attention with rotary positions that rotate neighbouring elements, in fp32."""
     turned = turned_in_pairs((c.heads + 1) * c.size("qk_rope_head_dim"))
-    return (
-        *latent_attention(c, kind.attention),
-        turned,
-        *deepseek_mlp(c, kind, bias=c.flag("mlp_bias")),
-        *pre_norms(c),
-    )
+    return (*latent_attention(c, kind), turned)
 
 
-def latent_dense(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *gated_mlp(c), *pre_norms(c))
-
-
-def minicpm3(c: ModelConfig, kind: Kind) -> Parts:
-    """Latent attention and a dense MLP, with products that scale the residuals."""
-    mlp = gated_mlp(c, bias=c.flag("mlp_bias"))
-    return (
-        *latent_attention(c, kind.attention),
-        *mlp,
-        *pre_norms(c),
-        Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),
-    )
-
-
-def glm4_moe_lite(c: ModelConfig, kind: Kind) -> Parts:
-    return (*latent_attention(c, kind.attention), *deepseek_mlp(c, kind), *pre_norms(c))
-
-
-def solar_open(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, copied=True),
-        *deepseek_mlp(c, kind),
-        *pre_norms(c),
-    )
-
-
-def dots1(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
-        *deepseek_mlp(c, kind),
-        *pre_norms(c),
-    )
-
-
-def exaone_moe(c: ModelConfig, kind: Kind) -> Parts:
-    mlp = gated_mlp(c)
-    if kind.mlp == SPARSE:
-        (count, chosen), inner = top_k(c, "num_experts"), c.size("moe_intermediate_size")
-        mlp = (
-            experts("mlp.experts", c.hidden, inner, count, chosen),
-            router("mlp.gate", c.hidden, count, wide=True),
-            shared_expert(c, "mlp.shared_experts", inner * c.size("num_shared_experts")),
-        )
-    return (*attention(c, kind.attention, norms="head"), *mlp, *pre_norms(c))
-
-
-def granitemoe_swa(c: ModelConfig, kind: Kind) -> Parts:
-    return granitemoeshared(c, kind, sunk=True)
-
-
-def granitemoeshared(c: ModelConfig, kind: Kind, *, sunk: bool = False) -> Parts:
+def granite_shared(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the shared expert of Granite, if the config has one."""
     inner, hidden = c.count("shared_intermediate_size"), c.hidden
     if not inner:
-        return granitemoe(c, kind, sunk=sunk)
+        return ()
     shared = merge_parts(gated_mlp(c, inner=inner, fused=True, label=False))
     tensors = (
         ("shared_mlp.input_linear.weight", (2 * inner, hidden)),
         ("shared_mlp.output_linear.weight", (hidden, inner)),
     )
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
-    return (
-        *granitemoe(c, kind, sunk=sunk),
-        merge_parts((Part(tensors=tensors), *_without_tensors(shared), added)),
-    )
-
-
-def _without_tensors(part: Part) -> Parts:
-    """Returns a part with the same costs and no tensors."""
-    kept = {name: getattr(part, name) for name in part.__struct_fields__ if name != "tensors"}
-    return (Part(**kept),)
-
-
-def minimax_m2(c: ModelConfig, kind: Kind) -> Parts:
-    count, chosen = top_k(c, "num_local_experts")
-    routed = (
-        router("mlp.gate", c.hidden, count, wide=True),
-        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-    )
-    return (*attention(c, kind.attention, norms="whole", copied=True), *routed, *pre_norms(c))
-
-
-def mellum(c: ModelConfig, kind: Kind) -> Parts:
-    bias = c.flag("attention_bias")
-    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "experts", False)
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="head"),
-        *mlp,
-        *pre_norms(c),
-    )
+    return (msgspec.structs.replace(shared, tensors=tensors), added)
 
 
 _CHOSEN = "num_experts_per_tok"
@@ -226,7 +149,7 @@ def phimoe(c: ModelConfig, kind: Kind) -> Parts:
         types = (rope.get("rope_type"), rope.get("type"))
         if next((each for each in types if each), "default") not in ("default", "longrope"):
             raise c.wrong("rope_parameters", "a rope_type of default or longrope")
-    bias, count = c.flag("attention_bias"), top_k(c, "num_local_experts")[0]
+    count = top_k(c, "num_local_experts")[0]
     if count < _DRAWN:
         raise c.wrong("num_local_experts", f"at least the {_DRAWN} experts of a token")
     # Before the router and in it, the hidden states are multiplied with noise in place.
@@ -236,7 +159,7 @@ def phimoe(c: ModelConfig, kind: Kind) -> Parts:
         kept=Kept(2 * c.hidden),
     )
     return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias),
+        *attention(c, kind.attention, bias="attention_bias"),
         drawing_router("mlp.router", c.hidden, count),
         experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, _DRAWN),
         layer_norm("input_layernorm", c.hidden, first=True),
@@ -281,18 +204,19 @@ def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
         backward=Traffic(16 * rows + 10 * queries + 6 * size),
         kept=Kept(3 * rows + 2 * queries, 8 * chosen),
     )
-    scores = _without_tensors(router("", hidden, count))
+    scores = msgspec.structs.replace(router("", hidden, count), tensors=())
     return (
-        Part(tensors=_jetmoe_experts("mlp", hidden, (2 * inner, inner), count)),
-        *_without_tensors(mlp),
+        msgspec.structs.replace(
+            mlp, tensors=_jetmoe_experts("mlp", hidden, (2 * inner, inner), count)
+        ),
         Part(kept=Kept(rows)),
-        *scores,
+        scores,
         rms_norm("input_layernorm", hidden, first=True),
         rms_norm("post_attention_layernorm", hidden),
         residual(hidden),
         Part(tensors=_jetmoe_experts(f"{name}.experts", hidden, (size, size), count)),
         attention_experts,
-        *scores,
+        scores,
         linear(f"{name}.kv_proj", hidden, 2 * size),
         rotary(queries + size),
         attend(c, kind.attention, kv_heads=c.heads),
@@ -311,30 +235,9 @@ def _jetmoe_experts(name: str, hidden: int, widths: tuple[int, int], count: int)
     )
 
 
-def flex_olmo(c: ModelConfig, kind: Kind) -> Parts:
-    bias, (count, chosen) = c.flag("attention_bias"), top_k(c, "num_experts")
-    return (
-        *attention(c, kind.attention, bias=bias, out_bias=bias, norms="whole", weight="wide"),
-        router("mlp.gate", c.hidden, count),
-        experts("mlp.experts", c.hidden, c.size("intermediate_size"), count, chosen),
-        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
-        rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
-        residual(c.hidden),
-        Part(kept=Kept(c.hidden)),
-    )
-
-
-def qwen3_5(c: ModelConfig, kind: Kind) -> Parts:
-    mlp = gated_mlp(c) if kind.mlp == DENSE else qwen_experts(c, "router", True)
-    mixer = gated_delta(c, apart=True) if kind.attention == LINEAR else gated_attention(c)
-    return (*mixer, *mlp, *pre_norms(c, "wide"))
-
-
-def llama4(c: ModelConfig, kind: Kind) -> Parts:
-    """Attention in chunks of tokens, and full attention in layers without rotary positions.
-
-    transformers runs each token through every expert, with zeros for experts that it is not routed
-    to. All experts therefore count as active.
+def llama4_attention(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns attention in chunks of tokens, and full attention in layers without rotary
+    positions.
     """
     bias, heads, hidden, size = c.flag("attention_bias"), c.heads, c.hidden, c.head_dim
     projections = tuple(
@@ -346,41 +249,35 @@ def llama4(c: ModelConfig, kind: Kind) -> Parts:
         linear("self_attn.o_proj", heads * size, hidden, bias),
         shared_input(hidden, 3),
     )
+    if kind.attention != CHUNKED:
+        return (*mixer, attend(c, FULL), *scaled_queries(c, kind))
     turned = (heads + c.kv_heads) * size
-    if kind.attention == CHUNKED:
-        normed = c.flag("use_qk_norm")
-        mixer += (
-            turned_in_pairs(turned),
-            attend(c, FULL, window=c.size("attention_chunk_size")),
-            (
-                Part(
-                    forward=Traffic(0, 7 * turned, 2 * turned),
-                    backward=Traffic(0, 17 * turned, 2 * turned),
-                    kept=Kept(0, turned + heads),
-                )
-                if normed
-                else Part()
-            ),
-        )
-    else:
-        mixer += (
-            attend(c, FULL),
-            Part(forward=Traffic(2 * heads * size), backward=Traffic(2 * heads * size)),
-        )
-    if kind.mlp == DENSE:
-        return (
-            *mixer,
-            *gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp")),
-            *pre_norms(c),
-        )
-    count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
-    every = experts("feed_forward.experts", hidden, inner, count, count, transposed=True)
+    norms = Part(
+        forward=Traffic(0, 7 * turned, 2 * turned),
+        backward=Traffic(0, 17 * turned, 2 * turned),
+        kept=Kept(0, turned + heads),
+    )
     return (
         *mixer,
-        every,
-        router("feed_forward.router", hidden, count),
+        turned_in_pairs(turned),
+        attend(c, FULL, window=c.size("attention_chunk_size")),
+        norms if c.flag("use_qk_norm") else Part(),
+    )
+
+
+def llama4_mlp(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a gated MLP or experts.
+
+    transformers runs each token through every expert, with zeros for experts that it is not routed
+    to. All experts therefore count as active.
+    """
+    if kind.mlp == DENSE:
+        return gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp"))
+    count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
+    return (
+        experts("feed_forward.experts", c.hidden, inner, count, count, transposed=True),
+        router("feed_forward.router", c.hidden, count),
         shared_expert(c, "feed_forward.shared_expert", inner),
-        *pre_norms(c),
     )
 
 
@@ -403,25 +300,36 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 
-_QWEN3_5 = pattern(4, LINEAR, "full_attention_interval")
+_QWEN3_5 = stacked(
+    linear_or(functools.partial(gated_delta, apart=True), gated_attention),
+    qwen_experts(shared=True),
+    pre_norms("wide"),
+)
+_QWEN3_5_PATTERN = pattern(4, LINEAR, "full_attention_interval")
 
 MIXTURE_FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
-        layer=deepseek_v2, mlp=dense_first,
+        layer=stacked(latent_turned, deepseek_mlp(bias="mlp_bias"), pre_norms()), mlp=dense_first,
         defaults={
             **_LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
             "n_routed_experts": 64, "n_shared_experts": 2,
         },
     ),
     "dots1": Family(
-        layer=dots1, attention=dots_window, mlp=dense_first,
+        layer=stacked(
+            attends(bias="attention_bias", norms="head"), deepseek_mlp(), pre_norms()
+        ),
+        attention=dots_window, mlp=dense_first,
         defaults={
             **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 0,
             "moe_intermediate_size": 1408,
         },
     ),
     "exaone_moe": Family(
-        layer=exaone_moe, attention=pattern(4), mlp=dense_first,
+        layer=stacked(
+            attends(norms="head"), deepseek_mlp("num_experts", "num_shared_experts"), pre_norms()
+        ),
+        attention=pattern(4), mlp=dense_first,
         defaults={
             **_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "first_k_dense_replace": 1,
             "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
@@ -429,11 +337,16 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
     ),
     "flex_olmo": Family(
-        layer=flex_olmo, mlp=every_layer, norm=wide_norm,
+        layer=stacked(
+            attends(bias="attention_bias", norms="whole", weight="wide"),
+            routed(inner="intermediate_size"),
+            post_norms("wide"),
+        ),
+        mlp=every_layer, norm=wide_norm,
         defaults={**_SILU, "num_experts": 7, "num_experts_per_tok": 5},
     ),
     "glm4_moe_lite": Family(
-        layer=glm4_moe_lite, mlp=dense_first,
+        layer=DEEPSEEK, mlp=dense_first,
         defaults={
             **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
             "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "n_routed_experts": 64,
@@ -441,14 +354,18 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
     ),
     "granitemoe_swa": Family(
-        layer=granitemoe_swa, attention=full_first(4), mlp=every_layer,
+        layer=stacked(sunk_attention, GRANITE_EXPERTS, granite_shared), attention=full_first(4),
+        mlp=every_layer,
         defaults={
             **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 0, "sliding_window": 128,
         },
     ),
     "granitemoeshared": Family(
-        layer=granitemoeshared, mlp=every_layer,
+        layer=stacked(
+            attends(bias="attention_bias"), GRANITE_EXPERTS, granite_shared
+        ),
+        mlp=every_layer,
         defaults={
             **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 0,
@@ -459,7 +376,8 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         names={"head_dim": "kv_channels"},
     ),
     "llama4_text": Family(
-        layer=llama4, attention=llama4_chunks, mlp=llama4_sparse, scaled_from=llama4_scaled_from,
+        layer=stacked(llama4_attention, llama4_mlp, pre_norms()), attention=llama4_chunks,
+        mlp=llama4_sparse, scaled_from=llama4_scaled_from,
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
             "num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "use_qk_norm": True,
@@ -468,28 +386,42 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
     ),
     "mellum": Family(
-        layer=mellum, attention=listed_or_full, mlp=listed_or_sparse,
+        layer=QWEN3_MOE, attention=listed_or_full, mlp=listed_or_sparse,
         defaults={
             **_SILU, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024,
             "moe_intermediate_size": 896, "num_local_experts": 64, "num_experts_per_tok": 8,
         },
     ),
     "minicpm3": Family(
-        layer=minicpm3,
+        # products scale the residuals
+        layer=stacked(
+            latent_attention, gated(bias="mlp_bias"), pre_norms(), scaled_residuals
+        ),
         defaults={
             **_SILU, "tie_word_embeddings": True, "q_lora_rank": 768, "kv_lora_rank": 256,
             "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
         },
     ),
     "minimax": Family(
-        layer=minimax, attention=minimax_layers, mlp=every_layer,
+        # The residuals are the outputs of the norms.
+        layer=stacked(
+            linear_or(lightning, attends()),
+            pre_norms(),
+            routed(of="num_local_experts", inner="intermediate_size"),
+        ),
+        attention=minimax_layers, mlp=every_layer,
         defaults={
             **_SILU, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
             "block_size": 256,
         },
     ),
     "minimax_m2": Family(
-        layer=minimax_m2, mlp=every_layer,
+        layer=stacked(
+            attends(norms="whole", copied=True),
+            routed(of="num_local_experts", inner="intermediate_size", wide=True),
+            pre_norms(),
+        ),
+        mlp=every_layer,
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
             "num_experts_per_tok": 8,
@@ -503,22 +435,28 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen3_5_moe_text": Family(
-        layer=qwen3_5, attention=_QWEN3_5, mlp=every_layer, norm=wide_norm,
+        layer=_QWEN3_5, attention=_QWEN3_5_PATTERN, mlp=every_layer, norm=wide_norm,
         defaults={
             **_DELTA, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         },
     ),
     "qwen3_5_text": Family(
-        layer=qwen3_5, attention=_QWEN3_5, norm=wide_norm,
+        layer=_QWEN3_5, attention=_QWEN3_5_PATTERN, norm=wide_norm,
         defaults={**_DELTA, "num_key_value_heads": 4},
     ),
     "solar_open": Family(
-        layer=solar_open, mlp=every_layer,
+        layer=stacked(
+            attends(bias="attention_bias", out_bias=False, copied=True), deepseek_mlp(), pre_norms()
+        ),
+        mlp=every_layer,
         defaults={
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "moe_intermediate_size": 1280,
             "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
         },
     ),
-    "youtu": Family(layer=latent_dense, defaults={**_LATENT, "tie_word_embeddings": True}),
+    "youtu": Family(
+        layer=stacked(latent_attention, gated(), pre_norms()),
+        defaults={**_LATENT, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip

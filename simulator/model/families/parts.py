@@ -18,6 +18,8 @@ its kernels read and write, per element of the tensor.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -89,7 +91,7 @@ class Scores(NamedTuple):
         )
 
 
-def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
+def softmax_scores(c: ModelConfig, *, capped: bool = False) -> Scores:
     """Returns the costs of scores with a softmax in fp32.
 
     Forward: the products of queries and keys are scaled (2), a mask is added (3), and softmax runs
@@ -97,6 +99,7 @@ def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
     the softmax in fp32 and in the compute dtype. If the scores are `capped`, a division, a tanh and
     a product (2 each) are added, and the tanh is saved.
     """
+    heads = c.heads
     cap = 6 * heads if capped else 0
     return Scores(
         Kept(heads * (2 if capped else 1), 0, heads),
@@ -106,11 +109,17 @@ def softmax_scores(heads: int, *, capped: bool = False) -> Scores:
     )
 
 
-def scaled_scores(heads: int) -> Scores:
+def capped_scores(c: ModelConfig) -> Scores | None:
+    """Returns the costs of capped scores, or None if the config has no soft cap."""
+    return softmax_scores(c, capped=True) if c.get("attn_logit_softcapping") else None
+
+
+def scaled_scores(c: ModelConfig) -> Scores:
     """Returns the costs of `softmax_scores` plus a log-sum-exp of the scores (2), which saves them.
 
     The log-sum-exp scales the output of attention.
     """
+    heads = c.heads
     return Scores(
         Kept(2 * heads, 0, heads),
         Kept(3 * heads, 2 * heads),
@@ -119,13 +128,14 @@ def scaled_scores(heads: int) -> Scores:
     )
 
 
-def sink_scores(heads: int) -> Scores:
+def sink_scores(c: ModelConfig) -> Scores:
     """Returns the costs of scores with an attention sink: one more column, a learned number per
     head.
 
     The column is appended (2), the largest score is subtracted (3), softmax runs in the compute
     dtype, and the column is cut off (2).
     """
+    heads = c.heads
     return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))
 
 
@@ -165,14 +175,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def merge_parts(parts: tuple[Part, ...]) -> Part:
     """Returns the parts as one part: their costs are summed, and their tensors stay in order."""
-    forward, backward, kept, attended, scores = Traffic(), Traffic(), Kept(), Kept(), Scores()
-    for part in parts:
-        forward, backward = forward.plus(part.forward), backward.plus(part.backward)
-        kept, attended, scores = (
-            kept.plus(part.kept),
-            attended.plus(part.attended),
-            scores.plus(part.scores),
-        )
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
         active=sum(part.active for part in parts),
@@ -180,11 +182,11 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         pair=sum(part.pair for part in parts),
         window=max(part.window for part in parts),
         state=sum(part.state for part in parts),
-        forward=forward,
-        backward=backward,
-        kept=kept,
-        attended=attended,
-        scores=scores,
+        forward=functools.reduce(Traffic.plus, [part.forward for part in parts]),
+        backward=functools.reduce(Traffic.plus, [part.backward for part in parts]),
+        kept=functools.reduce(Kept.plus, [part.kept for part in parts]),
+        attended=functools.reduce(Kept.plus, [part.attended for part in parts]),
+        scores=functools.reduce(Scores.plus, [part.scores for part in parts]),
         inner=sum(part.inner for part in parts),
         attention="".join(part.attention for part in parts),
         mlp="".join(part.mlp for part in parts),
@@ -378,34 +380,36 @@ def attention(
     c: ModelConfig,
     kind: str,
     *,
-    bias: bool = False,
-    out_bias: bool = False,
+    bias: bool | str = False,
+    out_bias: bool | str | None = None,
     out: str = "o_proj",
     norms: str = "",
     weight: str = "low",
     copied: bool = False,
-    scores: Scores | None = None,
+    scores: Callable[[ModelConfig], Scores | None] | None = None,
 ) -> tuple[Part, ...]:
     """Returns attention with its projections and rotary positions.
 
     Args:
         c: The config.
         kind: The layer's attention.
-        bias: Whether the projections to q, k and v have a bias.
-        out_bias: Whether the output projection has a bias.
+        bias: Whether the projections have a bias, or the key of config.json that decides it.
+        out_bias: The same for the output projection. None means that it is like the others.
         out: The name of the output projection.
         norms: The norms of queries and keys: empty for none, `head` for one row per head, `whole`
             for one row with all heads.
         weight: The dtype of these norms' weight product, as in `rms_norm`.
         copied: As in `attend`.
-        scores: As in `attend`.
+        scores: Returns `scores` of `attend`.
     """
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
+    into = c.is_on(bias)
     parts = [
-        linear(f"self_attn.{name}_proj", hidden, size * count, bias)
+        linear(f"self_attn.{name}_proj", hidden, size * count, into)
         for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     ]
-    parts.append(linear(f"self_attn.{out}", heads * size, hidden, out_bias))
+    out_of = into if out_bias is None else c.is_on(out_bias)
+    parts.append(linear(f"self_attn.{out}", heads * size, hidden, out_of))
     for name, count in (("q", heads), ("k", kv_heads)) if norms else ():
         rows, each = (count, size) if norms == "head" else (1, count * size)
         parts.append(
@@ -414,7 +418,7 @@ def attention(
     return (
         *parts,
         rotary((heads + kv_heads) * size),
-        attend(c, kind, copied=copied, scores=scores),
+        attend(c, kind, copied=copied, scores=scores(c) if scores else None),
         shared_input(hidden, 3),
     )
 
@@ -451,7 +455,7 @@ def gated_mlp(
     name: str = "mlp",
     inner: int = 0,
     act: str = "hidden_act",
-    bias: bool = False,
+    bias: bool | str = False,
     fused: bool = False,
     label: bool = True,
 ) -> tuple[Part, ...]:
@@ -459,10 +463,10 @@ def gated_mlp(
 
     Autograd saves gate, up, the activation and the product. `inner` is the width between the
     projections (0 means `intermediate_size`). `act` is the key of the activation in the config.
-    With `fused`, gate and up are one projection. Without `label`, the part has no text for the
-    signature.
+    `bias` may be the key that decides whether there is one. With `fused`, gate and up are one
+    projection. Without `label`, the part has no text for the signature.
     """
-    inner, hidden = inner or c.size("intermediate_size"), c.hidden
+    inner, hidden, biased = inner or c.size("intermediate_size"), c.hidden, c.is_on(bias)
     names = (
         ((f"{name}.gate_up_proj", 2 * inner),)
         if fused
@@ -476,23 +480,32 @@ def gated_mlp(
         mlp=str(inner) if label else "",
     )
     return (
-        *(linear(each, hidden, size, bias) for each, size in names),
-        linear(f"{name}.down_proj", inner, hidden, bias),
+        *(linear(each, hidden, size, biased) for each, size in names),
+        linear(f"{name}.down_proj", inner, hidden, biased),
         activation(c, inner, act),
         product,
         shared_input(hidden, len(names)),
     )
 
 
-def plain_mlp(c: ModelConfig, up: str, down: str, *, bias: bool = True) -> tuple[Part, ...]:
+def plain_mlp(
+    c: ModelConfig,
+    up: str,
+    down: str,
+    *,
+    inner: int = 0,
+    act: str = "hidden_act",
+    bias: bool | str = True,
+) -> tuple[Part, ...]:
     """Returns an MLP without a gate: down(activation(up)).
 
-    Autograd saves input and output of the activation. `up` and `down` name the projections.
+    Autograd saves input and output of the activation. `up` and `down` name the projections. The
+    other arguments are those of `gated_mlp`.
     """
-    inner, hidden = c.size("intermediate_size"), c.hidden
+    inner, hidden, biased = inner or c.size("intermediate_size"), c.hidden, c.is_on(bias)
     return (
-        linear(f"mlp.{up}", hidden, inner, bias),
-        linear(f"mlp.{down}", inner, hidden, bias),
-        activation(c, inner),
+        linear(up, hidden, inner, biased),
+        linear(down, inner, hidden, biased),
+        activation(c, inner, act),
         Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
+
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts
 from megatrain.simulator.model.families.kinds import Kind
@@ -12,10 +14,10 @@ from megatrain.simulator.model.families.parts import (
     Kept,
     Part,
     Traffic,
-    activation,
     attend,
     layer_norm,
     linear,
+    plain_mlp,
     residual,
     rotary,
     shared_input,
@@ -24,11 +26,6 @@ from megatrain.simulator.model.families.parts import (
 )
 
 _NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-
-
-def _mlp(c: ModelConfig, up: str, down: str, inner: int, *, bias: bool, act: str) -> Parts:
-    between = (activation(c, inner, act), Part(kept=Kept(inner), inner=inner, mlp=str(inner)))
-    return (linear(up, c.hidden, inner, bias), linear(down, inner, c.hidden, bias), *between)
 
 
 def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
@@ -47,10 +44,10 @@ def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
     return (
         layer_norm("ln_1", hidden, first=True),
         *(linear(f"attn.{name}", hidden, size) for name, size in names),
-        *_mlp(c, "mlp.fc_in", "mlp.fc_out", inner, bias=True, act="activation_function"),
+        *plain_mlp(c, "mlp.fc_in", "mlp.fc_out", inner=inner, act="activation_function"),
         rotary(2 * c.heads * turned),
         turned_in_pairs(2 * c.heads * turned),
-        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c.heads)),
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c)),
         Part(kept=Kept(4 * turned, 0, hidden)),
         shared_input(hidden, 2 if fused else 4),
         residual(hidden),
@@ -67,8 +64,7 @@ def codegen(c: ModelConfig, kind: Kind) -> Parts:
 def _bare_layer_norm(name: str, size: int, *, first: bool = False) -> Part:
     """Returns `layer_norm` without a bias."""
     part = layer_norm(name, size, first=first)
-    kept = {field: getattr(part, field) for field in part.__struct_fields__ if field != "tensors"}
-    return Part(tensors=part.tensors[:1], **kept)
+    return msgspec.structs.replace(part, tensors=part.tensors[:1])
 
 
 def mpt(c: ModelConfig, kind: Kind) -> Parts:
@@ -106,7 +102,7 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
         linear("ffn.down_proj", 4 * hidden, hidden),
         between,
         clipped,
-        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c.heads)),
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c)),
         residual(hidden),
     )
 
@@ -138,11 +134,13 @@ def falcon(c: ModelConfig, kind: Kind) -> Parts:
     ):
         norms = ("ln_attn", "ln_mlp")
     inner = c.count("ffn_hidden_size", 0) or 4 * hidden
-    scores = None if groups or several else softmax_scores(heads)
+    scores = None if groups or several else softmax_scores(c)
     return (
         linear("self_attention.query_key_value", hidden, (heads + 2 * pairs) * size, bias),
         linear("self_attention.dense", hidden, hidden, bias),
-        *_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", inner, bias=bias, act="activation"),
+        *plain_mlp(
+            c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", inner=inner, act="activation", bias=bias
+        ),
         *(layer_norm(name, hidden, first=side or name == "input_layernorm") for name in norms),
         rotary((heads + pairs) * size),
         attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores),

@@ -5,7 +5,7 @@ The schedule has the fewest dependencies that keep the meaning of the program.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -54,7 +54,11 @@ class Builder:
                 enough to know the bytes of each pool, but no ops can be added.
         """
         self._policy, self._serial = policy, serial
-        self._merged: dict[str, Buffer] | None = {} if merged else None
+        self._merged = merged
+        self._pools: dict[str, Buffer] = {}
+        """With `merged`: pool -> its first buffer."""
+        self._pool_bytes: dict[str, int] = defaultdict(int)
+        """With `merged`: pool -> the bytes that its buffers take together."""
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}  # by pool
         self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
@@ -79,18 +83,17 @@ class Builder:
         to. `dtype` may be left out if the class of data has only one.
         """
         name = f"{pool}:{key}"
-        if self._merged is not None and pool in self._merged:
-            self._merge(pool, allocated_bytes(pool, size))
-            return name
+        if self._merged:
+            self._pool_bytes[pool] += allocated_bytes(pool, size)
+            if pool in self._pools:
+                return name
         buffer = Buffer(
             id=name, bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits
         )
-        if self._merged is None:
-            self._buffers.append(buffer)
+        if self._merged:
+            self._pools[pool] = buffer
         else:
-            self._merged[pool] = msgspec.structs.replace(
-                buffer, id=f"{pool}:all", bytes=buffer.allocated
-            )
+            self._buffers.append(buffer)
         return name
 
     def slots(
@@ -103,28 +106,19 @@ class Builder:
         **traits: Unpack[Traits],
     ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
-        kind, dynamic = dtype or DTYPE_OF[data], traits.get("dynamic", False)
-        if self._merged is not None and not dynamic:
-            if count and pool in self._merged:
-                self._merge(pool, count * allocated_bytes(pool, size))
-            elif count:
-                whole = count * allocated_bytes(pool, size)
-                self._merged[pool] = Buffer(
-                    id=f"{pool}:all", bytes=whole, data=data, dtype=kind, **traits
-                )
-            return
+        kind = dtype or DTYPE_OF[data]
+        merged = self._merged and not traits.get("dynamic", False)
         made = [
             Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)
-            for index in range(count)
+            for index in range(min(count, 1) if merged else count)
         ]
-        self._buffers += made
-        self._add_free(pool, made)
-
-    def _merge(self, pool: str, size: int) -> None:
-        """Makes the one buffer of `pool` larger by `size` bytes."""
-        assert self._merged is not None
-        first = self._merged[pool]
-        self._merged[pool] = msgspec.structs.replace(first, bytes=first.bytes + size)
+        if not merged:
+            self._buffers += made
+            self._add_free(pool, made)
+            return
+        self._pool_bytes[pool] += count * allocated_bytes(pool, size)
+        for buffer in made:
+            self._pools.setdefault(pool, buffer)
 
     def _add_free(self, pool: str, slots: Sequence[Buffer]) -> None:
         self._free[pool] = free = deque([slot.id for slot in slots])
@@ -187,5 +181,8 @@ class Builder:
         for index, slots in self._releases.items():
             self._ops[index]["releases"] = tuple(slots)
         ops = tuple([Op(**op) for op in self._ops])
-        merged = (self._merged or {}).values()
+        merged = [
+            msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
+            for pool, first in self._pools.items()
+        ]
         return Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=ops)

@@ -12,7 +12,7 @@ class SlotCache:
     """
 
     def __init__(self, builder: Builder, pool: str, slots: int) -> None:
-        self._builder, self._pool, self._slots = builder, pool, slots
+        self._builder, self.pool, self.slots = builder, pool, slots
         self._held: dict[str, str] = {}  # layer -> slot, least recently used first
 
     def find(self, layer: str) -> str | None:
@@ -28,7 +28,7 @@ class SlotCache:
 
     def next_to_leave(self) -> str | None:
         """Returns the layer whose slot `take` would reuse, or None while a slot is free."""
-        return next(iter(self._held)) if len(self._held) == self._slots else None
+        return next(iter(self._held)) if len(self._held) == self.slots else None
 
     def take(self, layer: str) -> str:
         """Returns a slot for `layer`, which must not be in one. The caller emits the op that fills
@@ -37,7 +37,7 @@ class SlotCache:
         leaving = self.next_to_leave()
         if leaving is not None:
             self._builder.release(self._held.pop(leaving))
-        self._held[layer] = self._builder.acquire(self._pool)
+        self._held[layer] = self._builder.acquire(self.pool)
         return self._held[layer]
 
     def clear(self) -> None:

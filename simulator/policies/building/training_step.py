@@ -20,14 +20,7 @@ from typing import Any, Protocol
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.schedule.arithmetic import (
-    SCALAR_BYTES,
-    STATE,
-    blocks_of,
-    cost_keys,
-    state_bytes,
-    state_dtype,
-)
+from megatrain.simulator.schedule.arithmetic import SCALAR_BYTES, blocks_of, cost_keys, layer_state
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -66,9 +59,8 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
     """
     made: dict[tuple[str, str], str] = {}
     for layer in plan.model.stack.values():
-        for name in STATE:
-            if size := state_bytes(plan, name, layer.name):
-                dtype = state_dtype(plan, name, layer.name)
+        for name, (size, dtype) in layer_state(plan, layer.name).items():
+            if size:
                 made[name, layer.name] = builder.persistent(
                     f"{place}.{name}", layer.name, size * layer.elements, name, dtype
                 )
