@@ -26,7 +26,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--lr", "3e-3")
-TIMES = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def counted(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def rows(run: str) -> list[dict[str, Any]]:
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        {key: value for key, value in json.loads(line).items() if key not in OF_THE_PLAN}
         for line in lines
     ]
 

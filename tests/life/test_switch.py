@@ -25,7 +25,7 @@ TRAIN = (
     "--save-every",
     4,
 )
-TIMES = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
 MOMENTS = {
     "before its checkpoint is complete": ("megatrain.runtime.checkpoint.checkpoint:replace", 2),
     "while the state is read": ("megatrain.runtime.checkpoint.checkpoint:read_tensors", 1),
@@ -38,7 +38,7 @@ MOMENTS = {
 def rows(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        {key: value for key, value in json.loads(line).items() if key not in OF_THE_PLAN}
         for line in lines
     ]
 

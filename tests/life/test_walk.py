@@ -42,13 +42,14 @@ SIGNALS = {
     signal.SIGKILL: -signal.SIGKILL,
 }
 LONGEST_S = 4.0  # the longest wait before a signal, more than a whole run takes
-TIMES = ("seconds", "tokens_per_second")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+"""keys of the metrics that differ between plans"""
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the metrics without their durations."""
+    """Returns the rows of the metrics without what depends on the plan."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in found]
+    return [{key: value for key, value in row.items() if key not in OF_THE_PLAN} for row in found]
 
 
 def tensors(checkpoint: Path) -> bytes:
