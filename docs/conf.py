@@ -69,7 +69,12 @@ pygments_dark_style = "monokai"
 autoapi_dirs = ["typings/megatrain"]  # the packages under their real names
 autoapi_follow_symlinks = True
 autoapi_python_use_implicit_namespaces = True
-autoapi_ignore = ["*/megatrain/experiments*", "*/megatrain/paper_figures*", "*/__pycache__*"]
+autoapi_ignore = [
+    "*/megatrain/__init__.py",  # only the version
+    "*/megatrain/experiments*",
+    "*/megatrain/paper_figures*",
+    "*/__pycache__*",
+]
 autoapi_root = "docs/api"
 autoapi_add_toctree_entry = False
 autoapi_options = ["members", "undoc-members", "show-inheritance"]

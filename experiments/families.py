@@ -10,8 +10,10 @@ the activations that autograd saves and with PyTorch's FLOP counter.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 
+from megatrain.experiments.cli.program import run_without_options
 from megatrain.simulator.model.families import FAMILIES, INSIDE, NOT_YET, REFUSED
 
 
@@ -42,8 +44,8 @@ def table(causal: list[str]) -> str:
     )
 
 
-def main() -> None:
-    """Prints the table for the installed version of transformers."""
+def main() -> int:
+    """Prints the table for the installed version of transformers, and returns the exit status."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -52,7 +54,8 @@ def main() -> None:
         f"Of the {len(causal)} `model_type`s for which transformers {transformers.__version__} has"
         f" a causal language model:\n\n{table(causal)}"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_without_options("python -m megatrain.experiments.families", __doc__, main))

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.program import run_without_options
 from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -110,4 +111,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    NAME = "python -m megatrain.experiments.readers_questions"
+    sys.exit(run_without_options(NAME, __doc__, main))

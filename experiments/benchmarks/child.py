@@ -8,6 +8,7 @@ goes to standard error. `megatrain.experiments.benchmark` starts it.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -70,11 +71,15 @@ def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> Measu
 
 
 def main() -> None:
-    system, plan, steps, device = sys.argv[1:]
+    name = "python -m megatrain.experiments.benchmarks.child"
+    parser = argparse.ArgumentParser(prog=name, description=__doc__)
+    for argument in ("system", "plan", "steps", "device"):
+        parser.add_argument(argument)
+    args = parser.parse_args()
     result = os.dup(1)
     os.dup2(2, 1)
     try:
-        measured = attempt(system, Path(plan), int(steps), device)
+        measured = attempt(args.system, Path(args.plan), int(args.steps), args.device)
     except KeyboardInterrupt:
         os._exit(130)  # the command that waits for this process reports it
     with os.fdopen(result, "wb") as file:

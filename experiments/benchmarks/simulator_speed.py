@@ -12,11 +12,13 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.cli.program import run_program
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine import discrete_event as engine
@@ -66,8 +68,23 @@ def row(plan: Plan, hardware: HardwareSpec) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] = ()) -> None:
-    model, policy = [*arguments, *("qwen2.5-14b", "double_buffer")[len(arguments) :]]
+def main() -> int:
+    """Parses the arguments, prints the table, and returns the exit status."""
+    name = "python -m megatrain.experiments.benchmarks.simulator_speed"
+    parser = OneLineParser(prog=name, description=__doc__)
+    parser.add_argument("model", nargs="?", default="qwen2.5-14b", metavar="MODEL")
+    parser.add_argument("policy", nargs="?", default="double_buffer", metavar="POLICY")
+
+    def run() -> int:
+        args = parser.parse_args()
+        print_speeds(args.model, args.policy)
+        return 0
+
+    return run_program(name, run)
+
+
+def print_speeds(model: str, policy: str) -> None:
+    """Prints the table for a model and a policy."""
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=_MEMORY)
     head = ["micro-batches", "ops", "lower us/op", "compile us/op", "check us/op"]
     head += [
@@ -96,4 +113,4 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 
 
@@ -103,3 +104,13 @@ def run_program(name: str, run: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt as error:
         return interrupted(name, error)
+
+
+def run_without_options(name: str, description: str | None, run: Callable[[], int]) -> int:
+    """Calls `run` as `run_program` does, for a program that has no option but `--help`."""
+
+    def parsed() -> int:
+        OneLineParser(prog=name, description=description).parse_args()
+        return run()
+
+    return run_program(name, parsed)

@@ -76,16 +76,20 @@ def test_ctrl_c_during_imports_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (130, "megatrain: interrupted\n")
 
 
+def test_the_package_has_a_version() -> None:
+    assert megatrain.__version__ == importlib.metadata.version("megatrain")
+    with pytest.raises(AttributeError, match="'megatrain' has no attribute 'version'"):
+        _ = megatrain.version
+
+
 @pytest.mark.parametrize("package", [megatrain.simulator, megatrain.runtime], ids=repr)
 def test_a_package_lists_its_public_names(package: Any) -> None:
     assert dir(package) == sorted(package.__all__)
 
 
 def test_every_package_has_types() -> None:
-    """A namespace has no marker of its own, so each package in it has one, also in the wheel."""
+    """Each has the marker, in the repository and in the wheel."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     for name, folder in setuptools["package-dir"].items():
-        if name == "megatrain":
-            continue
         assert (ROOT / folder / "py.typed").exists(), name
         assert "py.typed" in setuptools["package-data"][name], name

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
+from pages import ROOT
 
 CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
 
@@ -57,3 +59,23 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PROGRAMS = sorted(
+    ".".join(("megatrain", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__main__")
+    for path in (ROOT / "experiments").rglob("*.py")
+    if "results" not in path.parts and 'if __name__ == "__main__":' in path.read_text()
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    # The module may be imported already, of which runpy warns.
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")

@@ -1,0 +1,1 @@
+../../experiments/cli/namespace/__init__.py
