@@ -96,7 +96,12 @@ def best_fit(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
             rows_with.setdefault(room - length, []).append(row)
     by_row = np.argsort(row_of, kind="stable")
     chosen = order[by_row]
-    return _whole(documents, chosen, np.searchsorted(row_of[by_row], np.arange(count + 1)))
+    return Rows(
+        begins=documents.begins[chosen],
+        ends=documents.ends[chosen],
+        follows=np.full(len(chosen), -1),
+        firsts=np.searchsorted(row_of[by_row], np.arange(count + 1)),
+    )
 
 
 def one_a_row(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
@@ -112,11 +117,4 @@ def one_a_row(documents: Documents, order: np.ndarray, sequence: int) -> Rows:
         ends=last,
         follows=np.where(last < ends[document], last, -1),
         firsts=np.arange(len(document) + 1),
-    )
-
-
-def _whole(documents: Documents, chosen: np.ndarray, firsts: np.ndarray) -> Rows:
-    nothing = np.full(len(chosen), -1)
-    return Rows(
-        begins=documents.begins[chosen], ends=documents.ends[chosen], follows=nothing, firsts=firsts
     )

@@ -86,8 +86,8 @@ class _Program(NamedTuple):
     schedule: Schedule
     queues: Mapping[str, Sequence[Task]]
     """The tasks of each lane, in order."""
-    marks: Mapping[str, HostMark | StreamMark]
-    """The completion mark of each op, by op id."""
+    tasks: Mapping[str, Task]
+    """All tasks, by op id."""
 
 
 def lane_threads(device: torch.device) -> dict[str, int]:
@@ -151,8 +151,6 @@ class Executor:
         """Learning rate and number of the step whose update is deferred, or None."""
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
-        self.tasks: dict[str, Task] = {}
-        """The step's tasks by op id. Profiling and tests wrap their `run`."""
         self._threads = threads or lane_threads(device)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         self._arenas = Arenas(
@@ -187,19 +185,13 @@ class Executor:
                 for name in self.schedule.lanes
             }
             self._step = self._bind(self.schedule)
-            self.tasks.update(
-                {task.op: task for queue in self._step.queues.values() for task in queue}
-            )
             self.state = ModelState(
                 plan, self.schedule, self.memory, self.functional_layers.persistent
             )
             """Weights and moments after all steps so far. Reading them applies a deferred
             update."""
             self._lanes = LaneGroup(
-                [
-                    Lane(name, queue, self._threads[name], self._streams[name])
-                    for name, queue in self._step.queues.items()
-                ]
+                [Lane(name, self._threads[name], self._streams[name]) for name in self._step.queues]
             )
         except BaseException:
             self._free()
@@ -222,7 +214,6 @@ class Executor:
     def _free(self) -> None:
         self._host_workers.close()
         # the tensors of tasks would keep the pools alive
-        self.tasks.clear()
         self._programs.clear()
         self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
@@ -244,7 +235,7 @@ class Executor:
         return _Program(
             schedule,
             {name: [tasks[op.id] for op in ops] for name, ops in schedule.lanes.items()},
-            {op: task.mark for op, task in tasks.items()},
+            tasks,
         )
 
     def _bound(self, name: str, make: Callable[[], Schedule]) -> _Program:
@@ -338,6 +329,11 @@ class Executor:
         return self._arenas
 
     @property
+    def tasks(self) -> Mapping[str, Task]:
+        """The step's tasks by op id. Profiling and tests wrap their `run`."""
+        return self._step.tasks
+
+    @property
     def pool_bytes(self) -> dict[str, int]:
         """Allocated bytes of each pool."""
         return dict(self._arenas.pool_bytes)
@@ -413,7 +409,7 @@ class Executor:
             raise error
         spans = []
         for op in program.schedule.ops:
-            start, end = program.marks[op.id].span_ns(origin)
+            start, end = program.tasks[op.id].mark.span_ns(origin)
             spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
         return Timeline(name="measured", digest=program.schedule.digest, spans=tuple(spans))
 

@@ -151,14 +151,12 @@ class Task:
 
 
 class Lane:
-    """One thread and its queue of tasks. `stream` is None for a host lane."""
+    """One thread, which runs a queue of tasks. `stream` is None for a host lane."""
 
-    def __init__(
-        self, name: str, tasks: Sequence[Task], threads: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.name, self.tasks, self._threads, self._stream = name, tasks, threads, stream
-        self.queue = tasks
-        """The tasks to run: the lane's own, or those of an evaluation, for example."""
+    def __init__(self, name: str, threads: int, stream: torch.cuda.Stream | None) -> None:
+        self.name, self._threads, self._stream = name, threads, stream
+        self.queue: Sequence[Task] = ()
+        """The tasks to run: those of a step or, for example, of an evaluation."""
         self._go, self._done = threading.Semaphore(0), threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._serve, name=f"lane-{name}", daemon=True)
@@ -188,7 +186,7 @@ class Lane:
         self._stop = True
         self._go.release()
         self._thread.join()
-        self.tasks = self.queue = ()
+        self.queue = ()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -235,15 +233,13 @@ class LaneGroup:
         for lane in lanes:
             lane.start(self._abort)
 
-    def play(self, queues: Mapping[str, Sequence[Task]] | None = None) -> None:
-        """Runs the tasks of all lanes once, or those of `queues`, which maps lanes to tasks, on the
-        same threads and streams.
+    def play(self, queues: Mapping[str, Sequence[Task]]) -> None:
+        """Runs the tasks in `queues`, by lane, once. Lanes keep their threads and streams.
 
         Raises OpFailed from the exception of an op that failed; if several failed, the one of the
         first lane. KeyboardInterrupt passes through. In both cases all lanes have stopped before
         this method raises.
         """
-        queues = {lane.name: lane.tasks for lane in self._lanes} if queues is None else queues
         marks = [task.mark for queue in queues.values() for task in queue]
         for mark in marks:
             mark.issued.clear()

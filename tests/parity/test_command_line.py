@@ -224,6 +224,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "best": ((), (), {}),
     "overlapped": (("--policy", "overlapped"), (), {}),
     "capped": (CAPPED, (), {}),
+    "options": (
+        ("--policy", "overlapped", "--batch", "2", "--accumulation", "2"),
+        ("--max-norm", "0.05", "--weight-decay", "0.3", "--save-every", "2"),
+        {"max_norm": 0.05, "weight_decay": 0.3},
+    ),
     "accumulation": (("--policy", "overlapped", "--batch", "2", "--accumulation", "2"), (), {}),
     "clipping-none": (("--policy", "overlapped", "--clipping", "none"), (), {"max_norm": None}),
     "max-norm": (("--policy", "overlapped"), ("--max-norm", "0.05"), {"max_norm": 0.05}),
@@ -233,7 +238,13 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+ALONE = ("accumulation", "max-norm", "decay", "saved")
+"""cases whose options `options` has together"""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ALONE)) for name in CASES]
+)
 def test_fp32_is_the_reference_s_model(place: Path, name: str) -> None:
     plan, run, changed = CASES[name]
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, **changed)

@@ -104,7 +104,7 @@ class Session:
     @property
     def tasks(self) -> dict[str, Task]:
         """The tasks of all lanes by op. Tests delay or break an op here."""
-        return {task.op: task for lane in self.executor._lanes._lanes for task in lane.tasks}
+        return {task.op: task for tasks in self.executor._step.queues.values() for task in tasks}
 
     def batches(self, number: int) -> list[Batch]:
         work, generator = self.plan.workload, torch.Generator().manual_seed(number)
