@@ -9,7 +9,14 @@ import msgspec
 
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.kinds import Kind
-from megatrain.simulator.model.families.parts import Part, Tensors, centred_norm, residual, rms_norm
+from megatrain.simulator.model.families.parts import (
+    Part,
+    Tensors,
+    centred_norm,
+    layer_norm,
+    residual,
+    rms_norm,
+)
 
 Parts = tuple[Part, ...]
 """The parts of a layer, in the order in which transformers registers their tensors."""
@@ -126,3 +133,10 @@ def bare_norm(name: str, size: int) -> Part:
 def wide_norm(name: str, size: int) -> Part:
     """Returns the final RMS norm of families that multiply with its weight in fp32."""
     return rms_norm(name, size, weight="wide")
+
+
+def bare_layer_norm(name: str, size: int, *, first: bool = False) -> Part:
+    """Returns `layer_norm` without a bias."""
+    part = layer_norm(name, size, first=first)
+    kept = {field: getattr(part, field) for field in part.__struct_fields__ if field != "tensors"}
+    return Part(tensors=part.tensors[:1], **kept)
