@@ -8,7 +8,7 @@ Nothing here decides an order or waits for another op: the lanes do that (`lanes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,8 @@ from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
 
+Gradient = torch.Tensor | Iterable[torch.Tensor] | None
+"""The gradient of a tensor: whole, in blocks of columns, or none."""
 Run = Callable[[], object]
 
 
@@ -300,7 +302,7 @@ class Binder(BufferTensors):
         """
         tokens, gradient = op.reads[:2]
         ids, dx = self.tokens(int(self.schedule.buffer[tokens].key))[0], self._hidden(gradient)
-        others: list[torch.Tensor | None] = [None] * (
+        others: list[Gradient] = [None] * (
             len(self.plan.model.stack[EMBEDDING].tensors)
             - len(self.plan.model.tables)
             - len(self.plan.model.positions)
@@ -315,7 +317,7 @@ class Binder(BufferTensors):
 
     def _gradient_sink(
         self, layer: str, op: Op, buffer: str
-    ) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    ) -> Callable[[Sequence[Gradient]], None]:
         """Returns a function that stores the gradients of a layer's tensors, in their order, in
         `buffer`. It rounds them to the compute dtype. It adds them if `op` reads `buffer`, and
         overwrites otherwise.
@@ -330,14 +332,22 @@ class Binder(BufferTensors):
         flat = self.arenas.flat(buffer, dtype, spec.elements)
         frozen = [param_group(self.settings, spec, tensor).frozen for tensor in spec.tensors]
 
-        def put(gradients: Sequence[torch.Tensor | None]) -> None:
+        def put(gradients: Sequence[Gradient]) -> None:
             if not adding and (
                 padded or any(frozen) or any(gradient is None for gradient in gradients)
             ):
                 flat.zero_()
             for target, gradient, still in zip(targets, gradients, frozen, strict=True):
-                if gradient is not None and not still:
+                if gradient is None or still:
+                    continue
+                if isinstance(gradient, torch.Tensor):
                     optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
+                    continue
+                start = 0
+                for block in gradient:
+                    columns = target[:, start : start + block.shape[1]]
+                    optimizer.accumulate(columns, block.to(self.dtype), first=not adding)
+                    start += block.shape[1]
 
         return put
 

@@ -1,8 +1,9 @@
 """Grouped products for experts that transformers runs one after another.
 
 JetMoE's router copies the number of each expert's tokens to the host, which would wait for the GPU
-twice in each layer. Here the numbers stay on the device, and all experts are one grouped product,
-as in transformers' other families. The results are the same but for rounding.
+twice in each layer. DBRX reads there which experts were chosen. Here the numbers stay on the
+device, and all experts are one grouped product, as in transformers' other families. The results are
+the same but for rounding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers.integrations.moe import _grouped_linear
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts, JetMoeTopKGating
 
 
@@ -44,9 +46,40 @@ class _Experts(JetMoeParallelExperts):
         return made
 
 
+class _GatedExperts(DbrxExperts):
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the sum of the experts' outputs, in the shape of `hidden_states`.
+
+        Args:
+            hidden_states: [batch, sequence, hidden].
+            top_k_index: the experts of each token, [tokens, chosen].
+            top_k_weights: their weights, [tokens, chosen].
+        """
+        tokens, chosen = top_k_index.shape
+        experts, order = top_k_index.flatten().sort()
+        every = torch.arange(self.num_experts, device=experts.device)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        rows = hidden_states.reshape(tokens, -1)[order.div(chosen, rounding_mode="trunc")]
+        w1, v1, w2 = (
+            weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size)
+            for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
+        )
+        gate = self.mlp.activation_fn(_grouped_linear(rows, w1, ends))
+        up = _grouped_linear(rows, v1, ends)
+        made = _grouped_linear(gate * up, w2, ends, is_transposed=True)
+        weighted = made * top_k_weights.flatten()[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        summed = weighted[back].view(tokens, chosen, -1).sum(1)
+        return summed.view_as(hidden_states)
+
+
 _GROUPED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     JetMoeTopKGating: _Router,
     JetMoeParallelExperts: _Experts,
+    DbrxExperts: _GatedExperts,
 }
 
 

@@ -29,7 +29,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
 
     * head: the logits of a chunk and their gradient, each in fp32 and in the compute dtype, take
       C V (4 + 4 + 2 b). The weight gradient of a chunk takes V d b. If there are several chunks,
-      its fp32 sum takes 4 V d.
+      its fp32 sum takes 4 V d. If a token carries more than d elements, the gradient of a chunk of
+      these is added.
     * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
@@ -40,6 +41,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         chunk * model.vocabulary * (4 + 4 + 2 * width)
         + matrix * width
         + (4 * matrix if tokens > chunk else 0)
+        + (model.carried - model.hidden) * chunk * width
     )
     layer = model.transient_bytes(tokens, workload.sequence, workload.dtype) + model.mask_bytes(
         workload

@@ -461,12 +461,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With P parameters, T tokens, b bytes per element and F elements between the projections of
         the MLP, they are the weight gradients, P b, and three temporary tensors of the MLP, 3 T F
-        b. If scores are written out, their temporary tensors are added. This is an upper estimate,
-        because not all of these exist at the same time.
+        b. If a token carries C elements more than the hidden size, three gradients of these may
+        exist instead, 3 T C b. If scores are written out, their temporary tensors are added. This
+        is an upper estimate, because not all of these exist at the same time.
         """
-        width = DTYPE_BYTES[dtype]
+        width, more = DTYPE_BYTES[dtype], self.carried - self.hidden
         return max(
-            width * (layer.elements + 3 * tokens * layer.inner)
+            width * (layer.elements + 3 * tokens * max(layer.inner, more))
             + tokens * sequence * self._part(layer.name).scores.held.bytes(width)
             for layer in self.decoders
         )

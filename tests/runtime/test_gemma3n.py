@@ -101,3 +101,16 @@ def test_a_folder_s_names_need_no_vision_tower(monkeypatch: pytest.MonkeyPatch) 
     stored = names.stored([seen, text], lambda _: torch.empty(0))
     assert stored.foreign == [seen]
     assert names.other_keys([seen, text]) == [seen]
+
+
+def test_gradients_of_wide_tables_come_in_blocks() -> None:
+    """A whole gradient in fp32 of the second table would take twice the memory of its weights."""
+    model = model_of("gemma3n_text")
+    work = Workload(batch=2, sequence=SEQUENCE, dtype="bf16")
+    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    ids = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+    gradient = torch.ones(2, SEQUENCE, model.carried, dtype=torch.bfloat16)
+    blocks = [
+        [tuple(block.shape) for block in each] for each in layers.embed_backward(gradient, ids)
+    ]
+    assert blocks == [[(96, 64)], [(80, 64), (80, 32)]]

@@ -95,6 +95,11 @@ OWN: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
     },
+    "dbrx": {
+        "d_model": 128,
+        "attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "gemma3n_text": {
         "head_dim": 16,
         "hidden_size_per_layer_input": 24,

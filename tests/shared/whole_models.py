@@ -70,6 +70,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
+    "dbrx": {
+        "d_model": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10000.0},
+    },
     "gemma3n_text": {
         "sliding_window": 8,
         "layer_types": SLIDING,

@@ -17,6 +17,7 @@ from megatrain.simulator.model.families.config import (
     essential,
     nulls_of,
 )
+from megatrain.simulator.model.families.dbrx import DBRX_FAMILIES
 from megatrain.simulator.model.families.decoders import DECODERS
 from megatrain.simulator.model.families.dense import DENSE_FAMILIES
 from megatrain.simulator.model.families.entered import ENTERED_FAMILIES
@@ -65,6 +66,7 @@ _FILES = (
     HYBRID_FAMILIES,
     ENTERED_FAMILIES,
     GEMMA3N_FAMILIES,
+    DBRX_FAMILIES,
 )
 FAMILIES = Families({name: family for file in _FILES for name, family in file.items()})
 """`model_type` -> its family."""

@@ -240,3 +240,9 @@ def bare_norm(name: str, size: int) -> Part:
 def wide_norm(name: str, size: int) -> Part:
     """Returns the final RMS norm of families that multiply with its weight in fp32."""
     return rms_norm(name, size, weight="wide")
+
+
+def bare_layer_norm(name: str, size: int, *, first: bool = False) -> Part:
+    """Returns `layer_norm` without a bias."""
+    part = layer_norm(name, size, first=first)
+    return msgspec.structs.replace(part, tensors=part.tensors[:1])

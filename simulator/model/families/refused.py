@@ -42,8 +42,6 @@ _REASONS: dict[str, str] = {
     "attention to tokens that another network selects": (
         "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa"
     ),
-    "experts whose token counts the host reads in every layer, so that the host would wait for the"
-    " GPU in each": "dbrx",
     "a router that rounds differently without gradients on a GPU, so that recompute could choose"
     " other experts": "kolibri1",
     "weights that are quantised during training": "bitnet",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import msgspec
-
 from megatrain.simulator.model.families.config import ModelConfig
-from megatrain.simulator.model.families.family import Family, Parts
+from megatrain.simulator.model.families.family import Family, Parts, bare_layer_norm
 from megatrain.simulator.model.families.kinds import Kind
 from megatrain.simulator.model.families.parts import (
     Kept,
@@ -61,12 +58,6 @@ def codegen(c: ModelConfig, kind: Kind) -> Parts:
     return gptj(c, kind, fused=True)
 
 
-def _bare_layer_norm(name: str, size: int, *, first: bool = False) -> Part:
-    """Returns `layer_norm` without a bias."""
-    part = layer_norm(name, size, first=first)
-    return msgspec.structs.replace(part, tensors=part.tensors[:1])
-
-
 def mpt(c: ModelConfig, kind: Kind) -> Parts:
     """Positions are slopes, one per head, that are added to the scores. There are no biases."""
     hidden, own = c.hidden, c.get("attn_config") or {}
@@ -94,10 +85,10 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
         mlp=str(4 * hidden),
     )
     return (
-        _bare_layer_norm("norm_1", hidden, first=True),
+        bare_layer_norm("norm_1", hidden, first=True),
         linear("attn.Wqkv", hidden, 3 * hidden),
         linear("attn.out_proj", hidden, hidden),
-        _bare_layer_norm("norm_2", hidden),
+        bare_layer_norm("norm_2", hidden),
         linear("ffn.up_proj", hidden, 4 * hidden),
         linear("ffn.down_proj", 4 * hidden, hidden),
         between,
@@ -174,7 +165,7 @@ WRITTEN_FAMILIES: dict[str, Family] = {
         names=_NAMES, longest="n_positions", defaults=_GPTJ,
     ),
     "mpt": Family(
-        layer=mpt, norm=functools.partial(_bare_layer_norm, first=False), norm_name="norm_f",
+        layer=mpt, norm=bare_layer_norm, norm_name="norm_f",
         embedding="wte", longest="max_seq_len",
         names={
             "hidden_size": "d_model", "num_hidden_layers": "n_layers",
