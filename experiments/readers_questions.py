@@ -9,9 +9,11 @@ the library that fits with micro-batches of one sequence of 1,024 tokens.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.experiments.cli import main as cli
@@ -94,8 +96,9 @@ def answer(words: list[str]) -> list[str]:
     return out.getvalue().partition("\n\nNext ")[0].rstrip().splitlines()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Prints every question with its answer, and returns the exit status."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     for question, commands in QUESTIONS:
         print(f"## {question}\n\n```")
         for index, command in enumerate(commands, start=1):
@@ -110,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -150,3 +150,10 @@ def test_the_ways_from_a_model_to_a_trained_model(
         outcome = command(*(replaced.get(word, word) for word in given), *more[given[0]])
         assert outcome.status == 0, outcome.err
     assert (workplace / "RUN" / "model" / "model.safetensors").exists()
+
+
+def test_readers_questions_have_a_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        readers_questions.main(["--help"])
+    assert end.value.code == 0
+    assert "usage: " in capsys.readouterr().out
