@@ -295,6 +295,12 @@ class Trainer(TrainingRun):
             # Opening the weights refuses another model's folder before anything is allocated.
             with folder_weights(self.folder, self._notes.append):
                 pass
+        longest, sequence = self.plan.model.longest_row, self.plan.workload.sequence
+        if longest is not None and sequence > longest:
+            self._notes.append(
+                f"warning: rows of {sequence:,} tokens are longer than the model's own limit of"
+                f" {longest:,}"
+            )
         data, held_out = self._open_data()
         self._refuse_steps_that_are_done()
         self._refuse_another_run(self._settings, known=True)

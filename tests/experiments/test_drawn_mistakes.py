@@ -38,6 +38,7 @@ def check_line(words: list[str], status: int | None, out: str, err: str) -> None
     assert status == 2, (words, err or out)
     assert out == "", words
     assert err.startswith("megatrain: "), (words, err)
+    assert not err.startswith("megatrain: megatrain"), (words, err)
     assert err.count("\n") == 1, (words, err)
     assert err.endswith("\n"), (words, err)
     assert all(part in err for part in (": found ", "; allowed: ", "; fix: ")), (words, err)

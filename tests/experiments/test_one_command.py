@@ -133,16 +133,16 @@ def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any
             ("train", "tiny", "--data", "corpus", "--out", "run", "--hardware", "h2000"),
             "hardware h2000: found no such file",
         ),
-        (("train", "tiny", "--resume", "run"), "megatrain train --resume: found a model, tiny"),
+        (("train", "tiny", "--resume", "run"), "train --resume: found a model, tiny"),
         (
             ("train", "plan.toml", "--data", "corpus", "--out", "run", "--epochs", 1, "--seq", 64),
-            "megatrain train: --seq: found a plan, which has this already; allowed: `train MODEL`",
+            "train: --seq: found a plan, which has this already; allowed: `train MODEL`",
         ),
         (
             (*TRAIN, "--batch", 1, "--accumulation", 1, "--tokens-per-step", 64),
             "--tokens-per-step: found --batch and --accumulation as well; allowed: at most two",
         ),
-        (("train", "tiny", "--out", "run"), "megatrain train: found no --data"),
+        (("train", "tiny", "--out", "run"), "train: found no --data"),
         (
             (*TRAIN, "--hardware", "h200", "--recalibrate"),
             "--recalibrate: found --hardware as well",

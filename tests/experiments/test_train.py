@@ -180,7 +180,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (
             ("--data", ""),
             (
-                r"megatrain train: found no --data; allowed: --data PATH, or data in \[data\] of a"
+                r"train: found no --data; allowed: --data PATH, or data in \[data\] of a"
                 r" --config file"
             ),
         ),
@@ -218,11 +218,11 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (
             ("--from-step", "2"),
             (
-                r"megatrain train: found --from-step without --resume; allowed: MODEL --out RUN,"
+                r"train: found --from-step without --resume; allowed: MODEL --out RUN,"
                 r" PLAN --out RUN, or --resume RUN"
             ),
         ),
-        (("--resume", "run"), r"megatrain train: --out, --resume: found both"),
+        (("--resume", "run"), r"train: --out, --resume: found both"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
@@ -260,8 +260,7 @@ def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
 def test_steps_must_be_said(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert (
-        outcome.err
-        == "megatrain: megatrain train: found neither --epochs nor --steps; allowed: one of the"
+        outcome.err == "megatrain: train: found neither --epochs nor --steps; allowed: one of the"
         " two, or steps in [training] of a --config file; fix: pass --epochs 1 to train on all of"
         " the data once\n"
     )
@@ -495,3 +494,29 @@ def test_set_takes_the_names_of_options_too(text: str) -> None:
     config = train.config_of(given)
     found = (config.schedule.rate, config.evaluation.every_steps, config.data.evaluation_fraction)
     assert found in ((0.5, 0, 0), (1e-5, 3, 0), (1e-5, 0, 0.5))
+
+
+def test_rows_longer_than_the_model_s_own_limit_are_warned_of(
+    workplace: Path, command: Any
+) -> None:
+    planned = command(
+        "plan",
+        "tiny",
+        "--hardware",
+        "h200",
+        "--batch",
+        1,
+        "--seq",
+        128,
+        "--dtype",
+        "fp32",
+        "--policy",
+        "resident",
+        "--out",
+        "long.toml",
+    )
+    assert planned.status == 0
+    words = ("--data", workplace / "corpus", "--steps", 1, "--device", "cpu", "--out", "run")
+    outcome = command("train", "long.toml", *words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "warning: rows of 128 tokens are longer than the model's own limit of 64" in outcome.out

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import layout, policy_table, reasons
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement
@@ -343,3 +343,13 @@ def test_the_remedy_is_the_first_change_that_would_do() -> None:
     assert verdict_text.remedy(later) == expected
     insufficient = msgspec.structs.replace(FAILS, advice=FAILS.advice[-1:], reason="1 GiB lack")
     assert verdict_text.remedy(insufficient) == "1 GiB lack"
+
+
+def test_a_class_of_data_of_which_nothing_is_placed_is_told_in_words() -> None:
+    """Not as `activations of none saved`."""
+    here = Knobs(placement=Placement(saved_activations="1-2"))
+    margin = msgspec.structs.replace(FITS.one_more_gib[0], knobs=Knobs())
+    changed = msgspec.structs.replace(
+        FITS, knobs={**FITS.knobs, "placement": here.placement}, one_more_gib=(margin,)
+    )
+    assert "no activations saved" in " ".join(reasons.margins(changed))

@@ -250,7 +250,7 @@ def config_of(args: argparse.Namespace) -> Config:
         overrides["training.epochs"] = 1.0
     elif file is None and not counted:
         raise UserError(
-            "megatrain train",
+            "train",
             found="neither --epochs nor --steps",
             allowed="one of the two, or steps in [training] of a --config file",
             fix="pass --epochs 1 to train on all of the data once",
@@ -258,7 +258,7 @@ def config_of(args: argparse.Namespace) -> Config:
     config = Config.load(file, overrides)
     if not config.data.data:
         raise UserError(
-            "megatrain train",
+            "train",
             found="no --data",
             allowed="--data PATH, or data in [data] of a --config file",
             fix="name a file or a folder",
@@ -274,7 +274,7 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
     if (args.out is None) == (args.resume is None):
         found = "neither" if args.out is None else "both"
         raise UserError(
-            "megatrain train: --out, --resume",
+            "train: --out, --resume",
             found=found,
             allowed="--out for a new run, or --resume to continue one",
             fix="give one of the two",
@@ -283,14 +283,14 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
     if args.resume is None and (args.plan is None or alone):
         found = "no MODEL" if args.plan is None else f"{alone} without --resume"
         raise UserError(
-            "megatrain train",
+            "train",
             found=found,
             allowed="MODEL --out RUN, PLAN --out RUN, or --resume RUN",
             fix="name a model or a plan before the options, or the run to resume",
         )
     if args.from_step and args.from_scratch:
         raise UserError(
-            "megatrain train",
+            "train",
             found="--from-step and --from-scratch",
             allowed="one of the two",
             fix="leave one out",

@@ -89,7 +89,7 @@ def names_model(args: argparse.Namespace) -> bool:
     )
     if model and args.resume is not None:
         raise UserError(
-            "megatrain train --resume",
+            "train --resume",
             found=f"a model, {first}",
             allowed="a plan's file, or nothing for the plan of the run",
             fix="leave it out",
@@ -101,7 +101,7 @@ def names_model(args: argparse.Namespace) -> bool:
     ]
     if given and not model:
         raise UserError(
-            f"megatrain train: {given[0]}",
+            f"train: {given[0]}",
             found="a plan, which has this already" if first else "--resume, which has a plan",
             allowed="`train MODEL`, which makes a plan",
             fix="leave it out, or make another plan with `megatrain plan`",

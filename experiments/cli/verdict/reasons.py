@@ -195,7 +195,10 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
         if getattr(knobs.placement, name) != getattr(here, name)
     ]
     parts += [
-        PLACEMENT_LABELS[name].format(getattr(knobs.placement, name) or "none") for name in placed
+        PLACEMENT_LABELS[name].format(layers)
+        if (layers := getattr(knobs.placement, name))
+        else f"no {PLACEMENT_LABELS[name].replace(' of {}', '')}"
+        for name in placed
     ]
     return ", ".join(parts) or "the same knobs"
 
