@@ -34,7 +34,9 @@ from megatrain.simulator.model.families import FAMILIES
 
 _SHARED, _OTHERS = "shared_kv_states", "others"
 _CLAMPED = ("altup.prediction_coefs.weight",)
-"""parameters that transformers clamps in place in each forward"""
+"""Parameters that transformers clamps in place in each forward. Here copies are clamped, because a
+slot may hold the master. Loss and gradients are the same. The optimizer goes on from the weights
+before the clamp, which differ only beyond `altup_coef_clip`."""
 
 
 class _Layout(NamedTuple):

@@ -92,7 +92,7 @@ def test_experts_of_dbrx_are_those_of_transformers(tokens: int) -> None:
         ({"output_router_logits": True}, "output_router_logits: found True; allowed: false, since"),
         (
             {"attn_config": {"rope_theta": 500000.0}},
-            "rope_theta: found 500000.0; allowed: the rope_theta outside of attn_config, 10000, w",
+            "rope_theta: found 500000.0; allowed: the rope_theta outside of attn_config, 10000.0",
         ),
         ({"attn_config": {"clip_qkv": None}}, "clip_qkv: found None; allowed: a number above 0"),
         ({"attn_config": {"attn_pdrop": 0.1}}, "attn_pdrop: found 0.1; allowed: 0"),

@@ -214,7 +214,7 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ([GOOD], ["found a JSON list", "config.json"]),
         (None, ["found a JSON NoneType"]),
         ({}, ["model_type", "found None", "one of", "families"]),
-        ({**GOOD, "model_type": "dbrx"}, ["model_type", "found 'dbrx'", "one of", "families"]),
+        ({**GOOD, "model_type": "blt"}, ["model_type", "found 'blt'", "one of", "families"]),
         ({**GOOD, "model_type": ["llama"]}, ["model_type", "found ['llama']"]),
         (
             {key: value for key, value in GOOD.items() if key != "vocab_size"},

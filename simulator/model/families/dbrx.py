@@ -62,7 +62,7 @@ def _heads(c: ModelConfig) -> int:
     if table.get("rope_theta") != used:
         raise table.wrong(
             "rope_theta",
-            f"the rope_theta outside of {_ATTENTION}, {used:g}, which transformers uses instead",
+            f"the rope_theta outside of {_ATTENTION}, {used}, which transformers uses instead",
         )
     clip = table.get("clip_qkv")
     if type(clip) not in (int, float) or clip <= 0:
