@@ -1,7 +1,7 @@
 """Write a run as one HTML page, which needs no network.
 
-The page shows the plan and the reasons for it, the predicted and the measured timeline, memory,
-prediction errors, the loss, and the machine.
+The page shows loss, learning rate, gradient norm, evaluations and data, the predicted and the
+measured timeline, the plan and the reasons for it, prediction errors, memory, and the machine.
 """
 
 from __future__ import annotations
