@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain.experiments import demo
+from megatrain.experiments.cli import main as cli
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
@@ -65,26 +66,39 @@ def test_the_demo(
     assert plan.device_limit_bytes < 4 * plan.model.parameters, "the weights alone must not fit"
 
 
-@pytest.mark.usefixtures("fast_calibration")
-def test_a_small_demo_in_the_folder_of_an_earlier_one(
+def test_its_commands_in_the_folder_of_an_earlier_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     make_model: Any,
 ) -> None:
-    out, corpus = tmp_path / "demo", Path(json.__file__).parent
-    # The loss chunk fills most of the device at this size. So no cap below the state fits.
+    """The demo's commands are valid, in their order, and name the files that the earlier ones
+    wrote. Each is parsed and not run.
+    """
+    out = tmp_path / "demo"
+    given: list[Any] = []
+
+    def parsed(words: list[str]) -> int:
+        given.append(cli.parse(words))
+        (out / "run").mkdir(exist_ok=True)
+        return 0
+
+    monkeypatch.setattr(demo.cli, "main", parsed)
     monkeypatch.setattr(demo, "make_model", lambda folder, **_: make_model(folder))
-    monkeypatch.setattr(demo, "CAP", 10)
-    monkeypatch.setattr(demo, "SEQUENCE", 32)
-    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(corpus)})
     (out / "run").mkdir(parents=True)
     (out / "run" / "of an earlier demo").touch()
     (out / ".megatrain-demo").touch()
     assert run_demo(monkeypatch, "--out", out, "--steps", 4, "--device", "cpu") == 0
     printed, complaint = capsys.readouterr()
     assert complaint == ""
-    assert check_output(out, printed, 4).model.hidden == 32
+    assert all(f"=== {number}. " in printed for number in range(1, 7))
+    calibrated, planned, trained, compared, reported = given
+    verbs = [args.verb for args in given]
+    assert verbs == ["calibrate", "plan", "train", "compare", "report"]
+    assert str(calibrated.out) == planned.hardware
+    assert str(planned.out) == str(trained.plan)
+    assert trained.out == compared.run == reported.run == out / "run"
+    assert 0 < planned.device_memory < 4 * 57_632, "the weights alone must not fit"
     assert not (out / "run" / "of an earlier demo").exists()
 
 

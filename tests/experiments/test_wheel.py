@@ -125,6 +125,49 @@ def test_the_installed_command_trains(installed: Installed, prepared: Path, tmp_
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+SCRIPT = """
+from megatrain.runtime import Config, Trainer
+from megatrain.runtime.training.config import TrainingSettings
+from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge
+
+verdict = judge(ModelSpec.load("a"), HardwareSpec.load("h200"), Workload(batch=1, sequence=8))
+reveal_type(verdict.step_seconds)
+reveal_type(Trainer("plan.toml", config=Config(training=TrainingSettings(steps=3))).fit().loss)
+Workload(batch="one", sequence=8)
+"""
+SETTINGS = """
+[mypy]
+[mypy-torch.*,transformers.*,numpy.*,pandas.*,pyarrow.*,rich.*,matplotlib.*]
+follow_imports = skip
+follow_imports_for_stubs = True
+"""
+
+
+def test_a_script_is_checked_against_the_installed_types(
+    installed: Installed, tmp_path: Path
+) -> None:
+    """mypy finds the types outside of the repository. It skips large packages, which saves time."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    words = ("-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", tmp_path / "cache")
+    python = installed.wheel.parents[1] / "env" / "bin" / "python"
+    done = subprocess.run(
+        [sys.executable, *map(str, words), "--python-executable", str(python), "script.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert [line.partition(": ")[2] for line in done.stdout.splitlines()[:-1]] == [
+        'note: Revealed type is "float"',
+        'note: Revealed type is "float | None"',
+        'error: Argument "batch" to "Workload" has incompatible type "str"; expected "int"'
+        "  [arg-type]",
+    ], done.stdout
+
+
 @pytest.mark.nightly
 def test_the_installed_command_draws_every_figure(installed: Installed, tmp_path: Path) -> None:
     installed.run("megatrain", "figures", "--out", tmp_path)
