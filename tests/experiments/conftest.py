@@ -189,6 +189,7 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.1)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
+    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 
 
