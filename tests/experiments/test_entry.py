@@ -82,9 +82,11 @@ def test_the_package_has_a_version() -> None:
         _ = megatrain.version
 
 
-@pytest.mark.parametrize("package", [megatrain.simulator, megatrain.runtime], ids=repr)
+@pytest.mark.parametrize("package", [megatrain, megatrain.simulator, megatrain.runtime], ids=repr)
 def test_a_package_lists_its_public_names(package: Any) -> None:
+    """It has each of them."""
     assert dir(package) == sorted(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 def test_every_package_has_types() -> None:
