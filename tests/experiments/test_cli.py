@@ -549,7 +549,8 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
             shown = f"{verdict_text.CLASS_NAMES[name]} {size / 2**30:.1f}"
             assert size < 0.05 * 2**30 or shown in text
     assert (
-        f"a context of up to {report['longest_context']:,} tokens, or"
+        f"a context of up to {report['longest_context']:,} tokens"
+        " (the model's own limit is 131,072), or"
         f" {report['largest_batch']:,} sequences of 1,024" in text
     )
     assert report["advice"]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from megatrain.runtime.files.file_lock import FileLock
 from megatrain.runtime.training.run_lock import RunLock
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 def lock(path: Path) -> FileLock:
@@ -78,16 +80,19 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         lock(tmp_path / "file" / "lock").__enter__()
 
 
-def test_a_second_run_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_before_torch_is_loaded(
+    tmp_path: Path, make_plan: Callable[..., Plan]
+) -> None:
     program = (
         "import sys\nfrom megatrain.experiments.cli.main import main\n"
         "print(main(sys.argv[1:]), 'torch' in sys.modules)"
     )
+    make_plan().save(plan := tmp_path / "plan.toml")
     words = [
         "train",
-        "plan.toml",
+        str(plan),
         "--data",
-        "corpus",
+        str(plan),
         "--steps",
         "1",
         "--out",
