@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.program import run_program
+from megatrain.experiments.cli.verdict import from_options
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import DoesNotFit, UserError
@@ -159,7 +159,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         name = args.hardware or "h200"
         args.policy = "best" if args.policy == "all" else args.policy
         hardware = HardwareSpec.load(name)
-        best = check.choices(args, hardware, args.model, name)[0]
+        best = from_options.choices(args, hardware, args.model, name)[0]
         plan = best.plan
         if not best.feasible and not set(OWN).isdisjoint(args.systems):
             raise DoesNotFit(

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatrain.experiments.cli.commands import check
-from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as sentences
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
@@ -46,10 +45,10 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
         best = chosen[0]
 
         def explained(*, advise: bool) -> dict[str, Any]:
-            verdict = check.explained(
+            verdict = from_options.explained(
                 fitted, best, hardware, batch_chosen=args.batch is None, advise=advise
             )
-            return {"verdict": check.as_json(verdict), "shown": shown(verdict)}
+            return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
 
         first = explained(advise=False)
         yield (
@@ -90,11 +89,11 @@ def _choices(
     """Returns the plans as the command searches them, and the options with a micro-batch."""
     args.tokens = TOKENS
     if args.batch is None:
-        args = check.with_fitting_batch(args, hardware, model)
+        args = from_options.with_fitting_batch(args, hardware, model)
     source = "config.json" if question.config else model.name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
-        return check.choices(args, hardware, source, hardware.name, model), args
+        return from_options.choices(args, hardware, source, hardware.name, model), args
 
 
 def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ import shlex
 
 import msgspec
 
-from megatrain.experiments.cli.main import parse
+from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.verdict.this_machine import this_machine
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, read_toml
@@ -90,7 +91,9 @@ class Question(
         words = [f"--{name}={value}" for name, value in self.options().items()]
         if self.hardware:  # only whether it is given matters; `machine` finds the machine
             words.append("--hardware=library")
-        args = parse(["check", "model", *words])
+        parser = OneLineParser(prog="megatrain check")
+        check.describe(parser)
+        args = parser.parse_args(["model", *words])
         for name, most in MOST.items():
             if (getattr(args, name) or 1) > most:
                 raise UserError(

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import check
-from megatrain.experiments.cli.verdict import layout, policy_table
+from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import DoesNotFit, UserError
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args)
     options.check_writable(args.out)
     found, hardware = _changed(args) if args.source_plan else _chosen(args)
-    best, names = found[0], check.policies(args.policy)
+    best, names = found[0], from_options.policies(args.policy)
     verdicts = [summarize(choice, hardware) for choice in found]
     # Advice is a search for another plan, which the user of --from does not want.
     verdict = explain(best, hardware, names, advise=not args.source_plan)
@@ -175,7 +174,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
-    return check.choices(args, hardware, source, named), hardware
+    return from_options.choices(args, hardware, source, named), hardware
 
 
 def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:

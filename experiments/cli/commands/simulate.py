@@ -23,7 +23,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments.cli.commands.check import as_json
+    from megatrain.experiments.cli.verdict.from_options import as_json
     from megatrain.simulator.base.errors import DoesNotFit
     from megatrain.simulator.base.units import format_bytes, format_seconds
     from megatrain.simulator.costs import cost_model

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.verdict import from_options
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
 
     hardware = HardwareSpec.load(args.hardware)
     grids = [
-        grid if "policy" in grid else {"policy": tuple(check.policies(args.policy)), **grid}
+        grid if "policy" in grid else {"policy": tuple(from_options.policies(args.policy)), **grid}
         for grid in grids_of(args)
     ]
     for name in [name for grid in grids for name in grid["policy"]]:

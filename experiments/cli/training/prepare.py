@@ -185,7 +185,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
 
     Prints what was chosen, and the verdict. Raises DoesNotFit if no plan fits in memory.
     """
-    from megatrain.experiments.cli.commands import check as checking
+    from megatrain.experiments.cli.verdict import from_options
     from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
     from megatrain.runtime.files.model_files import folder_weights
     from megatrain.runtime.files.model_folder import model_folder
@@ -210,7 +210,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     hardware = HardwareSpec.load(file)
     source = os.path.abspath(name) if os.path.exists(name) else name
     with without_garbage_collection():
-        best = checking.choices(asked, hardware, source, file)[0]
+        best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config))
     if not best.feasible:
         raise _does_not_fit(best, hardware)

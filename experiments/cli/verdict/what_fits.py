@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli.commands import check
-from megatrain.experiments.cli.verdict import layout
+from megatrain.experiments.cli.verdict import from_options, layout
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     if refused and not found and not rest:
         raise refused
     if args.json:
-        print(json.dumps({"models": [check.as_json(verdict) for verdict in found]}))
+        print(json.dumps({"models": [from_options.as_json(verdict) for verdict in found]}))
     elif found:
         others = "1 other model of the library does" if rest == 1 else f"{rest} others do"
         print(f"{others} not fit.")
@@ -62,7 +61,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     from megatrain.simulator.verdict.verdict import summarize
 
     if args.batch is None:
-        args = check.with_fitting_batch(args, hardware, model)
+        args = from_options.with_fitting_batch(args, hardware, model)
     usual = args.policy in ("best", "all")
     names = usual_policies(hardware) if usual else [args.policy]
     found = candidates(

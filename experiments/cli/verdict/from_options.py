@@ -1,0 +1,198 @@
+"""The machine, the plans and the verdict that the options of a command ask for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatrain.experiments.cli import options
+from megatrain.simulator.base.errors import UserError
+
+if TYPE_CHECKING:
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.planner.search import Choice
+    from megatrain.simulator.verdict.verdict import Verdict
+
+BATCHES = (32, 16, 8, 4, 2, 1)
+"""Micro-batches to try where none is named. A larger one is seldom faster, and needs more
+memory."""
+
+
+def policies(named: str) -> list[str]:
+    """Returns the names of the policies that `--policy` selects.
+
+    `best` selects the policies that the runtime executes and that can be the fastest. `all` also
+    selects policies that serve as baselines, and models of other systems.
+    """
+    from megatrain.simulator.policies import contenders, names, peers
+
+    return {"best": contenders(), "all": [*names(), *peers()]}.get(named, [named])
+
+
+def choices(
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    source: str,
+    hardware_name: str,
+    model: ModelSpec | None = None,
+) -> list[Choice]:
+    """Returns the best plan of each policy that `args.policy` selects, the best plan first.
+
+    With `--tokens-per-step`, the plans are those of the fastest split into micro-batches.
+
+    Args:
+        source: the model, as the plan names it.
+        hardware_name: the hardware, as the plan names it.
+        model: the model. The default is the one that `args.model` names.
+
+    Raises UserError if both `--tokens-per-step` and `--accumulation` are given, or if the machine
+    does not have the memory of `--device-memory`.
+    """
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.planner.search import candidates
+
+    model = model or ModelSpec.load(args.model)
+    work, limits = (
+        options.workload(args, model),
+        {
+            "device_limit": options.device_limit(args.device_memory, hardware),
+            "host_limit": args.host_memory,
+        },
+    )
+    step_tokens = getattr(args, "tokens_per_step", None)
+    if step_tokens is None:
+        return candidates(
+            model,
+            hardware,
+            work,
+            source=source,
+            hardware_name=hardware_name,
+            policies=policies(args.policy),
+            **limits,
+        )
+    from megatrain.simulator.planner.batch_splits import best_split
+
+    if work.accumulation > 1:
+        raise UserError(
+            "--tokens-per-step",
+            found="--accumulation as well",
+            allowed="one of the two",
+            fix="leave --accumulation and --batch out",
+        )
+    return best_split(
+        model,
+        hardware,
+        work,
+        step_tokens,
+        source=source,
+        hardware_name=hardware_name,
+        policies=policies(args.policy),
+        **limits,
+    )
+
+
+def as_json(verdict: Verdict) -> dict[str, object]:
+    """Returns what `--json` prints: all fields of the verdict, in bytes and seconds."""
+    import msgspec
+
+    found: dict[str, object] = msgspec.to_builtins(verdict)
+    return found
+
+
+def with_cores(hardware: HardwareSpec, cores: int | None) -> HardwareSpec:
+    """Returns `hardware` with `cores` cores, and CPU optimizer rates scaled in proportion.
+
+    Raises UserError if the hardware was measured with another number of cores.
+    """
+    import msgspec
+
+    if not cores:
+        return hardware
+    if hardware.costs is not None and cores != hardware.cores:
+        raise UserError(
+            "--cores",
+            found=cores,
+            allowed=f"{hardware.cores}, the number with which {hardware.name} was measured",
+            fix="calibrate on the other machine, or leave --cores out",
+        )
+    share = cores / hardware.cores
+    return msgspec.structs.replace(
+        hardware,
+        cores=cores,
+        cpu_update_per_s=hardware.cpu_update_per_s * share,
+        cpu_adam_per_s=hardware.cpu_adam_per_s * share,
+    )
+
+
+def with_fitting_batch(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns `args` with the largest of the usual micro-batches that fits, or 1 if none does.
+
+    A size for which a calibrated machine has no costs is left out. If it has none for any, the
+    largest is taken, so that the search says what is missing.
+    """
+    from megatrain.simulator.policies import find
+    from megatrain.simulator.schedule.plan import Plan
+    from megatrain.simulator.verdict.alternatives import fits
+
+    limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
+    names = [name for name in policies(args.policy) if not find(name).prediction_only]
+    sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in BATCHES]
+    priced = sized[:1]
+    for tried in sized if names else ():
+        plan = Plan(
+            policy=names[0],
+            hardware=hardware.name,
+            source=model.name,
+            model=model,
+            workload=options.workload(tried, model, quiet=True),
+            device_limit_bytes=limit,
+            host_limit_bytes=args.host_memory or hardware.host_bytes,
+        )
+        try:
+            if fits(plan, hardware, names):
+                return tried
+        except UserError:
+            continue
+        priced = [tried]
+    return priced[0]
+
+
+def machine(args: argparse.Namespace) -> HardwareSpec:
+    """Returns the machine that `--hardware` names, or this one, with the cores of `--cores`."""
+    from megatrain.experiments.cli.verdict.this_machine import this_machine
+    from megatrain.simulator.hardware.machine import HardwareSpec
+
+    found = HardwareSpec.load(args.hardware) if args.hardware else this_machine()
+    return with_cores(found, args.cores)
+
+
+def explained(
+    args: argparse.Namespace,
+    choice: Choice,
+    hardware: HardwareSpec,
+    *,
+    batch_chosen: bool,
+    advise: bool = True,
+) -> Verdict:
+    """Returns the verdict on a choice for the options of `args`.
+
+    Args:
+        batch_chosen: whether the micro-batch was chosen because none was named.
+        advise: whether to try changes that would help.
+    """
+    import msgspec
+
+    from megatrain.simulator.verdict.verdict import explain
+
+    verdict = explain(
+        choice, hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens, advise=advise
+    )
+    stated = args.hardware is None or args.host_memory is not None
+    return msgspec.structs.replace(
+        verdict,
+        batch_chosen=batch_chosen,
+        host_memory_assumed=verdict.host_memory_assumed and not stated,
+    )
