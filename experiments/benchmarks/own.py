@@ -26,7 +26,7 @@ from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.hardware.machine import COMPUTE_KINDS
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan

@@ -23,7 +23,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine import discrete_event as engine
 from megatrain.simulator.engine import evaluator
-from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec
+from megatrain.simulator.hardware.cost_table import HostMemorySpec
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan

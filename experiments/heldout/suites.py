@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.hardware.machine import CostTable
+from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 

@@ -26,7 +26,8 @@ from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine import discrete_event as engine
 from megatrain.simulator.engine import evaluator
-from megatrain.simulator.hardware.machine import COMPUTE_KINDS, HardwareSpec
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import DTYPE_BYTES

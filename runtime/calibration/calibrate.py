@@ -46,14 +46,14 @@ from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.hardware.machine import (
+from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
     COPY_KINDS,
     CURVE_KINDS,
     EVALUATION_KINDS,
     WIDE_KINDS,
-    HardwareSpec,
 )
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower

@@ -28,7 +28,8 @@ from megatrain.runtime.execution.lanes import DEVICE_LANES
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.simulator.hardware.machine import DRAM_LANES, KernelInterleaving
+from megatrain.simulator.hardware.cost_table import KernelInterleaving
+from megatrain.simulator.hardware.limits import DRAM_LANES
 from megatrain.simulator.model.specs import LayerSpec
 
 _WINDOW_SECONDS = 0.5

@@ -15,13 +15,9 @@ from megatrain.runtime import machine
 from megatrain.runtime.calibration.microbenchmarks import Rates
 from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.calibration.timing import rounded, spread
-from megatrain.simulator.hardware.machine import (
-    ATTENTION_EFFICIENCY,
-    ATTENTION_HALF_TOKENS,
-    CostTable,
-    Curve,
-    Workspace,
-)
+from megatrain.simulator.hardware.cost_table import CostTable, Workspace
+from megatrain.simulator.hardware.limits import Curve
+from megatrain.simulator.hardware.machine import ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 

@@ -36,7 +36,7 @@ from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
-from megatrain.simulator.hardware.machine import (
+from megatrain.simulator.hardware.cost_table import (
     COPY_KINDS,
     EVALUATION_KINDS,
     LAYER_KINDS,

@@ -27,7 +27,8 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatrain.simulator.hardware.machine import DRAM_LANES, HostMemorySpec, KernelInterleaving
+from megatrain.simulator.hardware.cost_table import HostMemorySpec, KernelInterleaving
+from megatrain.simulator.hardware.limits import DRAM_LANES
 
 PARTS = 1_000_000
 """Full speed, in millionths. A rate is between 1 and this."""

@@ -37,15 +37,14 @@ from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.protocol import FIX, EstimatedCosts
-from megatrain.simulator.hardware.machine import (
+from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
     COPY_KINDS,
     EVALUATION_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
-    AttentionRate,
-    HardwareSpec,
 )
+from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.hardware.machine import PASS_KINDS
+from megatrain.simulator.hardware.cost_table import PASS_KINDS
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
 from megatrain.simulator.model.workload import Workload

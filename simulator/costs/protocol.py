@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from megatrain.simulator.costs.contention import ContentionModel, Demand
-from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op, Schedule, Sizes

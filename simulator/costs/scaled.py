@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from megatrain.simulator.costs.contention import Demand
 from megatrain.simulator.costs.protocol import CostModel
-from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op, Schedule, Sizes

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 
 # Twice the difference of the median step times of two runs of one plan
 # (experiments/results/h200-x2-qwen2.5-7b-peers: 2.776 and 2.750 s).

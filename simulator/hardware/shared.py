@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,19 +17,14 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
-from megatrain.simulator.hardware.machine import (
-    Curve,
-    HardwareSpec,
-    HostMemorySpec,
-    KernelInterleaving,
-)
+from megatrain.simulator.hardware.cost_table import HostMemorySpec, KernelInterleaving
+from megatrain.simulator.hardware.limits import Curve
 
 FORMAT = 1
 UNCERTAINTY = 0.10
 """that of a machine whose link and layers were measured"""
 _LONGEST_TEXT = 100
-_LEAST_SHARE = 1e-6
-_LABELS = ("format", "gpu", "cpu", "date", "megatrain", "dtype", "matrix_tflops")
+LABELS = ("format", "gpu", "cpu", "date", "megatrain", "dtype", "matrix_tflops")
 """fields that HardwareSpec does not have"""
 
 
@@ -118,56 +114,9 @@ class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 allowed="a date like 2026-11-23",
                 fix="correct the date",
             ) from None
-        self.machine("of others")  # checks the limits of all numbers
 
-    @classmethod
-    def of(cls, hardware: HardwareSpec, cpu: str, version: str) -> SharedMachine:
-        """Returns what can be shared of a calibration by megatrain of `version`."""
-        table = hardware.costs
-        assert table is not None, "a datasheet is not a measurement"
-        ((dtype, rate),) = hardware.peak_tflops.items()
-        known: dict[str, Any] = {
-            field: getattr(hardware, field)
-            for field in cls.__struct_fields__
-            if field not in _LABELS
-        }
-        for field in ("contention", "host_memory", "turns", "dispatch_ns"):
-            known[field] = getattr(table, field)
-        return cls(
-            gpu=table.measured_on,
-            cpu=cpu,
-            date=table.date,
-            megatrain=version,
-            dtype="bf16" if dtype == "bf16" else "fp32",
-            matrix_tflops=rate,
-            **known,
-        )
-
-    def machine(self, name: str) -> HardwareSpec:
-        """Returns this machine under `name`. The library does not have its GPU."""
-        return HardwareSpec(
-            name=name,
-            title=self.gpu,
-            gpu_names=(self.gpu,),
-            peak_tflops={self.dtype: self.matrix_tflops},
-            **self._rates(),
-        )
-
-    def replacing(self, estimated: HardwareSpec) -> HardwareSpec:
-        """Returns the library's machine `estimated` with these rates, cores and memory.
-
-        Its peak stays that of the datasheet. The measured rate of matrix products becomes a share
-        of it.
-        """
-        rates = self._rates()
-        del rates["linear_efficiency"]
-        if self.dtype in estimated.peak_tflops:
-            share = self.linear_efficiency * self.matrix_tflops / estimated.peak_tflops[self.dtype]
-            rates["linear_efficiency"] = min(max(share, _LEAST_SHARE), 1.0)
-        return msgspec.structs.replace(estimated, **rates)
-
-    def _rates(self) -> dict[str, Any]:
-        """Returns the fields of HardwareSpec that replace estimates."""
+    def rates(self) -> dict[str, Any]:
+        """Returns the fields of HardwareSpec that these measurements replace."""
         return {
             "source": f"measured on {self.gpu} with {self.cpu}, {self.date}, by others",
             "measured_by_others": self.date,
@@ -175,7 +124,7 @@ class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             **{
                 field: getattr(self, field)
                 for field in self.__struct_fields__
-                if field not in _LABELS
+                if field not in LABELS
             },
         }
 
@@ -190,24 +139,32 @@ def machines_folder() -> Path:
     return Path(config) / "megatrain" / "machines"
 
 
-def shared_machines() -> dict[str, tuple[str, SharedMachine]]:
+def shared_machines(
+    check: Callable[[SharedMachine], object],
+) -> dict[str, tuple[str, SharedMachine]]:
     """Returns the name of the file and the machine by GPU: of several with one GPU, the newest.
 
-    Raises UserError for a file that is not as `megatrain calibrate --share` writes it.
+    Raises UserError for a file that is not as `megatrain calibrate --share` writes it, or whose
+    numbers `check` refuses.
     """
     found: dict[str, tuple[str, SharedMachine]] = {}
     folder = machines_folder()
     for file in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
-        machine = _read(file)
+        machine = _read(file, check)
         if machine.gpu not in found or machine.date > found[machine.gpu][1].date:
             found[machine.gpu] = (file.stem, machine)
     return found
 
 
-def _read(file: Path) -> SharedMachine:
+def _read(file: Path, check: Callable[[SharedMachine], object]) -> SharedMachine:
     """Returns the machine of `file`. The fix of an error is also to remove the file."""
     try:
-        return read_toml(file, SharedMachine)
+        machine = read_toml(file, SharedMachine)
+        try:
+            check(machine)
+        except UserError as error:
+            raise error.inside(str(file)) from None
+        return machine
     except UserError as error:
         raise UserError(
             error.where,

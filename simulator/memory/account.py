@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from megatrain.simulator.base.units import format_bytes
-from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 

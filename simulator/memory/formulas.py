@@ -4,7 +4,7 @@ there are no measurements.
 
 from __future__ import annotations
 
-from megatrain.simulator.hardware.machine import Workspace
+from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 

@@ -25,7 +25,7 @@ from megatrain.experiments.baselines import zero3
 from megatrain.experiments.benchmarks import child, own
 from megatrain.experiments.benchmarks.steps import Parts
 from megatrain.runtime.memory.process_memory import host_peak_bytes
-from megatrain.simulator.hardware.machine import COMPUTE_KINDS
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan

@@ -12,7 +12,8 @@ import pytest
 
 from megatrain.experiments.files import hardware_file
 from megatrain.experiments.files.hardware_file import write_hardware
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"

@@ -27,7 +27,8 @@ from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelin
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op

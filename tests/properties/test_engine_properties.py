@@ -22,7 +22,7 @@ from megatrain.simulator.costs.protocol import EstimatedCosts
 from megatrain.simulator.engine import discrete_event as engine
 from megatrain.simulator.engine.discrete_event import DeadlockError, simulate
 from megatrain.simulator.engine.evaluator import bounds, evaluate, uncontended_makespan_ns
-from megatrain.simulator.hardware.machine import HostMemorySpec
+from megatrain.simulator.hardware.cost_table import HostMemorySpec
 from megatrain.simulator.schedule import LANES, Op, Schedule, Sizes
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline

@@ -25,7 +25,8 @@ from megatrain.simulator.engine.evaluator import (
     further_micro_batch_ns,
     uncontended_makespan_ns,
 )
-from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec
+from megatrain.simulator.hardware.cost_table import HostMemorySpec
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Clipping

@@ -23,12 +23,8 @@ from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.agreement import agreement
-from megatrain.simulator.hardware.machine import (
-    COMPUTE_KINDS,
-    CURVE_KINDS,
-    EVALUATION_KINDS,
-    HardwareSpec,
-)
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, CURVE_KINDS, EVALUATION_KINDS
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX, Schedule
 from megatrain.simulator.schedule.plan import Plan

@@ -15,7 +15,7 @@ from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
 from megatrain.runtime.calibration.timing import spread
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.simulator.hardware.machine import KernelInterleaving
+from megatrain.simulator.hardware.cost_table import KernelInterleaving
 from megatrain.simulator.schedule import LANES, Buffer, Schedule
 from megatrain.simulator.schedule.plan import Plan
 

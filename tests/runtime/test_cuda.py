@@ -24,7 +24,8 @@ from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.hardware.agreement import agreement
-from megatrain.simulator.hardware.machine import FixedCosts, HardwareSpec, KernelInterleaving
+from megatrain.simulator.hardware.cost_table import FixedCosts, KernelInterleaving
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import assess

@@ -42,7 +42,7 @@ from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.layers.meta_model import kind_of, meta_model
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.hardware.machine import FixedCosts
+from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload

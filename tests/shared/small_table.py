@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from megatrain.simulator.hardware.machine import CostTable
+from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.schedule import Op
 
 SHAPE = "qwen2-2048x11008-16:2x128-v151936/{}x1024-bf16"

@@ -10,13 +10,13 @@ import pytest
 
 from megatrain.simulator.hardware import agreement as agreement_module
 from megatrain.simulator.hardware.agreement import agreement
-from megatrain.simulator.hardware.machine import (
+from megatrain.simulator.hardware.cost_table import (
     CostTable,
     FixedCosts,
-    HardwareSpec,
     KernelInterleaving,
     Workspace,
 )
+from megatrain.simulator.hardware.machine import HardwareSpec
 
 LIBRARY = HardwareSpec.load("h200")
 CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"

@@ -15,7 +15,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.interpolation import interpolate
-from megatrain.simulator.hardware.machine import COMPUTE_KINDS, HardwareSpec, Workspace
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import DOCUMENTS, Workload
 from megatrain.simulator.schedule import Op

@@ -16,12 +16,8 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.contention import PARTS, ContentionModel, Demand, link_gb_per_s
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.engine.discrete_event import simulate
-from megatrain.simulator.hardware.machine import (
-    CostTable,
-    HardwareSpec,
-    HostMemorySpec,
-    KernelInterleaving,
-)
+from megatrain.simulator.hardware.cost_table import CostTable, HostMemorySpec, KernelInterleaving
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op, Schedule

@@ -16,7 +16,8 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.engine.evaluator import evaluate
-from megatrain.simulator.hardware.machine import HardwareSpec, HostMemorySpec, Workspace
+from megatrain.simulator.hardware.cost_table import HostMemorySpec, Workspace
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule import Op, OpId

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_toml
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 
 LIBRARY = Path(__file__).parents[2] / "simulator" / "library"

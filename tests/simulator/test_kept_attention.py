@@ -11,7 +11,8 @@ import pytest
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs

@@ -11,7 +11,8 @@ import pytest
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine.evaluator import evaluate
-from megatrain.simulator.hardware.machine import HardwareSpec, Workspace
+from megatrain.simulator.hardware.cost_table import Workspace
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, peak_workspace_bytes, usage
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec

@@ -21,7 +21,8 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
-from megatrain.simulator.hardware.machine import CostTable, HardwareSpec
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.planner.search import Choice, assess, search

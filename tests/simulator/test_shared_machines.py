@@ -33,7 +33,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: HardwareSpe
     monkeypatch.setenv("MEGATRAIN_MACHINES", str(tmp_path))
 
     def write(name: str = "theirs", **changes: Any) -> SharedMachine:
-        machine = SharedMachine.of(calibrated, "EPYC 9654", "0.1.0")
+        machine = calibrated.shared("EPYC 9654", "0.1.0")
         content = {**msgspec.to_builtins(machine), **changes}
         write_toml(tmp_path / f"{name}.toml", content, "A machine.")
         return machine
@@ -126,11 +126,11 @@ def test_a_malformed_file_is_refused_in_one_line(
 def test_text_that_is_not_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs.toml").write_text("spoilt")
     with pytest.raises(UserError, match=r"theirs.toml: found text that is not TOML.*or remove"):
-        shared_machines()
+        HardwareSpec.load("h200")
 
 
 def test_the_user_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert shared_machines() == {}, "a folder that does not exist has no machines"
+    assert shared_machines(lambda _: None) == {}, "a folder that does not exist has no machines"
     monkeypatch.delenv("MEGATRAIN_MACHINES")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert machines_folder() == tmp_path / "megatrain" / "machines"

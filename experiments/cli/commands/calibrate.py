@@ -188,9 +188,8 @@ def _share(file: Path, hardware: HardwareSpec) -> None:
 
     from megatrain.experiments.files.hardware_file import write_shared
     from megatrain.runtime.machine import processor
-    from megatrain.simulator.hardware.shared import SharedMachine
 
-    write_shared(file, SharedMachine.of(hardware, processor(), version("megatrain")))
+    write_shared(file, hardware.shared(processor(), version("megatrain")))
     print(
         f"wrote {file}, to share: in the folder ~/.config/megatrain/machines it replaces the"
         " library's estimates of this machine"

@@ -1,0 +1,218 @@
+"""CostTable: what a calibration measured of a machine, and structs that datasheets have too."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.limits import (
+    CALIBRATE_AGAIN,
+    at_least,
+    check_lanes,
+    refuse_unknown,
+    within,
+)
+from megatrain.simulator.schedule import CODES, LANES
+
+COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
+"""Kinds whose duration depends on `Op.shape`."""
+LAYER_KINDS = ("forward", "recompute", "backward")
+"""The compute kinds of a decoder layer."""
+EVALUATION_KINDS = ("loss",)
+"""Compute kinds that only an evaluation uses. Calibrations before 2026-11-22 did not measure
+them."""
+COPY_KINDS = (
+    "load_weights",
+    "save_gradients",
+    "load_gradients",
+    "load_state",
+    "save_state",
+    "save_activations",
+    "load_activations",
+    "load_second_moment",
+)
+"""Copies, whose size is in bytes. All copies in one direction have the same curve: `load_weights`
+to the device, `save_gradients` to the host. The size of other kinds with a curve is in
+parameters."""
+WIDE_KINDS = ("norm", "update_ratios", "update", "cpu_update", "accumulate_gradients")
+"""Kinds that read or write the gradient of a step. It is fp32 if several gradients are summed."""
+PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
+"""Kinds that only schedules of other systems have. Their size is in bytes, and the machine's rates
+give their durations."""
+CURVE_KINDS = tuple(
+    kind
+    for kind in CODES.values()
+    if kind not in COMPUTE_KINDS + EVALUATION_KINDS + PASS_KINDS + COPY_KINDS[2:]
+)
+"""Kinds with a measured curve of duration over size."""
+
+
+class Workspace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peak device bytes of temporary tensors in an op, by the kind of op.
+
+    The three never exist at the same time. Only the first exists together with the saved
+    activations of a recomputed layer.
+    """
+
+    layer: int
+    """Bytes in a decoder layer's forward, recompute or backward, without its saved activations."""
+    head: int
+    """Bytes in the head and the embedding."""
+    update: int = 0
+    """Bytes in the optimizer on the device."""
+
+
+class HostMemorySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bandwidth of the host's DRAM, which the CPU cores and the link's copies share. The
+    numbers are fitted to the rates that pairs of them reach together.
+    """
+
+    gb_per_s: float
+    """The most that all cores read and write together, in 10^9 bytes per second."""
+    h2d_cost: float = 2.0
+    """DRAM traffic of one byte copied to the device, in bytes of the cores' traffic."""
+    d2h_cost: float = 2.3
+    """DRAM traffic of one byte copied to the host, in bytes of the cores' traffic."""
+    cpu_weight: float = 3.3
+    """Weight of the cores when DRAM bandwidth is short. One direction of the link has weight 1."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if not 0.01 <= getattr(self, field) <= 1e6:
+                raise UserError(
+                    f"host_memory: {field}",
+                    found=getattr(self, field),
+                    allowed="0.01 to 1e6",
+                    fix=f"correct {field}",
+                )
+
+
+class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the kernels of the compute and update lanes share the device. They take turns, so one
+    lane gains what the other loses.
+
+    While compute is busy, an update op that takes d alone runs at share = d / (d + wait) of its
+    full speed, and compute runs at 1 - share x loss of its own. The loss is 1 if nothing overlaps.
+    A wait of 1.7 ms fits measurements on an H200 (docs/lab_notes.md, "AdamW during a forward
+    pass").
+    """
+
+    wait_ns: int
+    """Time from the launch of an update op to its turn."""
+    forward_loss: float = 1.0
+    """Loss for a forward, a recompute or a head: the speed that it loses for each unit of `share`
+    that the update has."""
+    backward_loss: float = 1.0
+    """Loss for a backward: the speed that it loses for each unit of `share` that the update has."""
+
+    def __post_init__(self) -> None:
+        within("turns: wait_ns", self.wait_ns, 0, 10**9)
+        for field in ("forward_loss", "backward_loss"):
+            within(f"turns: {field}", getattr(self, field), 0, 1)
+
+
+class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fixed costs on the host. They are for the reader only, because measured durations already
+    include them.
+    """
+
+    launch_ns: int
+    """Time to enqueue a kernel."""
+    event_ns: int
+    """Time to record a timing event, or 0 without a GPU."""
+    first_touch_gb_per_s: float
+    """Rate at which all threads write new pages of host memory for the first time."""
+    registration_gb_per_s: float
+    """Rate at which touched pages are pinned, or 0 without a GPU."""
+
+
+class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations and bytes measured on one machine. Sizes are in bytes for copies and in parameters
+    for elementwise ops. Durations are in integer nanoseconds.
+    """
+
+    measured_on: str
+    """The machine."""
+    date: str
+    """The date of the calibration."""
+    loss_chunk: int = 0
+    """The `loss_chunk` with which heads were measured, or 0 if it is unknown."""
+    step_overhead_ns: int = 0
+    """Host time per step outside the schedule."""
+    process_bytes: int = 0
+    """Host memory that a process with state on the host needs in addition to its pools: threads,
+    the driver's queues, staging."""
+    fixed: FixedCosts | None = None
+    """Fixed costs on the host, for the reader."""
+    dispatch_ns: dict[str, int] = {}
+    """Time from an op being ready to its start, by lane."""
+    contention: dict[str, dict[str, float]] = {}
+    """Share of its full speed, (0, 1], that a lane keeps while another lane is busy, by lane and
+    other lane. A missing pair means 1. A lane of `DRAM_LANES` may also have the key for both others
+    being busy."""
+    host_memory: HostMemorySpec | None = None
+    """The host's DRAM. It replaces the contention between the link and the cpu lane."""
+    turns: KernelInterleaving | None = None
+    """The sharing of the device. It replaces the contention between compute and update."""
+    curves: dict[str, tuple[tuple[int, int], ...]]
+    """Points (size, duration_ns) by kind of op, in ascending order of size. A single point of size
+    0 is a constant, as for `clip`. Other keys are for variants of a kind:
+
+    * `KIND@LANE`: the kind on a lane where it has other durations, such as `norm@compute`
+    * `KIND:add`: the op also reads what it writes, such as `accumulate_gradients:add`
+    * `KIND:wide`: the gradient is fp32 while layers compute in bf16
+    """
+    compute: dict[str, dict[str, tuple[int, int]]]
+    """(amount, duration_ns) of compute ops, by kind and `Op.shape`. The amount is `Op.amount`, by
+    which durations of other shapes are scaled."""
+    activations: dict[str, tuple[int, int]] = {}
+    """(tokens, bytes of one decoder layer's saved activations), by `MODEL_SHAPE/WORKLOAD_SHAPE`."""
+    workspace: dict[str, Workspace] = {}
+    """Peak device bytes in addition to the pools and the saved activations, by
+    `MODEL_SHAPE/WORKLOAD_SHAPE`."""
+    spread: dict[str, float] = {}
+    """Interquartile range over median of a measured number. The key is `KIND SIZE` for a curve,
+    `KIND SHAPE` for compute, or the path of a field of this table or of HardwareSpec, such as
+    `contention.h2d.cpu` or `duplex_curve 1048576`. It is used by `megatrain calibrate --again` and
+    for the uncertainty of a predicted step."""
+
+    def __post_init__(self) -> None:
+        for key, points in self.curves.items():
+            refuse_unknown(
+                f"costs.curves.{key}",
+                key.partition("@")[0].removesuffix(":add").removesuffix(":wide"),
+                CURVE_KINDS,
+            )
+            if "@" in key:
+                refuse_unknown(f"costs.curves.{key}", key.partition("@")[2], LANES)
+            if not points or any(size < 0 or duration < 0 for size, duration in points):
+                raise UserError(
+                    f"costs.curves.{key}",
+                    found="no point" if not points else "a negative number",
+                    allowed="points (size, ns) >= 0",
+                    fix=CALIBRATE_AGAIN,
+                )
+            for (left, _), (right, _) in itertools.pairwise(points):
+                if left >= right:
+                    raise UserError(
+                        f"costs.curves.{key}",
+                        found=f"size {right} after {left}",
+                        allowed="ascending sizes",
+                        fix=CALIBRATE_AGAIN,
+                    )
+        for kind, durations in self.compute.items():
+            refuse_unknown(f"costs.compute.{kind}", kind, COMPUTE_KINDS + EVALUATION_KINDS)
+            for shape, (amount, duration) in durations.items():
+                at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
+                at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)
+        for shape, (tokens, size) in self.activations.items():
+            at_least(f"costs.activations.{shape}: tokens", tokens, 1)
+            at_least(f"costs.activations.{shape}: bytes", size, 0)
+        for shape, workspace in self.workspace.items():
+            for field in workspace.__struct_fields__:
+                at_least(f"costs.workspace.{shape}.{field}", getattr(workspace, field), 0)
+        at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
+        at_least("costs.process_bytes", self.process_bytes, 0)
+        check_lanes("costs", self.contention, self.dispatch_ns)
