@@ -197,7 +197,8 @@ def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
         values = [getattr(run, field) for run in runs]
         cells = [name, *("-" if value is None else shown(value) for value in values)]
         if two:
-            known = change and values[0] and values[1] is not None
+            # A change from a value that is shown as zero would be a number of any size.
+            known = change and None not in values and shown(values[0]) != shown(0)
             cells.append(signed_percent(values[1] / values[0] - 1) if known else "")
         return cells
 

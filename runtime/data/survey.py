@@ -139,7 +139,7 @@ def survey(
         sources=described,
         documents=len(documents),
         tokens=documents.total,
-        median=round(float(np.median(documents.lengths))),
+        median=round(float(np.percentile(documents.lengths, 50, method="higher"))),
         percentile_95=round(float(np.percentile(documents.lengths, 95, method="higher"))),
         longest=longest,
         cuts=cuts(documents, [sequence]) if documents.whole else [],

@@ -119,7 +119,8 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __str__(self) -> str:
         """Returns peak, shape and warm-up of a schedule that is settled, as one line of text."""
-        return f"{format_rate(self.rate or 0)}, {self.kind}, {self.warm_up_steps} warm-up steps"
+        steps = f"{self.warm_up_steps} warm-up step{'' if self.warm_up_steps == 1 else 's'}"
+        return f"{format_rate(self.rate or 0)}, {self.kind}, {steps}"
 
 
 def format_rate(rate: float) -> str:

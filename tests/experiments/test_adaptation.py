@@ -210,6 +210,14 @@ def test_a_plan_that_the_run_has_left_is_not_tried_again(run: Run) -> None:
     assert run.notes[0].endswith("the plan stays, since this run has tried the other before")
 
 
+def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(run: Run) -> None:
+    adapting = Adaptation()
+    adapting.on_start(run)  # type: ignore[arg-type]
+    run.steps(adapting, 0.9)  # the proposal takes a second
+    (note,) = run.notes
+    assert note.endswith(": the plan stays, since no faster one was found")
+
+
 def test_a_training_without_a_run_folder_is_refused(run: Run) -> None:
     run.out = None
     with pytest.raises(UserError, match="a training without a run folder"):

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from matplotlib.figure import Figure
 
+from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 from megatrain.simulator.plots import canvas
 
 STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
@@ -104,6 +106,16 @@ def test_two_runs_are_compared_in_one_table_and_one_picture(
     assert [text.get_text() for text in upper.get_legend().get_texts()] == ["a/run", "b/run"]
     assert [list(line.get_ydata())[-1] for line in middle.lines] == [64.0, 80.0]
     assert len(memory[0].patches) == len(memory[1].patches) == 2
+
+
+def test_a_change_from_what_is_shown_as_zero_is_left_out(runs: Path) -> None:
+    compared, _ = read_runs([runs / "a/run", runs / "b/run"])
+    first, second = compared.runs
+    learned = msgspec.structs.replace(first, loss=4e-7, common_loss=1e-3)
+    text = format_runs(msgspec.structs.replace(compared, runs=[learned, second]), ["a", "b"])
+    assert cells(text, "loss, last 2 steps")[0] == "0.0000"
+    assert len(cells(text, "loss, last 2 steps")) == 2
+    assert cells(text, "loss up to step 50")[2].startswith("+")
 
 
 def test_a_run_that_was_stopped_early_is_compared_too(

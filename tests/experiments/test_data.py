@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from megatrain.experiments.cli.training.row_choice import described
 
 
 def conversation(words: int) -> dict[str, Any]:
@@ -50,8 +53,9 @@ def test_lengths_cuts_bad_rows_and_one_document_are_shown(command: Any) -> None:
     shortest = found["longest"] - 39  # a word is one token
     lengths = [shortest + number for number in range(40)]
     assert (found["documents"], found["tokens"]) == (40, sum(lengths))
-    assert found["median"] == round((lengths[19] + lengths[20]) / 2)
-    assert found["percentile_95"] == lengths[38]
+    assert (found["median"], found["percentile_95"]) == (lengths[20], lengths[38])
+    in_training = described(np.array(lengths), 64, cuts=True)
+    assert in_training.startswith(f"median {lengths[20]} tokens, 95 % up to {lengths[38]}, ")
     for cut in found["cuts"]:
         longer = [length for length in lengths if length > cut["sequence"]]
         assert cut["documents"] == len(longer)

@@ -102,6 +102,7 @@ def test_a_warm_up_without_room_for_the_decay_is_refused() -> None:
         (760, True, "1e-5, cosine, 23 warm-up steps"),
         (760, False, "3e-4, cosine, 23 warm-up steps"),
         (1, True, "1e-5, cosine, 0 warm-up steps"),
+        (44, True, "1e-5, cosine, 1 warm-up step"),
     ],
 )
 def test_what_is_not_set_depends_on_the_weights_and_the_steps(

@@ -125,7 +125,8 @@ class Adaptation(Callback):
             f"measured {format_seconds(measured)} a step{found.largest}; planned again in"
             f" {format_seconds(time.monotonic() - begin)}: "
         )
-        if plan.digest == trainer.plan.digest or not found.choice.feasible:
+        same = plan.digest == trainer.plan.digest
+        if same or not found.choice.feasible or found.seconds >= measured:
             trainer.note(f"{text}the plan stays, since no faster one was found")
             return
         change = described_change(trainer.plan, plan)
