@@ -579,8 +579,8 @@ class Trainer(TrainingRun):
             return
         try:
             self._reopen(other, run.step)
-        except UserError as error:
-            failed = str(error)
+        except (UserError, torch.OutOfMemoryError) as error:
+            failed = str(error).partition("\n")[0]
         if failed:  # after `except`, as in `_step`
             self._return(former, run.step, failed)
             return
