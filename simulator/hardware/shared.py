@@ -164,6 +164,8 @@ class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.dtype in estimated.peak_tflops:
             share = self.linear_efficiency * self.matrix_tflops / estimated.peak_tflops[self.dtype]
             rates["linear_efficiency"] = min(max(share, _LEAST_SHARE), 1.0)
+        if estimated.unified:
+            rates["device_bytes"] = min(self.device_bytes, self.host_bytes)
         return msgspec.structs.replace(estimated, **rates)
 
     def _rates(self) -> dict[str, Any]:
