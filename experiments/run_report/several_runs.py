@@ -50,9 +50,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     best_evaluation_loss: float | None
     """Lowest loss of an evaluation."""
     tokens_per_second: float
-    """Median over the steps without warm-up."""
+    """Median over the steps under the plan that the run has now, without warm-up steps."""
     step_seconds: float
-    """Median wall time of the steps without warm-up."""
+    """Median wall time of the same steps."""
     predicted_step_seconds: float | None
     """What the plan predicts."""
     device_bytes: int | None
@@ -122,6 +122,7 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
         loss for step, loss in zip(record.steps, record.losses, strict=True) if step <= common
     ]
     evaluations = [each.loss for each in record.evaluations]
+    speeds = record.speeds[record.first :]
     return RunSummary(
         run=str(folder),
         model=plan.model.name,
@@ -134,7 +135,7 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
         common_loss=statistics.fmean(shared[-last_steps:]),
         evaluation_loss=evaluations[-1] if evaluations else None,
         best_evaluation_loss=min(evaluations) if evaluations else None,
-        tokens_per_second=statistics.median(record.speeds[WARM_UP_STEPS:] or record.speeds),
+        tokens_per_second=statistics.median(speeds[WARM_UP_STEPS:] or speeds),
         step_seconds=statistics.median(record.steady_seconds.values()),
         predicted_step_seconds=plan.prediction.step_seconds if plan.prediction else None,
         device_bytes=measured.get("device_peak_bytes", measured.get("device_pool_bytes")),

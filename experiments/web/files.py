@@ -44,11 +44,7 @@ def library_data(
     library.
     """
     specs = [ModelSpec.load(str(path)) for name, path in library().items() if _in(name, models)]
-    found = [
-        HardwareSpec.load(str(path))
-        for name, path in machines.library().items()
-        if _in(name, hardware)
-    ]
+    found = [HardwareSpec.of_library(name) for name in machines.library() if _in(name, hardware)]
     return {
         "models": [
             {"name": spec.name, "parameters": spec.parameters}

@@ -3,7 +3,8 @@
 const KNOBS = ["host-memory", "seq", "batch", "accumulation"];
 const TYPING = 350, TURNING = 120;
 const cache = new Map();
-let library, state, stops, answer = null, turn = 0, waiting = 0, controller = new AbortController();
+let library, state, stops, answer = null, turn = 0, comparing = 0, waiting = 0;
+let controller = new AbortController();
 
 /** Asks the source, unless the answer is known. */
 async function ask(part, question, now) {
@@ -91,7 +92,9 @@ function showCommand() {
 
 const list = (text) => text.split(",").filter(Boolean);
 
+/** Fills the table. It stops if the page asks for something else, or for another table. */
 async function compare(now) {
+  const mine = comparing += 1;
   const names = list(state.machines), policies = list(state.policies);
   const rows = names.map((name) => ({ name, title: titleOf(name), answer: null, error: "" }));
   showComparison(rows, policies);
@@ -104,7 +107,7 @@ async function compare(now) {
       if (error.name === "AbortError") return;
       row.error = error.message;
     }
-    if (now !== turn) return;
+    if (now !== turn || mine !== comparing) return;
     showComparison(rows, policies);
   }
   at("comparison").dataset.ready = `${now}`;

@@ -14,7 +14,7 @@ from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.verdict.this_machine import this_machine
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import convert, read_json, read_toml
+from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -146,7 +146,7 @@ class Question(
                 allowed="a name such as rtx4090 or h200",
                 fix=suggestion(self.hardware, known, "choose one of the list"),
             )
-        return read_toml(known[name], HardwareSpec)
+        return HardwareSpec.of_library(name)
 
     def command(self, model: ModelSpec, hardware: HardwareSpec) -> str:
         """Returns the command that asks the same. A pasted config is called config.json there."""

@@ -7,7 +7,6 @@ is named can be read again without a network.
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import re
 from collections.abc import Sequence
@@ -108,7 +107,8 @@ def list_files(data: HubData) -> HubFiles:
         paths = entry.get("path", []) if named else entry
         for pattern in [paths] if isinstance(paths, str) else paths:
             found = splits.setdefault(str(entry.get("split", "train")) if named else "train", [])
-            found += [name for name in sizes if fnmatch.fnmatchcase(name, pattern)]
+            matches = _pattern(data, pattern).match
+            found += [name for name in sizes if matches(name) and name not in found]
     chosen = {name: sizes[name] for names in splits.values() for name in names}
     return HubFiles(chosen, splits, listing.commit)
 
@@ -207,6 +207,23 @@ def _config(data: HubData, configs: list[dict[str, Any]]) -> dict[str, Any]:
         allowed=", ".join(names),
         fix=f"name one, like {data.name}/{names[0]}",
     )
+
+
+def _pattern(data: HubData, text: str) -> re.Pattern[str]:
+    """Returns the pattern of files that a card writes as `text`, as the hub reads it: `*` stays in
+    one folder, and `**` is any number of folders.
+    """
+    from fsspec.utils import glob_translate  # a package that huggingface_hub requires
+
+    try:
+        return re.compile(glob_translate(text))
+    except ValueError as error:
+        raise UserError(
+            f"data {data}: data_files",
+            found=f"{text!r} on the data set's card ({error})",
+            allowed="patterns in which ** is a whole part of a path",
+            fix="fetch the files, and name their folder",
+        ) from None
 
 
 def _in_folder(data: HubData, listing: _Listing, folder: object) -> dict[str, int]:

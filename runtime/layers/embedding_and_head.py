@@ -148,7 +148,7 @@ class EmbeddingAndHead:
             device: the device of the model's buffers.
             positions: names of the tables of positions that the decoder adds to the embedding.
             norm: name of the final norm.
-            entrance: name of the norm between the embedding and the first layer, if there is one.
+            embedding_norm: name of the norm between the embedding and the first layer, if any.
                 The first layer applies it.
 
         Raises UserError if the runtime cannot train a model of this structure.

@@ -529,9 +529,9 @@ class Trainer(TrainingRun):
 
     def _step(self, data: BatchSource, number: int) -> Step:
         steps = self.config.training.steps
-        rate = self.config.schedule.at(number, steps)
+        rate, batches, failed = self.config.schedule.at(number, steps), data.step(number), ""
         try:
-            result = self.executor.step(data.step(number), rate=rate, number=number)
+            result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
@@ -539,7 +539,10 @@ class Trainer(TrainingRun):
         except UserError as error:  # out of memory, for example
             if self._former is None:
                 raise
-            self._return(self._former, number - 1, error)
+            failed = str(error)
+        if self._former is not None and failed:
+            # After `except`, since the traceback of the error keeps the memory of its plan.
+            self._return(self._former, number - 1, failed)
             self._notify("on_switch", self, 0.0)
             return self._step(data, number)
         self._former = None
@@ -566,6 +569,7 @@ class Trainer(TrainingRun):
         assert self._next is not None
         other, self._next = self._next, None
         former, begin = _Execution(self.plan, self.schedule, self.origin), time.monotonic()
+        failed = ""
         try:
             saved = saved or self._save(run)
         except CheckpointError as error:
@@ -575,16 +579,18 @@ class Trainer(TrainingRun):
             return
         try:
             self._reopen(other, run.step)
-        except UserError as error:
-            self._return(former, run.step, error)
+        except (UserError, torch.OutOfMemoryError) as error:
+            failed = str(error).partition("\n")[0]
+        if failed:  # after `except`, as in `_step`
+            self._return(former, run.step, failed)
             return
         self._former = former
         self._notify("on_switch", self, time.monotonic() - begin)
 
-    def _return(self, former: _Execution, step: int, error: UserError) -> None:
-        """Continues under the plan `former` from the checkpoint of `step`, because of `error`."""
+    def _return(self, former: _Execution, step: int, reason: str) -> None:
+        """Continues under the plan `former` from the checkpoint of `step`, for `reason`."""
         self._former = None
-        self.note(f"continues under the former plan, since the other cannot be executed: {error}")
+        self.note(f"continues under the former plan, since the other cannot be executed: {reason}")
         self._reopen(former, step)
 
     def _reopen(self, execution: _Execution, step: int) -> None:

@@ -237,13 +237,20 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if _is_file(name):
             return read_toml(Path(name), cls)
         if name in library():
-            return _as_measured(read_toml(library()[name], cls))
+            return cls.of_library(name)
         if name in (measured := _only_measured()):
             return measured[name]
         found = plugins.load(GROUP, name)
         if isinstance(found, str | Path):
             return read_toml(Path(found), cls)
         return plugins.load_as(GROUP, name, cls, "a HardwareSpec, or the path of its TOML file")
+
+    @classmethod
+    def of_library(cls, name: str) -> HardwareSpec:
+        """Returns the machine of the library with this `name`, as others measured it if they did.
+        A file of this name is not read.
+        """
+        return _as_measured(read_toml(library()[name], cls))
 
     @classmethod
     def of_gpu(cls, gpu: str) -> HardwareSpec | None:
@@ -291,6 +298,8 @@ def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
     if peak := estimated.peak_tflops.get(machine.dtype):
         share = machine.linear_efficiency * machine.matrix_tflops / peak
         rates["linear_efficiency"] = min(max(share, _LEAST_SHARE), 1.0)
+    if estimated.unified:
+        rates["device_bytes"] = min(machine.device_bytes, machine.host_bytes)
     return msgspec.structs.replace(estimated, **rates)
 
 

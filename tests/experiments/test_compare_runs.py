@@ -139,6 +139,25 @@ def test_a_run_that_was_stopped_early_is_compared_too(
     assert found["settings"]["optimizer.weight_decay"] == ["2.0", "1.0", "2.0"]
 
 
+def test_the_speed_of_a_run_that_switched_is_that_of_its_last_plan(
+    runs: Path, tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    shutil.copytree(runs / "a" / "run", tmp_path / "switched")
+    metrics = tmp_path / "switched" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        if row["step"] <= 40:
+            row |= {"schedule": "former", "seconds": 5.0, "tokens_per_second": 6.4}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = tmp_path / "two.png"
+    outcome = command(
+        "compare", runs / "a" / "run", tmp_path / "switched", "--json", "--out", picture
+    )
+    whole, switched = json.loads(outcome.out)["runs"]
+    for key in ("step_seconds", "tokens_per_second"):
+        assert switched[key] == whole[key]
+
+
 @pytest.mark.parametrize("bad", ["nothing", "."])
 def test_what_is_no_run_is_refused_in_one_line(
     runs: Path,

@@ -59,6 +59,20 @@ def test_a_training_uploads_its_model_and_a_card(
     assert str(workplace) not in card
 
 
+def test_a_model_that_everybody_can_see_is_not_replaced_unless_that_is_meant(
+    hub: FakeHub, run: Path, command: Any
+) -> None:
+    upload = ("export", run, "--push-to-hub", "x")
+    assert command(*upload, "--public").status == 0
+    hub.models["me/x"].clear()
+    outcome = command(*upload)
+    assert outcome.status == 2
+    assert "me/x, which is there and which everybody can see" in outcome.err
+    assert hub.models["me/x"] == {}
+    assert command(*upload, "--public").status == 0
+    assert hub.models["me/x"]
+
+
 def test_the_card_names_what_is_on_the_hub(hub: FakeHub, run: Path, command: Any) -> None:
     """Base model and data sets are in the lines that the hub reads."""
     config = run / "config.toml"

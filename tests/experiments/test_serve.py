@@ -9,19 +9,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.files.hardware_file import write_shared
 from megatrain.experiments.web import static_site
+from megatrain.experiments.web.files import library_data
 from megatrain.experiments.web.jobs import Jobs, Superseded
 from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.shared import SharedMachine
 from megatrain.simulator.model.specs import library
 
 if TYPE_CHECKING:
     from werkzeug.test import TestResponse
 
+ROOT = Path(__file__).parents[2]
 HERE = "http://127.0.0.1:8765"
 SMALL = {"model": "qwen2.5-0.5b", "hardware": "rtx4090", "batch": "1", "seq": "256"}
 CHECK = ["qwen2.5-0.5b", "--hardware", "rtx4090", "--batch", "1", "--seq", "256"]
@@ -178,6 +183,20 @@ def test_a_name_is_not_a_path_even_if_the_file_exists(
     question = Question.read(SMALL)
     assert question.spec().name == "qwen2.5-0.5b"
     assert question.machine().name == "rtx4090"
+
+
+def test_a_machine_that_others_measured_is_that_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Path("experiments/results/h200-heldout/hardware.toml")
+    shared = SharedMachine.of(HardwareSpec.load(str(ROOT / measured)), "EPYC 9654", "0.1.0")
+    write_shared(tmp_path / "theirs.toml", msgspec.structs.replace(shared, host_bytes=2**40))
+    monkeypatch.setenv("MEGATRAIN_MACHINES", str(tmp_path))
+    machine = Question(model="qwen2.5-0.5b", hardware="H200").machine()
+    assert machine == HardwareSpec.load("h200")
+    assert machine.measured_by_others == shared.date
+    (listed,) = library_data([], ["h200"])["machines"]
+    assert listed["host_bytes"] == 2**40
 
 
 @pytest.fixture(scope="module")

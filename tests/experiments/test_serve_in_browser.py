@@ -235,6 +235,23 @@ def test_advice_can_be_tried(open_page: Callable[..., Page], address: str) -> No
     page.locator("#speed", has_text=promised).wait_for()
 
 
+def test_a_machine_that_is_no_longer_compared_does_not_come_back(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode({**SMALL, 'policies': 'resident'})}")
+    page.locator("#comparison[data-ready]", has_not=page.locator("td")).wait_for(state="attached")
+    # answers of the comparison come when the test says so
+    page.evaluate("""() => {
+      window.answers = [];
+      source.ask = () => new Promise((resolve) => window.answers.push(resolve));
+    }""")
+    for act in (page.check, page.uncheck):
+        act("#compared-machines input[value=rtx4090]")
+    page.evaluate("window.answers.forEach((arrive) => arrive({ rows: [] }))")
+    page.evaluate("new Promise((resolve) => setTimeout(resolve))")
+    assert page.locator("#comparison").is_hidden()
+
+
 def test_machines_and_policies_are_compared_side_by_side(
     open_page: Callable[..., Page], address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -38,7 +39,7 @@ class FakeHub:
         self.broken = False
         """whether every upload fails"""
         monkeypatch.setattr(huggingface_hub, "get_token", lambda: self.token)
-        for method in ("whoami", "create_repo", "upload_folder", "upload_file"):
+        for method in ("whoami", "model_info", "create_repo", "upload_folder", "upload_file"):
             monkeypatch.setattr(huggingface_hub.HfApi, method, getattr(self, f"_{method}"))
 
     def write(
@@ -96,11 +97,18 @@ class FakeHub:
             "auth": {"accessToken": {"role": self.role}},
         }
 
+    def _model_info(self, name: str) -> SimpleNamespace:
+        self._refuse_offline(name)
+        if name not in self.models:
+            missing = huggingface_hub.errors.RepositoryNotFoundError
+            raise missing.__new__(missing)
+        return SimpleNamespace(private=self.private[name])
+
     def _create_repo(self, name: str, *, private: bool, exist_ok: bool) -> str:
         self._refuse_offline(name)
         assert exist_ok
         self.models.setdefault(name, {})
-        self.private[name] = private
+        self.private.setdefault(name, private)
         return f"https://hub/{name}"
 
     def _upload_folder(

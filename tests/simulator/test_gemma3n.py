@@ -37,6 +37,17 @@ def test_most_models_carry_the_hidden_states_alone() -> None:
     assert model.carried == model.hidden == 2560
 
 
+def test_layers_that_carry_more_are_not_taken_for_equal() -> None:
+    """With more layers, each reads and writes more, so it is not measured by the other's."""
+    longer = ModelSpec.from_config(E4B, "config.json")
+    shorter = {**E4B, "num_hidden_layers": 30, "num_kv_shared_layers": 10}
+    signatures = [
+        {layer.signature for layer in model.decoders}
+        for model in (longer, ModelSpec.from_config(shorter, "config.json"))
+    ]
+    assert not signatures[0] & signatures[1]
+
+
 def test_every_buffer_of_a_layer_s_input_has_room_for_what_is_carried(
     make_plan: Callable[..., Plan],
 ) -> None:

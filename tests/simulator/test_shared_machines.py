@@ -64,6 +64,13 @@ def test_a_file_replaces_the_library_s_estimates(put: Put, calibrated: HardwareS
     assert HardwareSpec.load("l40s").measured_by_others == ""
 
 
+def test_a_machine_of_one_memory_has_no_more_for_its_gpu_than_in_all(put: Put) -> None:
+    put(gpu="NVIDIA GB10", device_bytes=2**37, host_bytes=2**36)
+    machine = HardwareSpec.load("dgx-spark")
+    assert machine.unified
+    assert machine.device_bytes == machine.host_bytes == 2**36
+
+
 def test_a_verdict_says_that_others_measured(put: Put) -> None:
     model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=4, sequence=1024)
 

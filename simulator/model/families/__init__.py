@@ -179,7 +179,8 @@ class Architecture:
         """Returns a text that is equal for layers whose ops take equally long for equal tokens."""
         part = self.decoders[kind]
         ends = ("-entered" if kind.entered else "") + ("-left" if kind.left else "")
-        sizes = f"{self.hidden}x{part.mlp}-{part.attention}-v{self.vocabulary}"
+        carried = f"c{self.carried}" if self.family.carried else ""
+        sizes = f"{self.hidden}{carried}x{part.mlp}-{part.attention}-v{self.vocabulary}"
         return f"{self.name}-{sizes}{ends}"
 
 

@@ -123,6 +123,22 @@ def test_the_card_says_which_files_a_config_and_a_split_have(hub: FakeHub) -> No
     assert len(read("some/words")) == 3
 
 
+def test_the_card_s_patterns_match_as_on_the_hub(hub: FakeHub) -> None:
+    configs = [
+        {"config_name": "one", "data_files": "a/*.jsonl"},
+        {"config_name": "any", "data_files": "**/*.jsonl"},
+        {"config_name": "twice", "data_files": ["a/*", "a/1.jsonl"]},
+        {"config_name": "wrong", "data_files": "a**b"},
+    ]
+    files = {"0.jsonl": jsonl("0"), "a/1.jsonl": jsonl("1"), "a/raw/2.jsonl": jsonl("2")}
+    hub.write("some/words", files, configs=configs)
+    assert read("some/words/one") == [jsonl("1")]
+    assert read("some/words/any") == [jsonl("0"), jsonl("1"), jsonl("2")]
+    assert read("some/words/twice") == [jsonl("1")]
+    with pytest.raises(UserError, match=r"some/words/wrong: data_files: found 'a\*\*b'"):
+        read("some/words/wrong")
+
+
 def test_a_pinned_name_reads_the_same_bytes_later_also_offline(hub: FakeHub) -> None:
     options = pinned(DataOptions(data="some/letters", evaluation_data="some/letters:test"))
     assert options.data == f"some/letters@{FIRST}"

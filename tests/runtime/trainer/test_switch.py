@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.memory import host_memory
 from megatrain.runtime.training import trainer as training
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.trainer import Trainer
@@ -95,11 +100,13 @@ def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Pa
     assert_same(straight, "run", "straight")
 
 
-@pytest.mark.parametrize("where", ["step", "opening"])
+@pytest.mark.parametrize("where", ["step", "opening", "activations"])
 def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    error = UserError("memory", found="too little", allowed="more", fix="none")
+    error: Exception = UserError("memory", found="too little", allowed="more", fix="none")
+    if where == "activations":  # the framework's own error, for what is outside of the pools
+        error = torch.OutOfMemoryError("memory: none left\nmore than one line")
     step = Executor.step
 
     def fail(self: Executor, *given: Any, **named: Any) -> Any:
@@ -124,6 +131,44 @@ def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     assert switch.switches == ([("overlapped", 3), (first.policy, 3)] if where == "step" else [])
     assert_same(straight, "run", "straight")
     assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
+
+
+@pytest.mark.parametrize("where", ["step", "opening"])
+def test_the_memory_of_a_plan_that_fails_is_free_when_the_former_one_opens(
+    prepare: Prepare, place: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    pages: list[weakref.ref[mmap.mmap]] = []
+    in_use: list[int] = []
+    map_pages, step = host_memory.map_pages, Executor.step
+
+    def mapped(size: int) -> mmap.mmap:
+        # the second plan gets its first pool only
+        if where == "opening" and len(in_use) == 2 and in_use[-1] < len(pages):
+            raise OSError(12, "Cannot allocate memory")
+        made = map_pages(size)
+        pages.append(weakref.ref(made))
+        return made
+
+    def opened(*given: Any, **named: Any) -> Executor:
+        gc.collect()
+        assert not [page for page in pages if page() is not None], f"opening {len(in_use)}"
+        in_use.append(len(pages))
+        return Executor(*given, **named)
+
+    def without_memory(self: Executor, *given: Any, **named: Any) -> Any:
+        if self.plan.policy == "overlapped" and where == "step":
+            next(iter(self.tasks.values())).run = fail
+        return step(self, *given, **named)
+
+    def fail() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(host_memory, "map_pages", mapped)
+    monkeypatch.setattr(training, "Executor", opened)
+    monkeypatch.setattr(Executor, "step", without_memory)
+    switch = Switch(after_2=other(place))
+    prepare(place, "run", callbacks=[switch], steps=4).fit()
+    assert len(in_use) == 3, switch.notes
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "go on"])
