@@ -3,7 +3,7 @@ draw the pictures that can be zoomed and hovered.
 
 Nothing is fetched: style, scripts and data are inline. The data are JSON in a script element. They
 hold ids of ops, kinds, classes and numbers, but no text that a user wrote, which could close the
-element. Text that a user wrote is escaped and stands in the tables.
+element. Text that a user wrote is escaped and shown in the tables.
 """
 
 from __future__ import annotations

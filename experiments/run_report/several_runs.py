@@ -62,7 +62,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunsCompared(msgspec.Struct, frozen=True, kw_only=True):
-    """Several runs, and what they differ in."""
+    """Several runs, and the settings in which they differ."""
 
     runs: list[RunSummary]
     """The runs, in the order in which they were named."""

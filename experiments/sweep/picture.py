@@ -134,9 +134,10 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Pa
 def _label(
     axes: Axes, labels: Sequence[tuple[float, float, str]], points: Sequence[tuple[float, float]]
 ) -> None:
-    """Writes labels (x, y, text) beside their points, the first ones first. One that would lie on
-    another label or on a point wherever it is written is left out. So is one whose point is close
-    to another with a label, since it would not be clear which is meant.
+    """Writes labels (x, y, text) next to their points, the first ones first.
+
+    A label that would cover another label or a point wherever it is written is left out. So is one
+    whose point is close to another with a label, since it would not be clear which is meant.
 
     The layout of the figure must be final.
     """

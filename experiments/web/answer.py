@@ -33,8 +33,8 @@ _ONE_LINE = 10**6
 
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the `verdict` without advice, which is quick, and then the `advice`: the verdict with
-    it.
+    """Yields the `verdict` without advice, which is quick, and then as `advice` the verdict with
+    advice.
 
     Both have the verdict as `check --json` prints it, and as the page shows it. Raises UserError as
     the command does.

@@ -116,9 +116,9 @@ def make_app(jobs: Jobs, port: int) -> Flask:
 def make(port: int | None) -> tuple[BaseWSGIServer, Jobs]:
     """Returns a server that listens on `port`, or on a free one for 0, and its jobs.
 
-    None stands for `USUAL_PORT`, or for a free one if it is in use.
+    None is `USUAL_PORT`, or a free one if that is in use.
 
-    Raises UserError if the port cannot be had.
+    Raises UserError if the port cannot be opened.
     """
     try:
         server = _listening(USUAL_PORT if port is None else port)
@@ -132,7 +132,7 @@ def make(port: int | None) -> tuple[BaseWSGIServer, Jobs]:
 
 
 def _listening(port: int) -> BaseWSGIServer:
-    """Returns a server without an application. Raises UserError if the port cannot be had."""
+    """Returns a server without an application. Raises UserError if the port cannot be opened."""
 
     class Quiet(WSGIRequestHandler):
         """Writes no line for each request."""

@@ -32,7 +32,7 @@ _NO_INTERRUPT = (signal.SIGINT, signal.SIG_IGN)
 def chosen(models: list[str] | None, hardware: list[str] | None) -> tuple[list[str], list[str]]:
     """Returns names of models and machines of the library, for names as people write them.
 
-    None stands for all. Raises UserError for a name that the library does not have.
+    None means all. Raises UserError for a name that the library does not have.
     """
     return (
         _named("--models", models, library()),

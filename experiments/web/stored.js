@@ -1,5 +1,5 @@
-// Source: answers computed beforehand, in scripts beside this page. A page that was opened from a
-// disk may load scripts, but not fetch files.
+// Source: answers computed beforehand, in scripts in this page's folder. A page that was opened
+// from a disk may load scripts, but not fetch files.
 
 const source = {
   files: new Map(),

@@ -1,8 +1,8 @@
 """Data sets on the hub, by name: `org/name`, `org/name/config`, `org/name@revision:split`.
 
-The names and sizes of a data set's files are asked of the hub once for each commit, and kept in the
-user's cache folder. The files themselves lie in the cache of huggingface_hub. So data whose commit
-is named can be read again without a network.
+The names and sizes of a data set's files are fetched from the hub once for each commit, and kept in
+the user's cache folder. The files themselves are in the cache of huggingface_hub. Data whose
+commit is named can therefore be read again without a network.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Listing(msgspec.Struct, frozen=True):
 
 
 def parse_name(text: str) -> HubData | None:
-    """Returns the name that `text` is, or None if no data set can have it."""
+    """Returns the parts of the name `text`, or None if no data set can have it."""
     match = _NAME.fullmatch(text)
     return HubData(**match.groupdict()) if match else None
 

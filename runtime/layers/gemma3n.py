@@ -35,7 +35,7 @@ from megatrain.simulator.model.families import FAMILIES
 _SHARED, _OTHERS = "shared_kv_states", "others"
 _CLAMPED = ("altup.prediction_coefs.weight",)
 """Parameters that transformers clamps in place in each forward. Here copies are clamped, because a
-slot may hold the master. Loss and gradients are the same. The optimizer goes on from the weights
+slot may hold the master. Loss and gradients are the same. The optimizer updates the weights
 before the clamp, which differ only beyond `altup_coef_clip`."""
 
 
@@ -269,7 +269,7 @@ class _OnlyNorm(nn.Module):
 
 
 class Gemma3nEmbeddingAndHead(EmbeddingAndHead):
-    """The embedding and the head of Gemma 3n. The first and the last layer have all that is between
+    """The embedding and the head of Gemma 3n. The first and the last layer own the modules between
     these and the layers.
     """
 

@@ -575,7 +575,9 @@ class Trainer(TrainingRun):
         except CheckpointError as error:
             self.note(str(error))
         if not saved:
-            self.note("continues under the same plan, since no checkpoint could be written")
+            self.note(
+                "the training continues under the same plan, since no checkpoint could be written"
+            )
             return
         try:
             self._reopen(other, run.step)
@@ -590,7 +592,10 @@ class Trainer(TrainingRun):
     def _return(self, former: _Execution, step: int, reason: str) -> None:
         """Continues under the plan `former` from the checkpoint of `step`, for `reason`."""
         self._former = None
-        self.note(f"continues under the former plan, since the other cannot be executed: {reason}")
+        self.note(
+            "the training continues under the former plan, since the other cannot be executed:"
+            f" {reason}"
+        )
         self._reopen(former, step)
 
     def _reopen(self, execution: _Execution, step: int) -> None:

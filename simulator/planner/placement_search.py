@@ -163,7 +163,7 @@ class PlacementSearch:
         if slower < time:
             slower, other, (time, plan) = time, plan, self._climbed(slower, other)
         choice = assess(plan, self.costs)
-        second = choice.step_seconds * slower / time
+        second = choice.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
             # The times above are those of two micro-batches, extended. The engine's decide.
             rival = assess(other, self.costs)

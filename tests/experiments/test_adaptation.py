@@ -73,11 +73,14 @@ def test_a_training_that_switches_has_the_bits_of_one_that_does_not(
     other = Plan.load(Path("run/plan.toml"))
     assert other.digest != first.digest
     assert schedules("run") == [first.digest] * 5 + [other.digest] * 4
-    (line,) = [line for line in out.splitlines() if line.endswith(" left: switches")]
+    (line,) = [line for line in out.splitlines() if line.endswith(" switches to this plan")]
     assert line.startswith("measured ")
     assert f"policy double_buffer -> {other.policy}" in line
     assert "switching takes about" in line
-    assert "step 5  checkpoint saved\ncontinues under the other plan; switching took " in out
+    assert (
+        "step 5  checkpoint saved\nthe training continues under the other plan; switching took "
+        in out
+    )
 
     # the folder of the former plan is one that `plan --from` and `train` can read
     former = Path("run/plans") / first.digest
@@ -190,13 +193,13 @@ def test_a_plan_that_is_slower_is_undone_once(
         "predicted 1.000 s a step, 50.0 % less; switching takes about 1.000 s; 995"
         in (run.notes[0])
     )
-    assert run.notes[1] == "continues under the other plan; switching took 2.000 s"
+    assert run.notes[1] == "the training continues under the other plan; switching took 2.000 s"
     run.steps(adapting, seconds)
     assert any(said in note for note in run.notes), run.notes
     run.steps(adapting, 9.0, 20)
     assert len(run.switched) == 1 + back
     assert (run.plan.digest == former) == back
-    assert run.notes[-1].startswith("continues under the former plan") == back
+    assert run.notes[-1].startswith("the training continues under the former plan") == back
 
 
 def test_a_plan_that_the_run_has_left_is_not_tried_again(run: Run) -> None:

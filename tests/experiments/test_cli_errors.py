@@ -1,11 +1,12 @@
 """Tests of the error messages of the command line.
 
 Every mistake ends the command with status 2 and one line: the value found, the allowed values and
-the fix. Nothing is written.
+the fix. Nothing is written. What fails after training has begun has status 1.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatrain.experiments.run_report import pictures
+from megatrain.runtime.training import run_folder
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -165,9 +168,6 @@ MISTAKES = {
     "size without a unit": Mistake(
         (*CHECK, "--device-memory", "24"), "24, a number without a unit", "GiB (G)", "write 24GiB"
     ),
-    "negative size after a space": Mistake(
-        (*CHECK, "--device-memory", "-24GiB"), "'-24GiB'", "a positive size", "24GiB"
-    ),
     "more device memory than there is": Mistake(
         (*CHECK, "--device-memory", "0.5TiB"),
         "512.00 GiB",
@@ -189,6 +189,9 @@ MISTAKES = {
     ),
     "rate that is no number": Mistake((*TRAIN, "--lr", "nan"), "'nan'", ">= 0", "--lr 1e-5"),
     "negative rate": Mistake((*TRAIN, "--lr", "-1"), "'-1'", ">= 0", "--lr 1e-5"),
+    "negative rate by its other name": Mistake(
+        (*TRAIN, "--rate", "-1"), "'-1'", ">= 0", "--lr 1e-5"
+    ),
     "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "such a number"),
     "steps and epochs": Mistake(
         (*TRAIN, "--steps", "5", "--epochs", "1"), "both steps and epochs", "one of", "set steps"
@@ -654,6 +657,47 @@ def test_a_training_that_diverges_says_so(
     again = command(*TRAIN, "--steps", "5", *option)
     assert "continue it with `megatrain train --resume new --from-scratch`" in again.err
     assert again.status == 2
+
+
+def metrics_are_full(patched: pytest.MonkeyPatch) -> None:
+    """Makes the first line of the metrics fail, after the first step."""
+    append = run_folder.append
+    patched.setattr(run_folder, "append", lambda _, row: append(Path("/dev/full"), row))
+
+
+def picture_is_full(patched: pytest.MonkeyPatch) -> None:
+    """Makes the picture of the loss fail, after the last step."""
+
+    def fail(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    patched.setattr(pictures, "loss_png", fail)
+
+
+def folder_is_full(patched: pytest.MonkeyPatch) -> None:
+    """Makes the run folder fail, before the training begins."""
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    patched.setattr(Path, "mkdir", fail)
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("fill", "status"), [(folder_is_full, 2), (metrics_are_full, 1), (picture_is_full, 1)]
+)
+def test_a_full_disk_after_training_has_begun_is_a_failed_training(
+    fill: Callable[[pytest.MonkeyPatch], None],
+    status: int,
+    command: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patched:
+        fill(patched)
+        outcome = command(*TRAIN)
+    assert outcome.status == status
+    check_line(outcome.err, Mistake((), "no space left on device", "a ", ""))
 
 
 @pytest.mark.usefixtures("workplace")

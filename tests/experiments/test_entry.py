@@ -76,6 +76,27 @@ def test_ctrl_c_during_imports_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (130, "megatrain: interrupted\n")
 
 
+BEFORE_THE_HANDLER = """
+import contextlib, io, os, re, signal, sys
+before = set(sys.modules)
+from megatrain.experiments.cli.entry import main
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    """Ctrl-C then shows a traceback only while Python itself starts."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_THE_HANDLER],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    names = "megatrain megatrain.experiments megatrain.experiments.cli"
+    assert (done.stdout, done.stderr) == (f"{names} megatrain.experiments.cli.entry\n", "")
+
+
 def test_the_package_has_a_version() -> None:
     assert megatrain.__version__ == importlib.metadata.version("megatrain")
     with pytest.raises(AttributeError, match="'megatrain' has no attribute 'version'"):

@@ -14,6 +14,8 @@ from pages import COMMANDS, PAGES, blocks, name, read, words
 
 from megatrain.experiments import readers_questions
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli import options
+from megatrain.simulator import ModelSpec
 
 README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md", "docs/answers.md"
 
@@ -78,8 +80,13 @@ def test_the_library_s_example_trains(workplace: Path, capsys: pytest.CaptureFix
 
 def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = [block.text for block in blocks(CLI) if block.language == "python"]
-    exec(compile(code, CLI, "exec"), {"__name__": "readme"})
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(code, CLI, "exec"), names)
     assert capsys.readouterr().out.startswith("True ")
+    verdict = names["verdict"]
+    args = cli.parse(["check", "qwen2.5-7b", "--hardware", "h200", "--batch", "32"])
+    workload = options.workload(args, ModelSpec.load(args.model))
+    assert verdict.workload == workload, "the command has another workload"
 
 
 def test_every_example_of_python_is_executed() -> None:

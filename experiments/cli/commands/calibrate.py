@@ -1,7 +1,7 @@
 """Measure this machine and write a hardware file, which predictions are then based on.
 
-Measured are the link, the layers of models, the optimizer, and how these slow each other, at
-several batch sizes and sequence lengths.
+It measures the link, the layers of models, the optimizer, and how much these slow each other down,
+at several batch sizes and sequence lengths.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.real("--temperature"),
         default=0.7,
         metavar="T",
-        help="how much chance there is in an answer; 0: always the most likely token (default 0.7)",
+        help="randomness of an answer; 0: always the most likely token (default 0.7)",
     )
     parser.add_argument(
         "--seed",

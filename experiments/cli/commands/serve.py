@@ -1,7 +1,7 @@
-"""Show the verdict of `check` on a page in the browser, which answers while you change it.
+"""Show the verdict of `check` on a page in the browser, and update it with every change.
 
-The page is on this machine only. With --static, it is written as a folder of files for any web
-server or for no server, with answers for the library's models and machines.
+Only this machine can open the page. With --static, it is written as a folder of files, which need
+no server, with answers for the library's models and machines.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import path_error
 from megatrain.experiments.cli.training import prepare, upload
 from megatrain.experiments.cli.training.preconditions import check_training
 from megatrain.runtime.training.callback import Callback
@@ -358,6 +359,20 @@ class _Begun(Callback):
 
 
 def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
+    """Trains as `_train` does, and turns a failure after the training has begun into a RunError."""
+    start = _Begun()
+    try:
+        return _train(args, plan_file, lock, config, start)
+    except (UserError, OSError) as error:
+        shown = error if isinstance(error, UserError) else path_error(error)
+        if shown is None or not start.begun:
+            raise
+        raise RunError(str(shown)) from None  # not a mistake in the command
+
+
+def _train(
+    args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config, start: _Begun
+) -> int:
     """Trains with the lock held, draws the loss, and prints a summary."""
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
@@ -369,7 +384,6 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
 
     folder = lock.folder
     bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
-    start = _Begun()
     comparison = StepComparison(None if bars is None else bars.compared)
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
@@ -401,10 +415,6 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
             fix=f"lower --lr {rate}, or check the data, and train to another --out",
         )
         raise RunError(str(mistake)) from None
-    except UserError as error:
-        if not start.begun:
-            raise
-        raise RunError(str(error)) from None  # not a mistake before the training
     except KeyboardInterrupt as error:
         if start.begun:
             error.add_note(how_it_stopped(folder))

@@ -5,8 +5,8 @@
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as in `typing`, whose import would take longer than the rest of the start
 if TYPE_CHECKING:
     from megatrain.runtime import Callback, Config, Trainer
 

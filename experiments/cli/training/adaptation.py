@@ -93,8 +93,8 @@ class Adaptation(Callback):
             self._phase, self._seconds, self._switch_seconds = "judge", [], seconds
         if (phase == "switch" and other) or phase == "return":
             trainer.note(
-                f"continues under the {'other' if other else 'former'} plan; switching took"
-                f" {format_seconds(seconds)}"
+                f"the training continues under the {'other' if other else 'former'} plan;"
+                f" switching took {format_seconds(seconds)}"
             )
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
@@ -148,7 +148,7 @@ class Adaptation(Callback):
             self._former, self._former_seconds = trainer.plan.digest, measured
             trainer.switch(place / "plan.toml")
             self._phase = "switch"
-            trainer.note(f"{text}switches")
+            trainer.note(f"{text}the training switches to this plan")
 
     def _judge(self, trainer: TrainingRun, measured: float, left: int) -> None:
         """Compares the other plan with the former one, and returns to that if it was faster."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _WIDE_COLUMNS = 72
-"""from this width on, the time left is beside the bar; on narrower terminals it is below"""
+"""from this width on, the time left is to the right of the bar, and otherwise below it"""
 
 
 class _Bars(Progress):
