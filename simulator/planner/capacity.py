@@ -52,16 +52,26 @@ class MemoryFootprint:
             for buffer in buffers
             if places and buffer.place == "host" and buffer.persistent and buffer.data in CLASSES
         ]
-        self._movable = sorted(
-            movable,
-            key=lambda each: (
-                each.data not in ("weights", "gradients")
-                or plan.model.stack[each.key].kind == "decoder"
-            ),
+        self._slots = sum(
+            buffer.allocated
+            for buffer in buffers
+            if buffer.place == "device"
+            and not (buffer.persistent or buffer.dynamic or buffer.scales_with_tokens)
         )
-        """Buffers of layer state in host memory, in the order in which they move to the device.
-        Weights and gradients of embedding and head are first: on the device they need no slots, and
-        their slots are as large as they are."""
+        """Bytes of the device that may be free once state has moved there."""
+        passing = ("weights", "gradients")
+
+        def needs_large_slots(buffer: Buffer) -> bool:
+            return buffer.data in passing and plan.model.stack[buffer.key].kind != "decoder"
+
+        self._orders = (
+            sorted(movable, key=lambda each: not needs_large_slots(each)),
+            sorted(movable, key=lambda each: (each.data not in passing, each.data != "weights")),
+        )
+        """Buffers of layer state in host memory, in two orders in which they may move to the
+        device. In the first, weights and gradients of embedding and head are first: on the device
+        they need no slots, and their slots are as large as they are. In the second, all weights and
+        then all gradients are first: if no layer has any on the host, there are no slots at all."""
 
     def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
         """Returns the memory of the plan, after state that the host cannot hold has moved to the
@@ -82,36 +92,39 @@ class MemoryFootprint:
         found = plan_account(
             plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs
         )
-        if moved := self._moved(found):
-            pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
-            for buffer in moved:
-                there = f"device.{buffer.data}"
-                pools[buffer.pool] -= buffer.allocated
-                pools[there] += buffer.allocated
-                kinds.setdefault(there, buffer)
-            found = msgspec.structs.replace(found, pools=dict(pools), kinds=kinds)
-            if (
-                found.device_peak_bytes > found.device_limit_bytes
-                and found.host_peak_bytes <= found.host_limit_bytes
-            ):
-                # The sum above still counts the slots that the moved state no longer needs.
-                placed = self._with_on_device(plan, moved)
-                found = plan_account(placed, policy_library.outline(placed), self.costs)
-        return found
+        return self._moved(plan, found)[1]
 
-    def _moved(self, account: Account) -> list[Buffer]:
-        """Returns the buffers to move to the device so that the rest fits in the host."""
-        excess, moved = account.host_peak_bytes - account.host_limit_bytes, list[Buffer]()
-        for index, buffer in enumerate(self._movable):
-            if excess <= 0:
-                break
-            if buffer.allocated >= excess:
-                # One more buffer is enough: take the smallest one that is large enough.
-                enough = (other for other in self._movable[index:] if other.allocated >= excess)
-                buffer = min(enough, key=lambda other: other.allocated)
-            moved.append(buffer)
-            excess -= buffer.allocated
-        return moved
+    def _moved(self, plan: Plan, account: Account) -> tuple[list[Buffer], Account]:
+        """Returns the buffers to move to the device so that the rest fits in the host, and the
+        memory after that. It is the first order that fits, or the first one if none does.
+        """
+        first, second = self._orders
+        found = self._moved_by(first, plan, account)
+        if found[1].fits or not found[0]:
+            return found
+        other = self._moved_by(second, plan, account)
+        return other if other[1].fits else found
+
+    def _moved_by(
+        self, order: list[Buffer], plan: Plan, found: Account
+    ) -> tuple[list[Buffer], Account]:
+        """Returns what `_moved` does, for one order of the buffers."""
+        moved = _enough(order, found.host_peak_bytes - found.host_limit_bytes)
+        if not moved:
+            return moved, found
+        pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
+        for buffer in moved:
+            there = f"device.{buffer.data}"
+            pools[buffer.pool] -= buffer.allocated
+            pools[there] += buffer.allocated
+            kinds.setdefault(there, buffer)
+        after = msgspec.structs.replace(found, pools=dict(pools), kinds=kinds)
+        lacking = after.device_peak_bytes - after.device_limit_bytes
+        if 0 < lacking <= self._slots and after.host_peak_bytes <= after.host_limit_bytes:
+            # The sum above still counts the slots that the moved state no longer needs.
+            placed = self._with_on_device(plan, moved)
+            after = plan_account(placed, policy_library.outline(placed), self.costs)
+        return moved, after
 
     def placed(self) -> Plan:
         """Returns the plan with the largest copies that fit, and with a placement that keeps on the
@@ -125,14 +138,8 @@ class MemoryFootprint:
 
     def _placed(self) -> Plan:
         """Returns the plan with its own size of copies, placed as `placed` describes."""
-        unlimited = msgspec.structs.replace(self.plan, host_limit_bytes=2**59)
-        account = plan_account(unlimited, self._schedule, self.costs)
-        return self._with_on_device(
-            self.plan,
-            self._moved(
-                msgspec.structs.replace(account, host_limit_bytes=self.plan.host_limit_bytes)
-            ),
-        )
+        account = plan_account(self.plan, self._schedule, self.costs)
+        return self._with_on_device(self.plan, self._moved(self.plan, account)[0])
 
     def _with_on_device(self, plan: Plan, moved: list[Buffer]) -> Plan:
         """Returns `plan` with the state of the buffers `moved` placed on the device."""
@@ -145,6 +152,23 @@ class MemoryFootprint:
             if layers
         }
         return with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts))
+
+
+def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
+    """Returns the first buffers of `order` that have at least `excess` bytes together.
+
+    The last one is the smallest of the rest that is large enough.
+    """
+    moved: list[Buffer] = []
+    for index, buffer in enumerate(order):
+        if excess <= 0:
+            break
+        if buffer.allocated >= excess:
+            enough = (other for other in order[index:] if other.allocated >= excess)
+            buffer = min(enough, key=lambda other: other.allocated)
+        moved.append(buffer)
+        excess -= buffer.allocated
+    return moved
 
 
 def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
