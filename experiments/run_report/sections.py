@@ -58,8 +58,14 @@ def heading(run: ComparedRun) -> str:
 
 def figures(run: ComparedRun) -> str:
     """Returns the main numbers, with the measured value large and the predicted one below it."""
-    errors, seconds = run.errors, run.errors.measured_seconds
-    work = run.plan.workload
+    errors, work = run.errors, run.plan.workload
+    seconds, predicted, error = errors.measured_seconds, errors.predicted_seconds, errors.error
+    if steps := errors.steps:  # as `train` and the comparison of several runs say it
+        seconds, predicted, error = (
+            steps.median_seconds,
+            steps.predicted_seconds,
+            steps.median_error,
+        )
     account = plan_account(run.plan, run.schedule, run.costs)
     tflops = f"{tflops_6n(run.plan.model, work, seconds):,.4g} TFLOPS (6N)"
     parts = [
@@ -67,13 +73,13 @@ def figures(run: ComparedRun) -> str:
         (
             "step",
             format_seconds(seconds),
-            f"predicted {format_seconds(errors.predicted_seconds)}, {signed_percent(errors.error)}",
+            f"predicted {format_seconds(predicted)}, {signed_percent(error)}",
             _steady(run),
         ),
         (
             "tokens/s",
             f"{tokens_per_second(work, seconds):,.0f}",
-            f"predicted {tokens_per_second(work, errors.predicted_seconds):,.0f}",
+            f"predicted {tokens_per_second(work, predicted):,.0f}",
             tflops,
         ),
     ]

@@ -157,7 +157,7 @@ def table(rows: Sequence[Row], width: int) -> str:
 
 
 def _text(key: str, value: Any) -> str:
-    """Returns the text of one cell: parameters in billions, bytes in GiB."""
+    """Returns the text of one cell: parameters in billions, bytes in GiB, rates with one digit."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -166,4 +166,6 @@ def _text(key: str, value: Any) -> str:
         return f"{value / 1e9:.1f} B"
     if key.endswith("_bytes"):
         return f"{value / 2**30:,.1f} GiB"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
