@@ -59,13 +59,7 @@ def heading(run: ComparedRun) -> str:
 def figures(run: ComparedRun) -> str:
     """Returns the main numbers, with the measured value large and the predicted one below it."""
     errors, work = run.errors, run.plan.workload
-    seconds, predicted, error = errors.measured_seconds, errors.predicted_seconds, errors.error
-    if steps := errors.steps:  # as `train` and the comparison of several runs say it
-        seconds, predicted, error = (
-            steps.median_seconds,
-            steps.predicted_seconds,
-            steps.median_error,
-        )
+    seconds, predicted, difference = _whole_step(run)
     account = plan_account(run.plan, run.schedule, run.costs)
     tflops = f"{tflops_6n(run.plan.model, work, seconds):,.4g} TFLOPS (6N)"
     parts = [
@@ -73,7 +67,7 @@ def figures(run: ComparedRun) -> str:
         (
             "step",
             format_seconds(seconds),
-            f"predicted {format_seconds(predicted)}, {signed_percent(error)}",
+            f"predicted {format_seconds(predicted)}, {signed_percent(difference)}",
             _steady(run),
         ),
         (
@@ -125,10 +119,10 @@ def _loss(run: ComparedRun) -> list[tuple[str, str, str, str]]:
 
 def lead(run: ComparedRun) -> str:
     """Returns sentences that say what measured, predicted and limit mean."""
-    plan, errors = run.plan, run.errors
-    error = abs(errors.error)
-    slower = "slower" if errors.error > 0 else "faster"
-    how = f"{100 * error:.1f} % {slower} than" if error >= 0.0005 else "the same as"
+    plan, (*_, difference) = run.plan, _whole_step(run)
+    slower = "slower" if difference > 0 else "faster"
+    how = f"{100 * abs(difference):.1f} % {slower} than"
+    how = how if abs(difference) >= 0.0005 else "the same as"
     return (
         "Large numbers are <em>measured</em> in this run. <em>Predicted</em> is what the simulator"
         f" computes from the plan without running it: a step {how} the measured one. The"
@@ -137,6 +131,18 @@ def lead(run: ComparedRun) -> str:
         f" {format_bytes(plan.host_limit_bytes)} of host memory, which holds the weights, gradients"
         " and optimizer state that the device does not."
     )
+
+
+def _whole_step(run: ComparedRun) -> tuple[float, float, float]:
+    """Returns the measured and the predicted seconds of a step, and the error of the prediction.
+
+    They are those of the run's steady steps, as `train` and the comparison of several runs have
+    them, or of the one step whose ops are recorded if the others are not known.
+    """
+    errors = run.errors
+    if steps := errors.steps:
+        return steps.median_seconds, steps.predicted_seconds, steps.median_error
+    return errors.measured_seconds, errors.predicted_seconds, errors.error
 
 
 def _steady(run: ComparedRun) -> str:
