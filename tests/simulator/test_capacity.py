@@ -1,7 +1,8 @@
 """Tests of the largest batch that fits, on machines whose host memory is too small for all state.
 
 Some state is then resident on the device and needs no slots. The vocabulary's gradient moves first,
-because its slot is as large. The host may hold only some of the checkpoints.
+because its slot is as large, or all weights and gradients (the last case). The host may hold only
+some of the checkpoints.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ CASES = (
         38,
     ),
     ("qwen2.5-0.5b", "h200", Workload(batch=1, sequence=256, loss_chunk=256), (0.75, 0.25), 3795),
+    (
+        "qwen3-4b",
+        "h200",
+        Workload(batch=1, sequence=512, accumulation=4, loss_chunk=1024),
+        (0.25, 0.25),
+        15,
+    ),
 )
 
 
