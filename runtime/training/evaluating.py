@@ -24,6 +24,7 @@ from megatrain.runtime.training.callback import EvaluationResult
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import find_model, packing_of
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -101,7 +102,7 @@ def evaluate_run(
         plan,
         schedule,
         # as in Trainer: the limit of a calibrated machine is better than what a host reports
-        host_bytes=None if (run / plan.hardware).is_file() else host_bytes(),
+        host_bytes=None if is_calibrated(run / plan.hardware) else host_bytes(),
         device_bytes=device_bytes(device),
     )
     folder = find_model(model or str(run / "model"), plan.model, needed=True)

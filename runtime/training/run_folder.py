@@ -11,6 +11,7 @@ With each checkpoint, and when the run ends or is stopped:
     memory.json             bytes allocated
 When another plan replaces the one that the run has:
     plans/SCHEDULE/         the former plan, its machine and its measurements
+    hardware-DIGEST.toml    the machine of the other plan, if its file is another one
 At the end:
     model/                  the model in Hugging Face format
 
@@ -21,6 +22,7 @@ The trainer writes `checkpoints/` into the same folder. When a run is resumed, l
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -201,7 +203,10 @@ class RunFolder(Callback):
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
     """Saves `plan` to `plan.toml` in `folder`, and the file of its machine, if it has one, to
-    `hardware.toml`.
+    `hardware.toml`, or `hardware-DIGEST.toml` if the folder has that of another machine.
+
+    A machine's file is not replaced by another one. So at any moment the plan in the folder names
+    its own machine.
 
     Args:
         plan: the plan.
@@ -212,11 +217,14 @@ def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     hardware = origin / plan.hardware
     if hardware.suffix == ".toml" and hardware.is_file():
-        write_text(folder / "hardware.toml", read_text(hardware))
-        plan = msgspec.structs.replace(plan, hardware="hardware.toml")
+        text, name = read_text(hardware), "hardware.toml"
+        if (folder / name).is_file() and (folder / name).read_bytes() != text.encode():
+            name = f"hardware-{hashlib.sha256(text.encode()).hexdigest()[:12]}.toml"
+        write_text(folder / name, text)
+        plan = msgspec.structs.replace(plan, hardware=name)
     there = Path(source)
-    name = os.path.relpath(there.resolve(), folder.resolve()) if there.exists() else source
-    msgspec.structs.replace(plan, source=name).save(folder / "plan.toml")
+    model = os.path.relpath(there.resolve(), folder.resolve()) if there.exists() else source
+    msgspec.structs.replace(plan, source=model).save(folder / "plan.toml")
 
 
 def append(metrics: Path, row: Mapping[str, object]) -> None:

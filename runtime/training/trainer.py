@@ -65,6 +65,7 @@ from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -191,10 +192,9 @@ class Trainer(TrainingRun):
         printed = [Progress()] if progress else []
         self._callbacks: list[Callback] = [*folder, *logging, *printed, *callbacks]
         self.folder: Path | None = None
-        calibrated = (origin / self.plan.hardware).is_file()
         # The limit in a plan for a calibrated machine is better than what a virtual machine
         # reports, which may be less than the memory that it can grow to.
-        self._host_bytes = None if calibrated else host_bytes()
+        self._host_bytes = None if is_calibrated(origin / self.plan.hardware) else host_bytes()
         self.first_step = 1
         self.finished = False
         self.timelines: list[Timeline] = []

@@ -380,6 +380,16 @@ def hardware_name(source: str) -> str:
     )
 
 
+def is_calibrated(file: Path) -> bool:
+    """Returns whether `file` is the file of a machine with a calibration. A file that is missing or
+    damaged has none.
+    """
+    try:
+        return "costs" in read_toml(file, dict)
+    except UserError:
+        return False
+
+
 def _is_file(source: str) -> bool:
     """Returns whether `source` is a path. A path that exists is preferred to a name."""
     return Path(source).suffix == ".toml" or os.path.exists(source)

@@ -76,6 +76,7 @@ def test_a_training_that_switches_has_the_bits_of_one_that_does_not(
     (line,) = [line for line in out.splitlines() if line.endswith(" switches to this plan")]
     assert line.startswith("measured ")
     assert f"policy double_buffer -> {other.policy}" in line
+    assert "the plan is for a machine of the library: measure this one" in out
     assert "switching takes about" in line
     assert (
         "step 5  checkpoint saved\nthe training continues under the other plan; switching took "
@@ -211,6 +212,25 @@ def test_a_plan_that_the_run_has_left_is_not_tried_again(run: Run) -> None:
     run.steps(adapting, 2.0)
     assert not run.switched
     assert run.notes[0].endswith("the plan stays, since this run has tried the other before")
+
+
+def test_a_plan_that_is_refused_can_be_tried_when_the_run_is_resumed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise UserError("host memory", found="too little", allowed="more", fix="none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "switch", refuse)
+        adapting = Adaptation()
+        adapting.on_start(run)  # type: ignore[arg-type]
+        run.steps(adapting, 2.0)
+        (note,) = run.notes
+        assert note.startswith("the plan stays: host memory")
+    resumed = Adaptation()
+    resumed.on_start(run)  # type: ignore[arg-type]
+    run.steps(resumed, 2.0)
+    assert len(run.switched) == 1
 
 
 def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(run: Run) -> None:

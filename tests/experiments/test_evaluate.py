@@ -8,7 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+
+from megatrain.runtime.training import evaluating
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 def test_the_loss_on_the_same_data_is_that_of_the_run(
@@ -36,6 +42,26 @@ def test_the_loss_on_the_same_data_is_that_of_the_run(
     first = json.loads(command(*words, "--json", "--model", prepared / "tiny").out)
     assert first["tokens"] == found["tokens"]
     assert first["loss"] > found["loss"]
+
+
+def test_a_host_that_is_too_small_is_refused_unless_the_machine_was_calibrated(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Corrections are no calibration. The data is found to be missing after this check."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text((finished / "config.toml").read_text())
+    (run / "model").symlink_to(finished / "model")
+    plan = msgspec.structs.replace(Plan.load(finished / "plan.toml"), hardware="hardware.toml")
+    plan.save(run / "plan.toml")
+    monkeypatch.setattr(evaluating, "host_bytes", lambda: 2**20)
+    for text, match in (
+        ("[corrections]\ncompute = 2.0\n", "what this machine has"),
+        ("[costs]\n", "no such file or folder"),
+    ):
+        (run / "hardware.toml").write_text(text)
+        with pytest.raises(UserError, match=match):
+            evaluating.evaluate_run(run, ("none.txt",), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Every plan gives the same bits, so that a switch changes nothing but the time.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -143,10 +144,15 @@ class Adaptation(Callback):
             trainer.note(f"{text}the plan stays, since this run has tried the other before")
         else:
             place.mkdir(parents=True)
-            write_hardware(place / _HARDWARE, found.hardware, "megatrain train --adapt")
-            save_plan(plan, place, trainer.source, place)
+            try:
+                write_hardware(place / _HARDWARE, found.hardware, "megatrain train --adapt")
+                save_plan(plan, place, trainer.source, place)
+                trainer.switch(place / "plan.toml")
+            except UserError:
+                # A plan that was refused may fit when the run is resumed.
+                shutil.rmtree(place, ignore_errors=True)
+                raise
             self._former, self._former_seconds = trainer.plan.digest, measured
-            trainer.switch(place / "plan.toml")
             self._phase = "switch"
             trainer.note(f"{text}the training switches to this plan")
 

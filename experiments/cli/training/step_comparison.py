@@ -19,6 +19,7 @@ from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
 
 COMPARED_STEPS = 3
@@ -60,7 +61,7 @@ class StepComparison(Callback):
             UserError
         ):  # the machine's file is missing or damaged, which does not stop the training
             return
-        calibrated = (trainer.origin / trainer.plan.hardware).is_file()
+        calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
         trainer.note(describe_difference(report, trainer.executor.schedule, calibrated=calibrated))
         if self._show is not None and report.steps is not None:
             self._show(f"step time {difference(report)} against prediction")

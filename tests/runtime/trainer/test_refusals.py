@@ -141,7 +141,11 @@ def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
         ),
     ):
         run(place)
-    (place / "calibrated.toml").write_text("# a machine\n")
+    (place / "corrected.toml").write_text("[corrections]\ncompute = 2.0\n")
+    change_plan(place, hardware="corrected.toml")
+    with pytest.raises(UserError, match="what this machine has"):
+        run(place)
+    (place / "calibrated.toml").write_text("[costs]\n")
     change_plan(place, hardware="calibrated.toml")
     run(place, steps=1, export=False, init="random")
 

@@ -20,7 +20,7 @@ from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.exporting import export_run
-from megatrain.runtime.training.run_folder import append
+from megatrain.runtime.training.run_folder import append, save_plan
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.memory.account import account
@@ -117,6 +117,33 @@ def test_a_run_keeps_the_hardware_file_of_its_plan(place: Path, run: Any) -> Non
     run(place, steps=1, export=False)
     assert (place / "run" / "hardware.toml").read_text() == "# a machine\n"
     assert Plan.load(place / "run" / "plan.toml").hardware == "hardware.toml"
+
+
+def test_a_kill_between_the_files_of_another_plan_leaves_the_former_one_with_its_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(machine: str) -> Plan:
+        (place / machine).write_text(f"# {machine}\n")
+        return msgspec.structs.replace(Plan.load(place / "plan.toml"), hardware=machine)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def machine() -> str:
+        return (place / "run" / Plan.load(place / "run" / "plan.toml").hardware).read_text()
+
+    former, other, run = named("former.toml"), named("other.toml"), place / "run"
+    save_plan(former, place, "small", run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_plan(other, place, "small", run)
+    assert machine() == "# former.toml\n"
+    save_plan(other, place, "small", run)
+    assert machine() == "# other.toml\n"
+    save_plan(Plan.load(run / "plan.toml"), run, "small", run)  # as a run that is resumed
+    assert machine() == "# other.toml\n"
+    assert len(list(run.glob("hardware*.toml"))) == 2
 
 
 def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, run: Any) -> None:
