@@ -140,12 +140,12 @@ def machines_folder() -> Path:
 
 
 def shared_machines(
-    check: Callable[[SharedMachine], object],
+    check: Callable[[str, SharedMachine], object],
 ) -> dict[str, tuple[str, SharedMachine]]:
     """Returns the name of the file and the machine by GPU: of several with one GPU, the newest.
 
     Raises UserError for a file that is not as `megatrain calibrate --share` writes it, or whose
-    numbers `check` refuses.
+    name or numbers `check` refuses.
     """
     found: dict[str, tuple[str, SharedMachine]] = {}
     folder = machines_folder()
@@ -156,12 +156,12 @@ def shared_machines(
     return found
 
 
-def _read(file: Path, check: Callable[[SharedMachine], object]) -> SharedMachine:
+def _read(file: Path, check: Callable[[str, SharedMachine], object]) -> SharedMachine:
     """Returns the machine of `file`. The fix of an error is also to remove the file."""
     try:
         machine = read_toml(file, SharedMachine)
         try:
-            check(machine)
+            check(file.stem, machine)
         except UserError as error:
             raise error.inside(str(file)) from None
         return machine
