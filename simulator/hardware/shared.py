@@ -7,9 +7,10 @@ the machine is known by the file's name.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,6 +138,23 @@ def machines_folder() -> Path:
         return Path(named)
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(config) / "megatrain" / "machines"
+
+
+@contextlib.contextmanager
+def library_only() -> Iterator[None]:
+    """Within this context, `machines_folder` has no machines.
+
+    Published predictions are then the same on every machine.
+    """
+    before = os.environ.get("MEGATRAIN_MACHINES")
+    os.environ["MEGATRAIN_MACHINES"] = os.devnull
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MEGATRAIN_MACHINES"]
+        else:
+            os.environ["MEGATRAIN_MACHINES"] = before
 
 
 def shared_machines(
