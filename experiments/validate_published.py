@@ -25,10 +25,12 @@ from megatrain.experiments.validation.report import (
 )
 from megatrain.experiments.validation.rows import load_rows, load_settings
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.shared import library_only
 
 
+@library_only()
 def validate() -> list[ValidationResult]:
-    """Returns every published row with its prediction."""
+    """Returns every published row with its prediction, from the library's own estimates."""
     settings = load_settings()
     return [
         ValidationResult(row=row, predicted=predict(row, settings[row.setting]))

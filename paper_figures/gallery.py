@@ -33,6 +33,7 @@ from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, as_csv
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_text
+from megatrain.simulator.hardware.shared import library_only
 
 FIGURES: dict[str, Callable[[Results], Drawn]] = {
     "figure1": figure1.draw,
@@ -97,9 +98,12 @@ def draw(name: str, results: Results) -> Drawn:
         return FIGURES[name](results)
 
 
+@library_only()
 def build(names: Sequence[str], results: Results, out: Path) -> list[Path]:
-    """Draws figures, writes them into `out` and returns the paths. Raises UserError if a result is
-    missing or malformed, or if `out` cannot be written.
+    """Draws figures, writes them into `out` and returns the paths. Machines have the library's
+    own estimates.
+
+    Raises UserError if a result is missing or malformed, or if `out` cannot be written.
     """
     made, written = {}, []
     for name in known(names):

@@ -26,6 +26,7 @@ from megatrain.experiments.paper_data.stored import store
 from megatrain.experiments.validate_published import validate
 from megatrain.experiments.validation.report import as_csv
 from megatrain.simulator.base.files import write_text
+from megatrain.simulator.hardware.shared import library_only
 
 PUBLISHED = "published"
 
@@ -56,9 +57,11 @@ folders or the library.
 """
 
 
+@library_only()
 def rerun(names: Iterable[str], folder: Path, report: Callable[[str], None]) -> None:
     """Runs those of `names` that have a simulation, and stores each in the results folder `folder`
-    when it is done. `published` is the validation's table.
+    when it is done. `published` is the validation's table. Machines have the library's own
+    estimates.
     """
     for name in names:
         start = time.monotonic()

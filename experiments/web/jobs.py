@@ -50,7 +50,10 @@ class Jobs:
             tab: the page that asks.
             turn: a number that grows with each change of the page.
 
-        Raises Superseded if the page has asked something else since, and UserError as the job does.
+        An answer is kept, a failure is not.
+
+        Raises Superseded if the page has asked something else since, UserError as the job does, and
+        RunError if the job was ended before it had an answer.
         """
         key = (kind, question)
         with self._lock:
@@ -61,7 +64,13 @@ class Jobs:
                 job = self._kept[key] = _Job(self._context, kind, question)
             self._kept.move_to_end(key)
             self._end_unwanted()
-        return job.part(part)
+        try:
+            return job.part(part)
+        except (UserError, RunError):
+            with self._lock:
+                if self._kept.get(key) is job:  # it may have been asked again since
+                    del self._kept[key]
+            raise
 
     def close(self) -> None:
         """Ends all jobs."""

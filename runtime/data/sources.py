@@ -197,7 +197,11 @@ def pinned(options: DataOptions) -> DataOptions:
     def pin(text: str) -> str:
         path = weighted_path(text).path if text else Path()
         data = hub_data(path)
-        return str(with_commit(data)) + text[len(str(path)) :] if data else text
+        if not data:
+            return text
+        # A path is normalised: its length is not that of its part of the text.
+        weight = "" if path == Path(text) else f":{text.rpartition(':')[2]}"
+        return f"{with_commit(data)}{weight}"
 
     data = options.data
     return msgspec.structs.replace(

@@ -306,14 +306,25 @@ def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
 def _only_measured() -> dict[str, HardwareSpec]:
     """Returns the machines that others measured, without those of which the library has the GPU."""
     return {
-        name: _of_others(machine, name)
+        name: _of_others(name, machine)
         for gpu, (name, machine) in shared_machines(_of_others).items()
         if _of_gpu(gpu) is None
     }
 
 
-def _of_others(machine: SharedMachine, name: str = "of others") -> HardwareSpec:
-    """Returns a machine that others measured under `name`."""
+def _of_others(name: str, machine: SharedMachine) -> HardwareSpec:
+    """Returns a machine that others measured under `name`.
+
+    Raises UserError if the library has another machine of that name, which would be found in its
+    place.
+    """
+    if _of_gpu(machine.gpu) is None and (taken := meant(name, library())):
+        raise UserError(
+            "name of the file",
+            found=f"that of the library's {taken}, which has another GPU than {machine.gpu}",
+            allowed="a name that the library does not have",
+            fix="rename it",
+        )
     return HardwareSpec(
         name=name,
         title=machine.gpu,

@@ -7,9 +7,10 @@ the machine is known by the file's name.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,13 +140,30 @@ def machines_folder() -> Path:
     return Path(config) / "megatrain" / "machines"
 
 
+@contextlib.contextmanager
+def library_only() -> Iterator[None]:
+    """Within this context, `machines_folder` has no machines.
+
+    Published predictions are then the same on every machine.
+    """
+    before = os.environ.get("MEGATRAIN_MACHINES")
+    os.environ["MEGATRAIN_MACHINES"] = os.devnull
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MEGATRAIN_MACHINES"]
+        else:
+            os.environ["MEGATRAIN_MACHINES"] = before
+
+
 def shared_machines(
-    check: Callable[[SharedMachine], object],
+    check: Callable[[str, SharedMachine], object],
 ) -> dict[str, tuple[str, SharedMachine]]:
     """Returns the name of the file and the machine by GPU: of several with one GPU, the newest.
 
     Raises UserError for a file that is not as `megatrain calibrate --share` writes it, or whose
-    numbers `check` refuses.
+    name or numbers `check` refuses.
     """
     found: dict[str, tuple[str, SharedMachine]] = {}
     folder = machines_folder()
@@ -156,12 +174,12 @@ def shared_machines(
     return found
 
 
-def _read(file: Path, check: Callable[[SharedMachine], object]) -> SharedMachine:
+def _read(file: Path, check: Callable[[str, SharedMachine], object]) -> SharedMachine:
     """Returns the machine of `file`. The fix of an error is also to remove the file."""
     try:
         machine = read_toml(file, SharedMachine)
         try:
-            check(machine)
+            check(file.stem, machine)
         except UserError as error:
             raise error.inside(str(file)) from None
         return machine

@@ -6,6 +6,7 @@ All systems of a figure have the same workload, and every result says how it was
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,10 @@ from megatrain.experiments.paper_data.answers import ours, paper_schedule, workl
 from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
 from megatrain.experiments.validate_published import load_settings, predict
 from megatrain.experiments.validation.rows import PublishedRow
-from megatrain.paper_figures.gallery import FIGURES
+from megatrain.paper_figures import style
+from megatrain.paper_figures.gallery import FIGURES, build
+from megatrain.paper_figures.results import Results
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -53,6 +57,22 @@ def test_an_installed_package_is_not_written(
     copied = tmp_path / "drawn" / "results" / "figures" / "figure7.json"
     assert json.loads(copied.read_text())["data"] == json.loads(old)["data"]
     assert copied.read_text() != old, "it has the date and the inputs of today"
+
+
+def test_machines_in_the_user_s_folder_change_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has a file that would be refused if it were read."""
+    (tmp_path / "theirs.toml").write_text("spoilt")
+    monkeypatch.setenv("MEGATRAIN_MACHINES", str(tmp_path))
+    with pytest.raises(UserError, match="theirs"):
+        HardwareSpec.load("h200")
+    monkeypatch.setitem(rerun.SIMULATIONS, "figure7", lambda: HardwareSpec.load("h200").name)
+    rerun.rerun(["figure7"], tmp_path, lambda _: None)
+    assert json.loads((tmp_path / "figures" / "figure7.json").read_text())["data"] == "h200"
+    monkeypatch.setattr(style, "save", lambda *_: [])
+    assert build(["table1"], Results(), tmp_path)
+    assert os.environ["MEGATRAIN_MACHINES"] == str(tmp_path)
 
 
 def test_a_workload_is_split_before_it_is_cut() -> None:

@@ -73,6 +73,20 @@ def test_a_model_that_everybody_can_see_is_not_replaced_unless_that_is_meant(
     assert hub.models["me/x"]
 
 
+def test_a_private_model_does_not_stay_private_in_silence(
+    hub: FakeHub, run: Path, command: Any
+) -> None:
+    upload = ("export", run, "--push-to-hub", "x")
+    assert command(*upload).status == 0
+    hub.models["me/x"].clear()
+    outcome = command(*upload, "--public")
+    assert outcome.status == 2
+    assert "--public: found me/x, which is there and private" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert hub.models["me/x"] == {}
+    assert command(*upload).status == 0
+
+
 def test_the_card_names_what_is_on_the_hub(hub: FakeHub, run: Path, command: Any) -> None:
     """Base model and data sets are in the lines that the hub reads."""
     config = run / "config.toml"

@@ -301,11 +301,12 @@ def test_an_answer_is_kept(jobs: Jobs) -> None:
     assert jobs.answer("answer", "advice", question, "another", 1) is first
 
 
-def test_a_job_that_dies_is_an_error(jobs: Jobs) -> None:
+def test_a_job_that_dies_is_an_error_and_is_not_kept(jobs: Jobs) -> None:
     question = Question(model="llama-3.1-405b", hardware="h200", accumulation="63")
     threading.Thread(target=_kill, args=(jobs, ("answer", question))).start()
     with pytest.raises(RunError, match="took too long"):
         jobs.answer("answer", "advice", question, "dying", 1)
+    assert ("answer", question) not in jobs._kept
 
 
 def _kill(jobs: Jobs, key: tuple[str, Question]) -> None:

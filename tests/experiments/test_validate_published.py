@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatrain.experiments import validate_published
 from megatrain.experiments.validate_published import main, validate
 from megatrain.experiments.validation.predict import Predicted
 from megatrain.experiments.validation.report import (
@@ -87,6 +88,23 @@ def test_every_row_is_predicted_or_says_why_not(results: list[ValidationResult])
             assert found.row.policy in (*policies.names(), *policies.peers(), "engine")
             assert found.predicted.value >= 0
             assert found.error is not None or found.row.quantity == "runs"
+
+
+def test_machines_in_the_user_s_folder_change_no_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has a file that would be refused if it were read."""
+    (tmp_path / "theirs.toml").write_text("spoilt")
+    monkeypatch.setenv("MEGATRAIN_MACHINES", str(tmp_path))
+    row = load_rows()[0]
+    monkeypatch.setattr(validate_published, "load_rows", lambda: [row])
+    names: list[str] = []
+    monkeypatch.setattr(
+        validate_published, "predict", lambda _, setting: names.append(setting.machine().name)
+    )
+    assert len(validate()) == len(names) == 1
+    with pytest.raises(UserError, match="theirs"):
+        load_settings()[row.setting].machine()
 
 
 def test_every_miss_is_named_with_its_reason(results: list[ValidationResult]) -> None:

@@ -96,6 +96,17 @@ def test_a_gpu_that_the_library_lacks_has_the_name_of_its_file(put: Put) -> None
         HardwareSpec.load("new-onee")
 
 
+@pytest.mark.parametrize("name", ["h200", "H-200", "rtx-4090"])
+def test_a_file_named_like_a_machine_with_another_gpu_is_to_be_renamed(put: Put, name: str) -> None:
+    put(name, gpu="NVIDIA New One")
+    with pytest.raises(UserError) as error:
+        HardwareSpec.load("l40s")
+    assert f"{name}.toml" in str(error.value)
+    assert "which has another GPU than NVIDIA New One" in str(error.value)
+    assert str(error.value).endswith("fix: rename it, or remove the file")
+    assert str(error.value).isprintable()
+
+
 def test_the_newest_of_several_files_counts(put: Put) -> None:
     put("a", date="2026-11-20", cores=1)
     put("b", date="2026-11-23", cores=2)
@@ -137,7 +148,7 @@ def test_text_that_is_not_toml_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_user_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert shared_machines(lambda _: None) == {}, "a folder that does not exist has no machines"
+    assert shared_machines(lambda *_: None) == {}, "a folder that does not exist has no machines"
     monkeypatch.delenv("MEGATRAIN_MACHINES")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert machines_folder() == tmp_path / "megatrain" / "machines"

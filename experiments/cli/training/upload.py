@@ -80,25 +80,33 @@ def check(args: argparse.Namespace) -> None:
             fix=f"name it {own}/{name.partition('/')[2]}, or log in as another user",
         )
     args.push_to_hub = f"{home}/{name.rpartition('/')[2]}"
-    if not args.public and _is_public(args.push_to_hub):
+    private = _is_private(args.push_to_hub)
+    if private is False and not args.public:
         raise UserError(
             "--push-to-hub",
             found=f"{args.push_to_hub}, which is there and which everybody can see",
             allowed="a new or a private model",
             fix="add --public, or choose another name",
         )
+    if private and args.public:
+        raise UserError(
+            "--public",
+            found=f"{args.push_to_hub}, which is there and private",
+            allowed="a new model, or one that everybody can see",
+            fix="leave --public out, make the model public on its page, or choose another name",
+        )
 
 
-def _is_public(name: str) -> bool:
-    """Returns whether the hub has the model `name`, and everybody can see it."""
+def _is_private(name: str) -> bool | None:
+    """Returns whether the model `name` on the hub is private. None if the hub does not have it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
     with hub_errors(_unreachable):
         try:
-            return not HfApi().model_info(name).private
+            return bool(HfApi().model_info(name).private)
         except RepositoryNotFoundError:
-            return False
+            return None
 
 
 def upload(folder: Path, card: str, args: argparse.Namespace, again: list[str]) -> None:

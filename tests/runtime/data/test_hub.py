@@ -91,6 +91,14 @@ def test_a_weight_follows_the_name() -> None:
 
 
 @pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", ["some//letters", "some/letters/", "some/./letters"])
+def test_a_name_with_superfluous_slashes_is_pinned(name: str) -> None:
+    options = pinned(DataOptions(data=(name, f"{name}:0.5"), evaluation_data=name))
+    pin = f"some/letters@{FIRST}"
+    assert (options.data, options.evaluation_data) == ((pin, f"{pin}:0.5"), pin)
+
+
+@pytest.mark.usefixtures("hub")
 def test_a_split_or_a_config_that_is_missing_is_refused_with_those_that_exist() -> None:
     with pytest.raises(UserError, match="split: found 'dev'; allowed: train, test"):
         read("some/letters:dev")
