@@ -34,7 +34,7 @@ from megatrain.runtime.optimizer.adamw import (
 )
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.families import FAMILIES, MASKED_WITHOUT_POSITIONS
 from megatrain.simulator.model.optimizer import ADAMW, find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -178,7 +178,7 @@ class Reference:
         inputs: dict[str, Any] = self._embedded(batch.ids)
         if batch.documents is not None:
             inputs["position_ids"] = positions(batch.documents)
-            if self.spec.family == "gpt_oss":  # its model makes masks without the positions
+            if self.spec.family in MASKED_WITHOUT_POSITIONS:
                 inputs["attention_mask"] = masks(base.config, **inputs)
         tops: list[torch.Tensor] = []
         norm = getattr(base, FAMILIES[self.spec.family].norm_name)

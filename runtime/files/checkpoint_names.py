@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretrained
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import TensorSource
-from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.families import FAMILIES, INSIDE
 from megatrain.simulator.model.specs import EMBEDDING, HEAD
 
 
@@ -67,11 +67,12 @@ def hub_name(
 def _meta_model(config: PretrainedConfig) -> Any:
     """Returns the model of `config` on the meta device, a multimodal one if the config is.
 
-    Gemma 3n is built without its vision tower, which requires a package (timm) that text does not.
-    Its tensors are then some that the model does not have, which an export copies unchanged.
+    A family's entry may say that it is built without its vision tower (`Inside.towerless`). The
+    tower's tensors are then some that the model does not have, which an export copies unchanged.
     """
     kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
-    if towerless := config.model_type == "gemma3n":
+    inside = INSIDE.get(config.model_type)
+    if towerless := inside is not None and inside.towerless:
         config = copy.deepcopy(config)
         seen: Any = config.vision_config
         other: Any = copy.deepcopy(config.audio_config)

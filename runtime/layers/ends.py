@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatrain.runtime.layers.embedding_and_head import EmbeddingAndHead
-from megatrain.runtime.layers.gemma3n import Gemma3nEmbeddingAndHead
+from megatrain.runtime.layers.gemma3n import Gemma3nEmbeddingAndHead, carries
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 
@@ -26,7 +26,7 @@ def embedding_and_head(
     Raises UserError if the runtime cannot train a model of this structure.
     """
     family = FAMILIES[model.family]
-    if family.carried:
+    if carries(model.family):
         return Gemma3nEmbeddingAndHead(whole, dtype, device)
     return EmbeddingAndHead(
         whole, model.hidden, dtype, device, model.positions, family.norm_name, family.embedding_norm

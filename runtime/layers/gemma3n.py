@@ -159,6 +159,11 @@ def _no_arguments(x: torch.Tensor) -> Arguments:
     }
 
 
+def carries(family: str) -> bool:
+    """Returns whether the layers of `family` carry what this file says."""
+    return FAMILIES[family].carried_by == "gemma3n"
+
+
 def install(whole: Any) -> None:
     """Changes the layers of `whole` so that they take and return one tensor, and do not wait.
 

@@ -42,7 +42,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     widen_buffers(whole)
     if embedding_norm := FAMILIES[config.model_type].embedding_norm:
         move_into_first_layer(whole, embedding_norm)
-    if FAMILIES[config.model_type].carried:
+    if gemma3n.carries(config.model_type):
         gemma3n.install(whole)
     return whole.train()
 

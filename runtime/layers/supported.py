@@ -64,11 +64,20 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     """Raises UserError for a model that the runtime would not compute as transformers does.
 
     These are models with dropout, because a recompute would use other random numbers; models that
-    attend to later tokens; rows that are longer than the model's positions; and packed documents
-    that the model cannot separate. Families that `simulator/model/families` does not have are
+    attend to later tokens; rows that are longer than the model's positions; packed documents that
+    the model cannot separate; and families whose layers carry more than the hidden size, if no file
+    of the runtime is named for that. Families that `simulator/model/families` does not have are
     refused earlier, when the ModelSpec is made.
     """
     where = f"model {model.name}"
+    family = FAMILIES[model.family]
+    if family.carried and not family.carried_by:
+        raise UserError(
+            where,
+            found=f"family {model.family}, whose layers carry more than the hidden size",
+            allowed="families whose `carried_by` names the runtime's file for that",
+            fix="set carried_by in the family's entry, or only predict this model",
+        )
     keys = dropout_keys(model.family)
     if null := nulls_of(model.config).intersection(keys):
         raise UserError(

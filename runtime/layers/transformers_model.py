@@ -16,7 +16,6 @@ from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import first_lines, full_config
 from megatrain.runtime.layers.supported import dropout_keys
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 
 _TOKENS = 4
@@ -85,7 +84,7 @@ def _build(model: ModelSpec) -> Any:
             _config_without_dropout(model), dtype=torch.bfloat16
         )
     grouped_experts.install(whole)
-    if FAMILIES[model.family].carried:
+    if gemma3n.carries(model.family):
         gemma3n.cut_off_without_waiting(whole)
     return whole
 

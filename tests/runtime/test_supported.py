@@ -16,12 +16,14 @@ from tiny_families import OWN, SMALL
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.calibration.calibrate import calibrate
+from megatrain.runtime.layers import gemma3n
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.opening import find_model
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model import families
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -253,3 +255,22 @@ def test_attention_to_later_tokens_of_images_alone_is_not_refused(
             family="gemma3_text", head_dim=16, sliding_window=8, use_bidirectional_attention=value
         )
     )
+
+
+def test_a_family_says_which_file_carries_more_than_the_hidden_size(
+    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed family that carries more does not get Gemma 3n's code unless it names it."""
+    wide = msgspec.structs.replace(
+        families.FAMILIES["llama"], carried=lambda config: 2 * config.hidden
+    )
+    monkeypatch.setitem(families.FAMILIES._loaded, "wide_of_mine", wide)
+    model = make_model(family="wide_of_mine")
+    assert not gemma3n.carries(model.family)
+    with pytest.raises(UserError, match="family wide_of_mine, whose layers carry more") as error:
+        refuse_unsupported(model)
+    assert str(error.value).isprintable()
+    named = msgspec.structs.replace(wide, carried_by="gemma3n")
+    monkeypatch.setitem(families.FAMILIES._loaded, "wide_of_mine", named)
+    assert gemma3n.carries(model.family)
+    refuse_unsupported(model)

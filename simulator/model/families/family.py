@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,6 +46,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     carried: Callable[[ModelConfig], int] | None = None
     """Returns the elements per token that travel from layer to layer. None means the hidden
     size."""
+    carried_by: Literal["", "gemma3n"] = ""
+    """The file of `runtime/layers` that makes layers take and return what is carried as one tensor.
+    The runtime cannot train a family with `carried` and without such a file."""
     norm: Callable[[str, int], Part] = rms_norm
     """Returns the final norm, for a name and a width."""
     norm_name: str = "norm"

@@ -311,7 +311,7 @@ _DEFAULTS: dict[str, Any] = {
 GEMMA3N_FAMILIES: dict[str, Family] = {
     "gemma3n_text": Family(
         layer=gemma3n, attention=_types, variants=_variants, norm=wide_norm, carried=_carried,
-        tables=_tables, entrance=(_MODEL, _MODEL_NORM, _PROJECTIONS), exit=(_EXITS,),
-        defaults=_DEFAULTS,
+        carried_by="gemma3n", tables=_tables, entrance=(_MODEL, _MODEL_NORM, _PROJECTIONS),
+        exit=(_EXITS,), defaults=_DEFAULTS,
     ),
 }  # fmt: skip

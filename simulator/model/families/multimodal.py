@@ -18,6 +18,10 @@ class Inside(NamedTuple):
     """Whether embedding and head are tied if the multimodal config does not have
     `tie_word_embeddings`. None means that only the key in `text_config` is read."""
 
+    towerless: bool = False
+    """Whether the whole model is built without its vision tower, because that requires a package
+    that text does not."""
+
     def tie_of(self, config: dict[str, Any]) -> Any:
         """Returns `tie_word_embeddings` of the language model in a multimodal `config`.
 
@@ -31,7 +35,7 @@ class Inside(NamedTuple):
 
 INSIDE: dict[str, Inside] = {
     "gemma3": Inside("gemma3_text", tied=True),
-    "gemma3n": Inside("gemma3n_text", tied=True),
+    "gemma3n": Inside("gemma3n_text", tied=True, towerless=True),  # timm
     "gemma4": Inside("gemma4_text", tied=True),
     "llama4": Inside("llama4_text", tied=None),
     "qwen3_5": Inside("qwen3_5_text", tied=False),
