@@ -15,7 +15,7 @@ from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
-from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -23,8 +23,16 @@ from megatrain.simulator.schedule.timeline import Timeline
 TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--no-export")
 
 
+@pytest.mark.parametrize("machine", ["h200", "corrected.toml"])
 @pytest.mark.usefixtures("workplace")
-def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(command: Any) -> None:
+def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(
+    command: Any, machine: str
+) -> None:
+    """A machine's file with corrections and no calibration is no measured machine either."""
+    text = library()["h200"].read_text()
+    Path("corrected.toml").write_text(f"{text}\n[corrections]\ncompute = 1.0\n")
+    plan = Path("plan.toml")
+    plan.write_text(plan.read_text().replace('hardware = "h200"', f'hardware = "{machine}"'))
     outcome = command(*TRAIN, "--steps", 6, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("measured ")]
