@@ -38,12 +38,10 @@ _MISTAKES: dict[str, tuple[str, str]] = {
         "{found} as well",
         "one of the two",
     ),
-    r"ambiguous option: (?P<where>\S+) could match (?P<found>.*)": (
-        "the beginning of several options",
-        "{found}",
-    ),
 }
 """A message of argparse -> what was found, and what is allowed."""
+_ELSEWHERE = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-dir": "--out"}
+"""Options of other programs -> what they are called here."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """What a driver makes, of which one is there on every machine with a GPU: of NVIDIA, of Windows
 Subsystem for Linux, of AMD, and of Jetson."""
@@ -82,6 +80,12 @@ class OneLineParser(argparse.ArgumentParser):
             choices = match[3].replace("'", "")
             resembling = suggestion(match[2].strip("'"), choices.split(", "), "")
             self._refuse(match[1], match[2], choices, resembling)
+        if match := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
+            begun = match[1].partition("=")[0]
+            meant = [name for name in self._shown() if name.startswith(begun)]
+            allowed = ", ".join(meant) or match[2]
+            resembling = suggestion(begun, meant, "")
+            self._refuse(begun, "the beginning of several options", allowed, resembling)
         if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
             self.refuse_unknown(match[1].split(" "))
         if match := re.fullmatch(r"the following arguments are required: (.*)", message):
@@ -96,13 +100,9 @@ class OneLineParser(argparse.ArgumentParser):
         if option is None:
             fix = "put a name with blanks in quotes."
             self._refuse(self._name, " ".join(words), "options and their values", fix)
-        shown = [
-            name
-            for action in self._actions
-            for name in action.option_strings
-            if action.help != argparse.SUPPRESS
-        ]
-        resembling = suggestion(option.partition("=")[0], shown, "")
+        shown, name = self._shown(), option.partition("=")[0]
+        here = _ELSEWHERE.get(name)
+        resembling = f"did you mean {here}?" if here in shown else suggestion(name, shown, "")
         self._refuse(self._name, option, f"an option of `{self.prog}`", resembling)
 
     @property
@@ -120,6 +120,15 @@ class OneLineParser(argparse.ArgumentParser):
                 name = str(action.metavar or action.dest.upper())
                 words.append(" ".join([*action.option_strings[:1], name]))
         return " ".join(words)
+
+    def _shown(self) -> list[str]:
+        """Returns the options that the help shows."""
+        return [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if action.help != argparse.SUPPRESS
+        ]
 
     def _options(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]

@@ -94,7 +94,7 @@ function ticks(from, to, count) {
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const found = [];
   for (let index = Math.ceil(from / step); index * step <= to * (1 + 1e-9); index += 1) {
-    found.push(index * step);
+    found.push(index * step + 0);  // 0 in place of -0, which a label would show
   }
   return { step, values: found };
 }

@@ -293,6 +293,16 @@ def refuse_other_run(
             for key in sorted(old.keys() | new.keys())
         ]
     differing = [(name, was, now) for name, was, now in pairs if was != now]
+    if [name for name, *_ in differing] == ["settings.training.steps"]:
+        ((_, was, now),) = differing
+        if isinstance(was, int) and isinstance(now, int):
+            raise UserError(
+                str(folder),
+                found=f"{was} steps",
+                allowed=f"at least {was} steps, not {now}: the learning rate depends on the number"
+                " of steps, so a run can become longer, but not shorter",
+                fix=f"leave out --steps, or pass at least {was}",
+            )
     if differing:
         raise UserError(
             str(folder),

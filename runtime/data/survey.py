@@ -89,6 +89,7 @@ def survey(
     on_note: Callable[[str], None] = lambda _: None,
     *,
     sequence: int | None = None,
+    limit: int | None = None,
     number: int = 1,
     marks: Marks = GUILLEMETS,
 ) -> Survey:
@@ -96,7 +97,8 @@ def survey(
 
     Args:
         sequence: tokens of a row; None for the least power of two that cuts nothing, or 1024 for
-            text.
+            text, or `limit` if this is less.
+        limit: the most tokens of a row by the model's config, or None.
         number: the document to show, from 1.
         marks: how text with loss is marked in it.
 
@@ -115,6 +117,7 @@ def survey(
     longest = int(documents.lengths.max())
     if sequence is None:
         sequence = 1 << (longest - 1).bit_length() if documents.whole else _TEXT_SEQUENCE
+        sequence = min(sequence, limit or sequence)
     corpus = Corpus(
         documents,
         Workload(batch=1, sequence=sequence),

@@ -81,11 +81,17 @@ def _unreachable(source: str, reason: str) -> UserError:
     )
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(
+    folder: Path, *, otherwise: str = "check the path, or pass --init random"
+) -> list[Path]:
     """Returns the safetensors files of a model. They are those that transformers would read.
 
     This is `model.safetensors`, or the files in the index, or if there is neither, all safetensors
     files in the folder.
+
+    Args:
+        folder: the model's folder.
+        otherwise: the fix if there are no weights.
 
     Raises UserError if there is no such file, if transformers would read another file, or if a file
     is outside the folder.
@@ -99,11 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
             if pickles
             else "no *.safetensors file"
         )
-        fix = (
-            "convert the weights to safetensors"
-            if pickles
-            else "check the path, or pass --init random"
-        )
+        fix = "convert the weights to safetensors" if pickles else otherwise
         raise UserError(
             str(folder),
             found=found,

@@ -34,7 +34,12 @@ from megatrain.simulator.hardware.limits import (
     refuse_unknown,
     within,
 )
-from megatrain.simulator.hardware.shared import LABELS, SharedMachine, shared_machines
+from megatrain.simulator.hardware.shared import (
+    LABELS,
+    SharedMachine,
+    machines_folder,
+    shared_machines,
+)
 from megatrain.simulator.schedule import LANES
 
 GROUP = "megatrain.hardware"
@@ -235,7 +240,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         name = hardware_name(source)
         if _is_file(name):
-            return read_toml(Path(name), cls)
+            return _of_file(Path(name))
         if name in library():
             return cls.of_library(name)
         if name in (measured := _only_measured()):
@@ -280,6 +285,28 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def known_names() -> list[str]:
     """Returns the names of the machines in the library, of others, and of installed packages."""
     return list(dict.fromkeys([*library(), *_only_measured(), *plugins.installed(GROUP)]))
+
+
+def _of_file(path: Path) -> HardwareSpec:
+    """Returns the machine of a TOML file. Raises UserError for a file of `calibrate --share`, which
+    has a format of its own, and names the folder that it belongs into.
+    """
+    try:
+        return read_toml(path, HardwareSpec)
+    except UserError:
+        try:
+            shared = read_toml(path, SharedMachine)
+        except UserError:
+            shared = None
+        if shared is None:
+            raise
+        raise UserError(
+            str(path),
+            found=f"a file of `megatrain calibrate --share`, measured on {shared.gpu}",
+            allowed="a file of `megatrain calibrate --out`, or the name of a machine",
+            fix=f"put it into {machines_folder()}, or the folder that MEGATRAIN_MACHINES names,"
+            " and name the machine that `megatrain list hardware` then prints",
+        ) from None
 
 
 def _as_measured(estimated: HardwareSpec) -> HardwareSpec:

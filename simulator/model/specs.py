@@ -577,11 +577,14 @@ def model_file(source: str) -> Path:
     # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.
     if os.path.isdir(path):
         if not os.path.exists(path / "config.json"):
+            trained = path / "model"
             raise UserError(
                 f"model {source}",
                 found="a folder without config.json",
                 allowed="a Hugging Face model folder, which has this file",
-                fix="name the folder that has it",
+                fix=f"name {trained}, which has it"
+                if os.path.exists(trained / "config.json")
+                else "name the folder that has it",
             )
         return path / "config.json"
     if path.suffix == ".json" or os.path.exists(path):

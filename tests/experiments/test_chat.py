@@ -200,3 +200,18 @@ def test_a_run_without_a_model_says_how_to_get_one(
     shutil.rmtree(run / "checkpoints")
     outcome = command("chat", run, "--prompt", "how")
     assert f"fix: megatrain train --resume '{run}' --from-scratch" in outcome.err
+
+
+def test_a_file_is_called_a_file_and_no_option_is_named_that_chat_lacks(
+    command: Any, talker: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jsonl").write_text("{}")
+    assert (
+        "chat.jsonl: found a file; allowed: a folder"
+        in command("chat", tmp_path / "chat.jsonl").err
+    )
+    (tmp_path / "bare").mkdir()
+    shutil.copy(talker / "config.json", tmp_path / "bare")
+    error = command("chat", tmp_path / "bare").err
+    assert "found no *.safetensors file" in error
+    assert error.endswith("fix: name a folder with weights\n")

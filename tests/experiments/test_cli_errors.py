@@ -147,6 +147,12 @@ MISTAKES = {
     "abbreviation of several options": Mistake(
         (*CHECK, "--d", "3"), "several options", "--device-memory, --dtype", "--help"
     ),
+    "abbreviation of an option and its fields": Mistake(
+        (*TRAIN, "--dat", "x"), "several options", "--data, --data-cache", "did you mean --data"
+    ),
+    "option of other programs": Mistake(
+        (*TRAIN, "--learning-rate", "1e-4"), "--learning-rate", "an option", "did you mean --lr?"
+    ),
     "value of an option that has none": Mistake(
         (*CHECK, "--json=3"), "the value '3'", "the option alone", "--help"
     ),

@@ -125,6 +125,18 @@ def test_text_is_not_cut_and_without_a_tokenizer_it_is_bytes(place: Path, comman
     assert "length: median 1,201 tokens, " in outcome.out
 
 
+@pytest.mark.parametrize("file", ["text.txt", "chat.json"])
+def test_rows_are_at_most_as_long_as_the_model_s_limit(
+    place: Path, command: Any, file: str
+) -> None:
+    (place / "text.txt").write_text("how are you " * 100)
+    config = place / "tiny" / "config.json"
+    limited = json.loads(config.read_text()) | {"max_position_embeddings": 32}
+    config.write_text(json.dumps(limited))
+    assert "rows of 32;" in command("data", file, "--model", "tiny").out
+    assert " of 64;" in command("data", file, "--model", "tiny", "--seq", 64).out
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("words", "reason"),

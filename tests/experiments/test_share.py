@@ -88,3 +88,12 @@ def test_limits_of_memory_are_not_shared(command: Callable[..., Any], tmp_path: 
         assert outcome.status == 2
         assert f"--share: found {option} as well" in outcome.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shared_file_as_hardware_names_the_folder_for_it(
+    shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcome = shared("check", "qwen2.5-0.5b", "--hardware", "machines/theirs.toml", "--batch", 4)
+    assert outcome.status == 2
+    assert "found a file of `megatrain calibrate --share`, measured on NVIDIA H200" in outcome.err
+    assert f"fix: put it into {tmp_path / 'machines'}, or the folder that" in outcome.err

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.training.step_comparison import describe_difference
+from megatrain.experiments.cli.training.step_comparison import advice_on, describe_difference
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
 from megatrain.simulator.costs import cost_model
@@ -87,10 +87,24 @@ def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
     seconds = {3: measured.makespan_ns / 1e9}
     memory = (peak_error("device pools", 2**20, 2**20),)
     report = compare(predicted, measured, schedule, step_seconds=seconds, memory=memory)
-    line = describe_difference(report, schedule, calibrated=True)
+    line = describe_difference(report, schedule, advice="the advice")
     assert ("(+0.0 %); device pools 1.00 MiB, predicted 1.00 MiB" in line) == (not explained)
     assert (
         f"the largest part of the difference: forward on {lane}, measured " in line
     ) == explained
-    assert ("measure this machine again with `megatrain calibrate`" in line) == explained
+    assert line.endswith("; the advice") == explained
     assert json.dumps(line).isascii()
+
+
+def test_a_step_that_is_much_faster_gets_no_advice(prediction: tuple[Plan, Any, Timeline]) -> None:
+    _, schedule, predicted = prediction
+    seconds = {3: predicted.makespan_ns / 2e9}
+    report = compare(predicted, predicted, schedule, step_seconds=seconds)
+    line = describe_difference(report, schedule, advice="the advice")
+    assert line.endswith("; faster than predicted")
+
+
+def test_the_advice_names_what_the_command_has() -> None:
+    assert "`--recalibrate`" in advice_on(calibrated=True, recalibrates=True)
+    assert "`megatrain calibrate`, and plan again" in advice_on(calibrated=True, recalibrates=False)
+    assert "machine of the library" in advice_on(calibrated=False, recalibrates=True)

@@ -255,3 +255,20 @@ def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
     }
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
         msgspec.structs.replace(manifest.run, step=-1)
+
+
+def test_a_run_whose_learning_rate_depends_on_its_steps_cannot_become_shorter(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
+    plan, folder = saved
+    reseal(
+        folder / "step-00000002",
+        lambda content: content["run"]["settings"].update({"training.steps": 40}),
+    )
+    with session(plan) as running, pytest.raises(UserError) as error:
+        Checkpoints(folder).restore(running.executor, {**SETTINGS, "training.steps": 5})
+    assert str(error.value).endswith(
+        "step-00000002: found 40 steps; allowed: at least 40 steps, not 5: the learning rate"
+        " depends on the number of steps, so a run can become longer, but not shorter; fix: leave"
+        " out --steps, or pass at least 40"
+    )

@@ -157,3 +157,10 @@ def test_a_path_is_no_name(
     if path:
         with pytest.raises(UserError, match=r"without config\.json|no such folder"):
             ModelSpec.load(text)
+
+
+def test_a_run_in_place_of_its_model_is_refused_with_the_path_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "run1" / "model").mkdir(parents=True)
+    (tmp_path / "run1" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"fix: name .*/run1/model, which has it$"):
+        ModelSpec.load(str(tmp_path / "run1"))

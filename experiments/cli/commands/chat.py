@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Checked before PyTorch is loaded.
     folder = _model_folder(args.model)
-    needed = sum(file.stat().st_size for file in weight_files(folder))
+    files = weight_files(folder, otherwise="name a folder with weights")
+    needed = sum(file.stat().st_size for file in files)
     prompt = args.prompt
     if prompt is not None and not prompt:
         raise UserError("--prompt", found="no text", allowed="a text", fix='write --prompt "Hello"')
@@ -146,7 +147,11 @@ def _model_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(
             str(path),
-            found="no config.json" if path.is_dir() else "no such folder",
+            found="no config.json"
+            if path.is_dir()
+            else "a file"
+            if path.exists()
+            else "no such folder",
             allowed="a folder that `megatrain train` or `megatrain export` wrote, or another"
             " Hugging Face model folder",
             fix="check the path",

@@ -36,7 +36,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=options.whole("--seq", 2),
-        help="tokens of a row (default: as many as cut nothing, or 1024 for text)",
+        help="tokens of a row (default: as many as cut nothing, or 1024 for text, up to the model's"
+        " own limit)",
     )
     parser.add_argument(
         "--row",
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.model.specs import ModelSpec
 
     folder = model_folder(args.model, weights=False)
+    model = ModelSpec.load(str(Path(folder, "config.json")))
     coloured = not args.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     found = survey(
         DataOptions(
@@ -95,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
             cache=args.data_cache,
         ),
         folder,
-        ModelSpec.load(str(Path(folder, "config.json"))).vocabulary,
+        model.vocabulary,
         (lambda _: None) if args.json else print,
         sequence=args.seq,
+        limit=model.longest_row,
         number=args.row,
         marks=Marks("\x1b[1;32m", "\x1b[0m", "green text") if coloured else GUILLEMETS,
     )

@@ -384,7 +384,10 @@ def _train(
 
     folder = lock.folder
     bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
-    comparison = StepComparison(None if bars is None else bars.compared)
+    comparison = StepComparison(
+        None if bars is None else bars.compared,
+        recalibrates=prepare.names_model(args) and not args.hardware,
+    )
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
         resume = "scratch" if args.from_scratch else args.from_step or "newest"

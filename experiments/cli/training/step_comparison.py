@@ -38,9 +38,16 @@ class StepComparison(Callback):
     operation and the lane that explain the largest part.
     """
 
-    def __init__(self, show: Callable[[str], object] | None = None) -> None:
-        """Takes what receives the difference of the step time as a short text, if anything does."""
-        self._show = show
+    def __init__(
+        self, show: Callable[[str], object] | None = None, *, recalibrates: bool = False
+    ) -> None:
+        """Takes how the difference of the step time is shown, and what the advice depends on.
+
+        Args:
+            show: receives the difference of the step time as a short text, if given.
+            recalibrates: whether the command measures the machine itself, with `--recalibrate`.
+        """
+        self._show, self._recalibrates = show, recalibrates
         self._seconds: dict[int, float] = {}
         self._done = False
 
@@ -61,8 +68,11 @@ class StepComparison(Callback):
             UserError
         ):  # the machine's file is missing or damaged, which does not stop the training
             return
-        calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
-        trainer.note(describe_difference(report, trainer.executor.schedule, calibrated=calibrated))
+        advice = advice_on(
+            calibrated=is_calibrated(trainer.origin / trainer.plan.hardware),
+            recalibrates=self._recalibrates,
+        )
+        trainer.note(describe_difference(report, trainer.executor.schedule, advice=advice))
         if self._show is not None and report.steps is not None:
             self._show(f"step time {difference(report)} against prediction")
 
@@ -88,9 +98,9 @@ def difference(report: ErrorReport) -> str:
     return f"{ratio:,.1f} times" if ratio >= 2 else f"{100 * (ratio - 1):+.1f} %"
 
 
-def describe_difference(report: ErrorReport, schedule: Schedule, *, calibrated: bool) -> str:
-    """Returns one line: measured against predicted step time and memory, and what explains a large
-    difference.
+def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str) -> str:
+    """Returns one line: measured against predicted step time and memory. If the step is much
+    slower than predicted, the line also has what explains most of it, and `advice`.
     """
     steps, memory = report.steps, report.memory
     assert steps is not None
@@ -104,15 +114,29 @@ def describe_difference(report: ErrorReport, schedule: Schedule, *, calibrated: 
         f" {format_bytes(each.predicted_bytes)}"
         for each in whole
     ]
-    if abs(steps.median_seconds / steps.predicted_seconds - 1) > LARGE:
-        parts.append(_explained(report, schedule))
-        parts.append(
-            "measure this machine again with `megatrain calibrate`, and plan again"
-            if calibrated
-            else "the plan is for a machine of the library: measure this one with `megatrain"
+    ratio = steps.median_seconds / steps.predicted_seconds
+    if ratio < 1 - LARGE:
+        parts.append("faster than predicted")
+    elif ratio > 1 + LARGE:
+        parts += [_explained(report, schedule), advice]
+    return "; ".join(parts)
+
+
+def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
+    """Returns how the user gets a better prediction.
+
+    Args:
+        calibrated: whether the machine was measured, and is not one of the library.
+        recalibrates: whether the command measures the machine itself, with `--recalibrate`.
+    """
+    if not calibrated:
+        return (
+            "the plan is for a machine of the library: measure this one with `megatrain"
             " calibrate`, and plan again"
         )
-    return "; ".join(parts)
+    if recalibrates:
+        return "to measure this machine again, start a run with `--recalibrate`"
+    return "measure this machine again with `megatrain calibrate`, and plan again"
 
 
 def _explained(report: ErrorReport, schedule: Schedule) -> str:
