@@ -20,7 +20,6 @@ from megatrain.experiments.web.jobs import Jobs, Superseded
 from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.hardware.shared import SharedMachine
 from megatrain.simulator.model.specs import library
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def test_a_machine_that_others_measured_is_that_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = Path("experiments/results/h200-heldout/hardware.toml")
-    shared = SharedMachine.of(HardwareSpec.load(str(ROOT / measured)), "EPYC 9654", "0.1.0")
+    shared = HardwareSpec.load(str(ROOT / measured)).shared("EPYC 9654", "0.1.0")
     write_shared(tmp_path / "theirs.toml", msgspec.structs.replace(shared, host_bytes=2**40))
     monkeypatch.setenv("MEGATRAIN_MACHINES", str(tmp_path))
     machine = Question(model="qwen2.5-0.5b", hardware="H200").machine()
