@@ -36,16 +36,19 @@ def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     return max(_ends(schedule, _durations_ns(schedule, costs)), default=0)
 
 
-def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
-    """Returns the nanoseconds that one more micro-batch would add to a step of two.
+def further_group_ns(schedule: Schedule, costs: CostModel, group: int = 1) -> int:
+    """Returns the nanoseconds that one more group of micro-batches would add to a step of two.
 
-    This is the time from the end of the first micro-batch's compute to the end of the second's. It
-    is 0 for a step of one micro-batch.
+    This is the time from the end of the first group's compute to the end of the second's. It is 0
+    for a step of one group. `group` is the number of micro-batches in each.
     """
+    first, second = (
+        tuple(f".m{micro}" for micro in range(start, start + group)) for start in (0, group)
+    )
     ends = [0, 0]
     for op, end in zip(schedule.ops, _ends(schedule, _durations_ns(schedule, costs)), strict=True):
-        if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
-            ends[op.id.endswith(".m1")] = end
+        if op.lane == "compute" and op.id.endswith((*first, *second)):
+            ends[op.id.endswith(second)] = end
     return max(ends[1] - ends[0], 0)
 
 

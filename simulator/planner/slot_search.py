@@ -79,7 +79,7 @@ class SlotSearch:
     def _shortest(self) -> Plan:
         """Returns the plan with two decoder layers, or with the fewest that the policy accepts."""
         plans = [
-            with_knobs(self.plan, layers=layers, accumulation=2, chunk_bytes=ONE_COPY)
+            with_knobs(self.plan, layers=layers, groups=2, chunk_bytes=ONE_COPY)
             for layers in (2, 3, 4, _SHORT, self.plan.model.layers)
         ]
         for plan in plans:
@@ -173,7 +173,7 @@ class SlotSearch:
         for interval, slots in itertools.product(lengths, self.weight_slots):
             plan = with_knobs(
                 self.plan,
-                accumulation=2,
+                groups=2,
                 chunk_bytes=ONE_COPY,
                 checkpoint_interval=interval,
                 weight_slots=slots,
@@ -204,7 +204,7 @@ class SlotSearch:
         short = with_knobs(
             self.plan,
             layers=max(_SHORT, interval + 2, self.tiny.model.layers),
-            accumulation=2,
+            groups=2,
             checkpoint_interval=interval,
             weight_slots=slots,
         )

@@ -30,6 +30,10 @@ complete. The gradient of a layer that the device updates never leaves the devic
 * `weights_ahead` changes the order on the `h2d` lane. Compute waits for the weights of the next
   layer, but not for the state of the layer before it. With 1, these weights are loaded first.
 
+With several micro-batches in a group (`micro_batch_group`), the weights of a layer are loaded once
+for all of them, and the sum of their gradients stays in its slot until the last of them has added
+its own. So the copies of a step do not grow with the accumulation, only with the number of groups.
+
 Layers in `host_updated` are updated by the CPU at the same point of the program (`cpu_update`).
 Their gradients are copied to the host and only their weights are copied back, each chunk as soon as
 it is updated. This saves the copies of their state and costs host memory bandwidth.
@@ -96,6 +100,8 @@ class _OverlappedStore:
         """Layer -> gradient contributions that the step has written so far."""
         self.updated: set[str] = set()
         """Layers whose deferred update this step has applied."""
+        self.summing: dict[str, str] = {}
+        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.pending: tuple[str, str] | None = None
         """(layer, gradient buffer) of an update that waits until the copies of the next layer's
         weights are emitted."""
@@ -245,6 +251,8 @@ class _OverlappedStore:
         adding = self.arrived[layer] > 0
         if home.startswith("device."):
             return home, adding
+        if layer in self.summing:
+            return self.summing.pop(layer), True
         pool = self._gradient_pool(layer)
         if self.pending and self.plan.knobs.gradient_slots == 1:
             self.emit_pending_update()
@@ -273,6 +281,13 @@ class _OverlappedStore:
                 self.emit_pending_update()
             return
         home = self.home.get(("gradients", layer), "")
+        knobs = self.plan.knobs
+        if (micro + 1) % knobs.micro_batch_group and knobs.checkpoint_interval == 1:
+            # The next op on this layer is that of the next micro-batch. A block of several layers
+            # would hold as many slots.
+            if buffer != home:
+                self.summing[layer] = buffer
+            return
         if buffer != home:
             width = self.state[layer]["gradients"].bytes
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
@@ -506,6 +521,7 @@ class Overlapped(ParameterStorePolicy):
         "checkpoint_interval",
         "chunk_bytes",
         "weights_ahead",
+        "micro_batch_group",
     )
     placements = (
         "weights",

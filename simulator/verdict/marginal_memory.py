@@ -130,7 +130,7 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
         "chunk_bytes": ONE_COPY,
     }
     for interval in intervals(plan.model.layers):
-        large = with_knobs(plan, accumulation=2, checkpoint_interval=interval, **most)
+        large = with_knobs(plan, groups=2, checkpoint_interval=interval, **most)
         try:
             account = plan_account(large, policies.outline(large), costs)
         except UserError:  # the policy accepts only one value of some knob

@@ -298,7 +298,7 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
     # The relative range of two micro-batches is used for any number of them.
-    few = with_knobs(plan, accumulation=2)
+    few = with_knobs(plan, groups=2)
     costs = cost_model(hardware, few.model, few.workload)
     if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
         return None, None

@@ -22,7 +22,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.engine.evaluator import (
     bounds,
     evaluate,
-    further_micro_batch_ns,
+    further_group_ns,
     uncontended_makespan_ns,
 )
 from megatrain.simulator.hardware.cost_table import HostMemorySpec
@@ -30,7 +30,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.schedule import Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import gradient_bytes
@@ -62,8 +62,8 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
     """Returns a plan of `policy` with random knobs, down to the smallest that it takes."""
     changes: dict[str, Any] = {
         "layers": data.draw(st.integers(1, 4)),
-        "tied": data.draw(st.booleans()),
-        "accumulation": data.draw(st.integers(1, 2)),
+        "tied": (tied := data.draw(st.booleans())),
+        "accumulation": (accumulation := data.draw(st.integers(1, 3))),
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "gradient_slots": data.draw(st.integers(1, 3)),
@@ -72,6 +72,7 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
         "checkpoint_interval": data.draw(st.integers(1, 5)),
         "state_slots": data.draw(st.integers(1, 3)),
         "weights_ahead": data.draw(st.integers(0, 1)),
+        "micro_batch_group": 1 if tied else data.draw(st.sampled_from([1, accumulation])),
         "placement": Placement(
             **{
                 name: data.draw(st.sampled_from(["", "0", "all"]))
@@ -118,21 +119,22 @@ def test_any_plan_on_any_machine_plays_by_the_rules(
 def test_no_plan_is_faster_than_its_lower_bounds(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """Neither the plan's own step nor a step with more micro-batches is below its lower bound.
+    """Neither the plan's own step nor a step with more groups is below its lower bound.
 
-    The search extrapolates the step with more micro-batches from two.
+    The search extrapolates the step with more groups of micro-batches from two.
     """
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
     least, time = LowerBound(plan, costs), makespan_ns(schedule, costs)
     assert least.compute_ns(plan) <= least.step_ns(plan) <= time
-    more = data.draw(st.integers(1, 3))
+    more, group = data.draw(st.integers(1, 3)), plan.knobs.micro_batch_group
     longer = msgspec.structs.replace(
-        plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more)
+        plan, workload=msgspec.structs.replace(plan.workload, accumulation=(2 + more) * group)
     )
-    least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, accumulation=2))
-    assert least.step_ns(longer) <= makespan_ns(two, costs) + more * further_micro_batch_ns(
-        two, costs
+    least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, groups=2))
+    short = InShortGroups(costs, group)
+    assert least.step_ns(longer) <= makespan_ns(two, short) + more * further_group_ns(
+        two, short, min(group, 2)
     )
     assert least.compute_ns(longer) <= makespan_ns(policies.lower(longer), costs)
 
