@@ -42,11 +42,9 @@ def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
     This is the time from the end of the first micro-batch's compute to the end of the second's. It
     is 0 for a step of one micro-batch.
     """
-    ends = [0, 0]
-    for op, end in zip(schedule.ops, _ends(schedule, _durations_ns(schedule, costs)), strict=True):
-        if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
-            ends[op.id.endswith(".m1")] = end
-    return max(ends[1] - ends[0], 0)
+    ends = _ends(schedule, _durations_ns(schedule, costs))
+    first, second = (ends[op] if op >= 0 else 0 for op in schedule.compiled.micro_batches)
+    return max(second - first, 0)
 
 
 def _durations_ns(schedule: Schedule, costs: CostModel) -> list[int]:

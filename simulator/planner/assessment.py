@@ -8,6 +8,8 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.protocol import ContendedCosts
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
 from megatrain.simulator.memory.account import PROCESS, Account, account, peak_workspace_bytes
@@ -80,6 +82,17 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     return Choice(
         plan=plan, account=memory, bounds=limits, step_seconds=seconds, extrapolated=flagged
     )
+
+
+def timed(plan: Plan, costs: CostModel) -> Schedule:
+    """Returns a schedule of `plan` with which `costs` gives the time of a step.
+
+    It has no ops and no buffers, unless the cost model looks at them.
+    """
+    while isinstance(costs, ScaledCosts):
+        costs = costs.costs
+    by_size = getattr(type(costs), "sizes", None) is ContendedCosts.sizes
+    return policy_library.timed(plan) if by_size else policy_library.lower_uncached(plan)
 
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:

@@ -26,7 +26,7 @@ from megatrain.simulator.engine.evaluator import further_micro_batch_ns, unconte
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import Choice, plan_account, timed, with_knobs
 from megatrain.simulator.planner.filling import last
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
@@ -197,7 +197,7 @@ def _time(plan: Plan, costs: CostModel) -> int:
     A layer is copied in one piece. Two micro-batches are simulated. Each further one adds the time
     of the second.
     """
-    schedule = policy_library.lower(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2))
+    schedule = timed(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2), costs)
     return uncontended_makespan_ns(schedule, costs) + max(
         plan.workload.accumulation - 2, 0
     ) * further_micro_batch_ns(schedule, costs)

@@ -42,7 +42,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
-from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, with_knobs
+from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, timed, with_knobs
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
@@ -129,6 +129,8 @@ class PlacementSearch:
         self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
         self._times: dict[Knobs, float] = {}
+        self._counts: dict[Knobs, int] = {}
+        """The number of ops, of at most two micro-batches, of each plan in `_times`."""
 
     def best(self) -> Choice:
         """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
@@ -280,7 +282,7 @@ class PlacementSearch:
         """
         plan = with_knobs(candidate, chunk_bytes=self.coarse, accumulation=2)
         if plan.knobs not in self._runs:
-            schedule = policies.lower_uncached(plan)
+            schedule = timed(plan, self.costs)
             self._runs[plan.knobs] = _Run(schedule, self.costs, self._step_ratio(schedule))
         return self._runs[plan.knobs]
 
@@ -333,7 +335,7 @@ class PlacementSearch:
         return (found[0], found[2]) if found and found[0] < time else None
 
     def _has_many_ops(self, plan: Plan) -> bool:
-        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
+        return len(self._coarse(plan).schedule.compiled.lanes) > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
@@ -342,7 +344,8 @@ class PlacementSearch:
         cached.
         """
         if plan.knobs not in self._times:
-            schedule = policies.lower(with_knobs(plan, accumulation=2))
+            schedule = timed(with_knobs(plan, accumulation=2), self.costs)
+            self._counts[plan.knobs] = len(schedule.compiled.lanes)
             self._times[plan.knobs] = makespan_ns(schedule, self.costs) * self._step_ratio(schedule)
         return self._times[plan.knobs]
 
@@ -411,7 +414,7 @@ class PlacementSearch:
         """
         time, plan = self._with_host_updates(time, plan)
         knobs = plan.knobs
-        many = len(policies.lower(plan).ops) > _MANY_OPS
+        many = self._has_many_small_ops(plan)
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
         # Smaller copies are tried only if the present ones were faster than large ones.
         if many or self._coarse(plan).step_ns > _TIE * time:
@@ -421,6 +424,15 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
+
+    def _has_many_small_ops(self, plan: Plan) -> bool:
+        """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
+        self.time(plan)
+        # Two micro-batches have no more ops than all of them, and are often enough to know.
+        return self._counts[plan.knobs] > _MANY_OPS or (
+            plan.workload.accumulation > 2
+            and len(timed(plan, self.costs).compiled.lanes) > _MANY_OPS
+        )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the fastest of `plan` and its variants with host updates, and its time.

@@ -29,6 +29,8 @@ class Compiled(NamedTuple):
     fault: str
     """The first dependency that is not earlier in program order than its op, as an error text.
     Empty if there is none."""
+    micro_batches: tuple[int, int]
+    """The last compute op of the first micro-batch, and that of the second. -1 if it has none."""
 
 
 class Sizes(NamedTuple):
@@ -119,7 +121,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             f"{op.id}: depends on {op.after[which]}, which is not before it"
             for op, which in late[:1]
         )
-        return Compiled(lanes, after, fault)
+        last = [-1, -1]
+        for index, op in enumerate(self.ops):
+            if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
+                last[op.id.endswith(".m1")] = index
+        return Compiled(lanes, after, fault, (last[0], last[1]))
 
     @functools.cached_property
     def sizes(self) -> Sizes:
