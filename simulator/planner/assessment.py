@@ -69,7 +69,7 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     schedule = policy_library.lower(plan)
     memory = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
-    seconds = (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+    seconds = step_seconds(schedule, costs)
     prediction = Prediction(
         step_seconds=seconds,
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
@@ -82,6 +82,11 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     return Choice(
         plan=plan, account=memory, bounds=limits, step_seconds=seconds, extrapolated=flagged
     )
+
+
+def step_seconds(schedule: Schedule, costs: CostModel) -> float:
+    """Returns the engine's makespan plus the host's time outside the schedule, in seconds."""
+    return (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
 
 
 def timed(plan: Plan, costs: CostModel) -> Schedule:

@@ -42,7 +42,14 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
-from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, timed, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    RunnerUp,
+    assess,
+    step_seconds,
+    timed,
+    with_knobs,
+)
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
@@ -168,9 +175,9 @@ class PlacementSearch:
         second = choice.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
             # The times above are those of two micro-batches, extended. The engine's decide.
-            rival = assess(other, self.costs)
-            choice, rival = sorted((choice, rival), key=lambda each: each.step_seconds)
-            other, second = rival.plan, rival.step_seconds
+            second = step_seconds(timed(other, self.costs), self.costs)
+            if second < choice.step_seconds:
+                other, second, choice = plan, choice.step_seconds, assess(other, self.costs)
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=second)
         return msgspec.structs.replace(choice, runner_up=runner_up)
 

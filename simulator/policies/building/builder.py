@@ -82,7 +82,8 @@ class Builder:
         self._sizes: list[dict[str, Any]] = []
         self._acquires: dict[int, tuple[str, ...]] = {}
         self._releases: dict[int, list[str]] = {}
-        self._order: VectorClocks | LatestUses = LatestUses() if timed else VectorClocks()
+        self._order = VectorClocks()
+        self._uses = LatestUses()
 
     def persistent(
         self,
@@ -194,7 +195,8 @@ class Builder:
         self._lanes.append(_LANES[lane])
         self._reads.append(reads)
         self._writes.append(writes)
-        self._after.append(tuple(self._order.append(lane, reads, writes, also)))
+        order = self._uses if self._timed else self._order
+        self._after.append(tuple(order.append(lane, reads, writes, also)))
         self._sizes.append(sizes)
 
     def build(self) -> Schedule:

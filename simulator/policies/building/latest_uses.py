@@ -16,14 +16,14 @@ _LANES = {lane: index for index, lane in enumerate(LANES)}
 class _Use:
     """The ops that touched one buffer, or one part of a buffer, last."""
 
-    __slots__ = ("latest", "overlapping", "readers", "writer")
+    __slots__ = ("others", "readers", "writer")
 
     def __init__(self) -> None:
-        self.writer = self.latest = -1
+        self.writer = -1
         self.readers: list[int] = []
         """The ops that have read it since it was written."""
-        self.overlapping = [self]
-        """Its own use, then those of the parts, or of the whole, that overlap it."""
+        self.others: list[_Use] = []
+        """The uses of its parts, or of the whole, which overlap it."""
 
 
 class LatestUses:
@@ -44,35 +44,29 @@ class LatestUses:
         `also`. Ops for which the lane has waited already are left out.
         """
         uses, lanes, own = self._uses, self._lane_of, _LANES[lane]
-        waited, op, after = self._waited[own], len(lanes), list[int]()
-        found = [] if also is None else [also]
+        op, waited, after = len(lanes), self._waited[own], list[int]()
+        lanes.append(own)
+        waited[own] = op
+        if also is not None and waited[lanes[also]] < also:
+            waited[lanes[also]] = also
+            after.append(also)
         for buffer in reads:
             use = uses.get(buffer) or self._first_use(buffer)
-            for each in use.overlapping:
-                if each.writer >= 0:
-                    found.append(each.writer)
+            for each in (use, *use.others) if use.others else (use,):
+                other = each.writer
+                if waited[lanes[other]] < other:
+                    waited[lanes[other]] = other
+                    after.append(other)
             use.readers.append(op)
-            use.latest = op
         for buffer in writes:
             use = uses.get(buffer) or self._first_use(buffer)
-            for each in use.overlapping:
-                if each.readers:
-                    found += each.readers
-                if each.writer >= 0:
-                    found.append(each.writer)
-            use.readers = []
-            use.writer = use.latest = op
-        for other in found:
-            if other != op and waited[lanes[other]] < other:
-                waited[lanes[other]] = other
-                after.append(other)
-        waited[own] = op
-        lanes.append(own)
+            for each in (use, *use.others) if use.others else (use,):
+                for other in (*each.readers, each.writer):
+                    if waited[lanes[other]] < other:
+                        waited[lanes[other]] = other
+                        after.append(other)
+            use.writer, use.readers = op, []
         return after
-
-    def last(self, buffer: str) -> int:
-        """Returns the last op that touched `buffer`. Raises KeyError if none did."""
-        return self._uses[buffer].latest
 
     def _first_use(self, buffer: str) -> _Use:
         """Adds a buffer, or a part of one."""
@@ -80,6 +74,6 @@ class LatestUses:
         whole, mark, _ = buffer.partition("#")
         if mark:
             overlapping = self._uses.get(whole) or self._first_use(whole)
-            own.overlapping.append(overlapping)
-            overlapping.overlapping.append(own)
+            own.others.append(overlapping)
+            overlapping.others.append(own)
         return own
