@@ -33,7 +33,7 @@ def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
 
 def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     """Returns the end of the last op of `evaluate`, in nanoseconds, without building a timeline."""
-    return max(_ends(schedule, _durations_ns(schedule, costs)), default=0)
+    return two_micro_batches_ns(schedule, costs)[0]
 
 
 def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
@@ -42,9 +42,14 @@ def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
     This is the time from the end of the first micro-batch's compute to the end of the second's. It
     is 0 for a step of one micro-batch.
     """
+    return two_micro_batches_ns(schedule, costs)[1]
+
+
+def two_micro_batches_ns(schedule: Schedule, costs: CostModel) -> tuple[int, int]:
+    """Returns `uncontended_makespan_ns` and `further_micro_batch_ns` of a schedule."""
     ends = _ends(schedule, _durations_ns(schedule, costs))
     first, second = (ends[op] if op >= 0 else 0 for op in schedule.compiled.micro_batches)
-    return max(second - first, 0)
+    return max(ends, default=0), max(second - first, 0)
 
 
 def _durations_ns(schedule: Schedule, costs: CostModel) -> list[int]:

@@ -22,7 +22,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_micro_batches_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -198,6 +198,5 @@ def _time(plan: Plan, costs: CostModel) -> int:
     of the second.
     """
     schedule = timed(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2), costs)
-    return uncontended_makespan_ns(schedule, costs) + max(
-        plan.workload.accumulation - 2, 0
-    ) * further_micro_batch_ns(schedule, costs)
+    makespan, further = two_micro_batches_ns(schedule, costs)
+    return makespan + max(plan.workload.accumulation - 2, 0) * further

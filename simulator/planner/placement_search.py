@@ -40,7 +40,7 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
-from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_micro_batches_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Choice,
@@ -92,18 +92,40 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 class _Run:
     """A lowered plan with at most two micro-batches, and its predicted times.
 
-    `step_ratio` is the time of a step with all micro-batches, divided by that of the schedule.
+    `more` is the number of further micro-batches of a step. Each adds the time of the second.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostModel, step_ratio: float) -> None:
-        self.schedule, self._costs, self._step_ratio = schedule, costs, step_ratio
-        self.bound_ns = uncontended_makespan_ns(schedule, costs) * step_ratio
+    def __init__(self, schedule: Schedule, costs: CostModel, more: int) -> None:
+        self._schedule, self._costs, self._more = schedule, costs, more
+        self.ops = len(schedule.compiled.lanes)
+        """The number of ops."""
+
+    @functools.cached_property
+    def _alone_ns(self) -> tuple[int, int]:
+        """The time of the schedule without contention, and that of a further micro-batch."""
+        return two_micro_batches_ns(self._schedule, self._costs)
+
+    @functools.cached_property
+    def _step_ratio(self) -> float:
+        """The time of a step with all micro-batches, divided by that of the schedule.
+
+        The ratio differs between plans. The update is done once per step, but weights are copied
+        for each micro-batch, so the best plan for two micro-batches may not be the best for many.
+        """
+        if self._more <= 0:
+            return 1.0
+        makespan, further = self._alone_ns
+        return 1 + self._more * further / max(makespan, 1)
+
+    @functools.cached_property
+    def bound_ns(self) -> float:
         """Step time without contention, in ns: a lower bound of `step_ns`."""
+        return self._alone_ns[0] * self._step_ratio
 
     @functools.cached_property
     def step_ns(self) -> float:
         """Step time in ns. It is simulated at the first access."""
-        return makespan_ns(self.schedule, self._costs) * self._step_ratio
+        return makespan_ns(self._schedule, self._costs) * self._step_ratio
 
 
 class PlacementSearch:
@@ -135,9 +157,6 @@ class PlacementSearch:
         )
         self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
-        self._times: dict[Knobs, float] = {}
-        self._counts: dict[Knobs, int] = {}
-        """The number of ops, of at most two micro-batches, of each plan in `_times`."""
 
     def best(self) -> Choice:
         """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
@@ -287,10 +306,14 @@ class PlacementSearch:
 
         All candidates are ranked this way, which is quick and compares them under equal conditions.
         """
-        plan = with_knobs(candidate, chunk_bytes=self.coarse, accumulation=2)
+        return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
+
+    def _run(self, plan: Plan) -> _Run:
+        """Returns the plan, lowered with at most two micro-batches. Results are cached."""
         if plan.knobs not in self._runs:
-            schedule = timed(plan, self.costs)
-            self._runs[plan.knobs] = _Run(schedule, self.costs, self._step_ratio(schedule))
+            schedule = timed(with_knobs(plan, accumulation=2), self.costs)
+            more = self.plan.workload.accumulation - 2
+            self._runs[plan.knobs] = _Run(schedule, self.costs, more)
         return self._runs[plan.knobs]
 
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -342,7 +365,7 @@ class PlacementSearch:
         return (found[0], found[2]) if found and found[0] < time else None
 
     def _has_many_ops(self, plan: Plan) -> bool:
-        return len(self._coarse(plan).schedule.compiled.lanes) > _MANY_COARSE_OPS
+        return self._coarse(plan).ops > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
@@ -350,28 +373,7 @@ class PlacementSearch:
         Two micro-batches are simulated. Each further one adds the time of the second. Results are
         cached.
         """
-        if plan.knobs not in self._times:
-            schedule = timed(with_knobs(plan, accumulation=2), self.costs)
-            self._counts[plan.knobs] = len(schedule.compiled.lanes)
-            self._times[plan.knobs] = makespan_ns(schedule, self.costs) * self._step_ratio(schedule)
-        return self._times[plan.knobs]
-
-    def _step_ratio(self, schedule: Schedule) -> float:
-        """Returns the time of a step with all micro-batches, divided by that of `schedule`, which
-        has at most two.
-
-        The ratio differs between plans. The update is done once per step, but weights are copied
-        for each micro-batch, so the best plan for two micro-batches may not be the best for many.
-        """
-        more = self.plan.workload.accumulation - 2
-        return (
-            1
-            + more
-            * further_micro_batch_ns(schedule, self.costs)
-            / max(uncontended_makespan_ns(schedule, self.costs), 1)
-            if more > 0
-            else 1.0
-        )
+        return self._run(plan).step_ns
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Yields the plans to rank, all of which fit. Step 1 of the module describes them."""
@@ -434,9 +436,8 @@ class PlacementSearch:
 
     def _has_many_small_ops(self, plan: Plan) -> bool:
         """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
-        self.time(plan)
         # Two micro-batches have no more ops than all of them, and are often enough to know.
-        return self._counts[plan.knobs] > _MANY_OPS or (
+        return self._run(plan).ops > _MANY_OPS or (
             plan.workload.accumulation > 2
             and len(timed(plan, self.costs).compiled.lanes) > _MANY_OPS
         )
