@@ -9,6 +9,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
@@ -69,7 +70,7 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     schedule = policy_library.lower(plan)
     memory = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
-    seconds = (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+    seconds = step_seconds(schedule, costs)
     prediction = Prediction(
         step_seconds=seconds,
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
@@ -82,6 +83,22 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     return Choice(
         plan=plan, account=memory, bounds=limits, step_seconds=seconds, extrapolated=flagged
     )
+
+
+def step_seconds(schedule: Schedule, costs: CostModel) -> float:
+    """Returns the engine's makespan plus the host's time outside the schedule, in seconds."""
+    return (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+
+
+def timed(plan: Plan, costs: CostModel) -> Schedule:
+    """Returns a schedule of `plan` with which `costs` gives the time of a step.
+
+    It has no ops and no buffers, unless the cost model looks at them.
+    """
+    while isinstance(costs, ScaledCosts):
+        costs = costs.costs
+    by_size = getattr(type(costs), "sizes", None) is ContendedCosts.sizes
+    return policy_library.timed(plan) if by_size else policy_library.lower_uncached(plan)
 
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:

@@ -23,7 +23,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine.evaluator import further_group_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -32,6 +32,7 @@ from megatrain.simulator.planner.assessment import (
     InShortGroups,
     group_sizes,
     plan_account,
+    timed,
     with_knobs,
 )
 from megatrain.simulator.planner.filling import last
@@ -216,9 +217,8 @@ def _time(plan: Plan, costs: CostModel) -> int:
     A layer is copied in one piece. Two groups of micro-batches are simulated. Each further one adds
     the time of the second.
     """
-    schedule = policy_library.lower(with_knobs(plan, chunk_bytes=ONE_COPY, groups=2))
     group = plan.knobs.micro_batch_group
     timing = InShortGroups(costs, group)
-    return uncontended_makespan_ns(schedule, timing) + max(
-        plan.workload.accumulation // group - 2, 0
-    ) * further_group_ns(schedule, timing, min(group, 2))
+    schedule = timed(with_knobs(plan, chunk_bytes=ONE_COPY, groups=2), timing)
+    makespan, further = two_groups_ns(schedule, timing, min(group, 2))
+    return makespan + max(plan.workload.accumulation // group - 2, 0) * further

@@ -40,13 +40,15 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
-from megatrain.simulator.engine.evaluator import further_group_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Choice,
     InShortGroups,
     RunnerUp,
     assess,
+    step_seconds,
+    timed,
     with_knobs,
 )
 from megatrain.simulator.planner.filling import (
@@ -92,18 +94,41 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 class _Run:
     """A lowered plan with at most two groups of micro-batches, and its predicted times.
 
-    `step_ratio` is the time of a step with all groups, divided by that of the schedule.
+    `group` is the number of micro-batches in each, and `more` is the number of further groups of a
+    step. Each adds the time of the second.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostModel, step_ratio: float) -> None:
-        self.schedule, self._costs, self._step_ratio = schedule, costs, step_ratio
-        self.bound_ns = uncontended_makespan_ns(schedule, costs) * step_ratio
+    def __init__(self, schedule: Schedule, costs: CostModel, group: int, more: int) -> None:
+        self._schedule, self._costs, self._group, self._more = schedule, costs, group, more
+        self.ops = len(schedule.compiled.lanes)
+        """The number of ops."""
+
+    @functools.cached_property
+    def _alone_ns(self) -> tuple[int, int]:
+        """The time of the schedule without contention, and that of a further group."""
+        return two_groups_ns(self._schedule, self._costs, self._group)
+
+    @functools.cached_property
+    def _step_ratio(self) -> float:
+        """The time of a step with all groups, divided by that of the schedule.
+
+        The ratio differs between plans. The update is done once per step, but weights are copied
+        for each group, so the best plan for two groups may not be the best for many.
+        """
+        if self._more <= 0:
+            return 1.0
+        makespan, further = self._alone_ns
+        return 1 + self._more * further / max(makespan, 1)
+
+    @functools.cached_property
+    def bound_ns(self) -> float:
         """Step time without contention, in ns: a lower bound of `step_ns`."""
+        return self._alone_ns[0] * self._step_ratio
 
     @functools.cached_property
     def step_ns(self) -> float:
         """Step time in ns. It is simulated at the first access."""
-        return makespan_ns(self.schedule, self._costs) * self._step_ratio
+        return makespan_ns(self._schedule, self._costs) * self._step_ratio
 
 
 class PlacementSearch:
@@ -133,13 +158,11 @@ class PlacementSearch:
             ),
             costs,
         )
-        self.group = plan.knobs.micro_batch_group
-        self.groups = plan.workload.accumulation // self.group
-        self.timing = InShortGroups(costs, self.group) if self.group > 2 else costs
+        group = plan.knobs.micro_batch_group
+        self.timing = InShortGroups(costs, group) if group > 2 else costs
         """The costs of shortened plans."""
         self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
-        self._times: dict[Knobs, float] = {}
 
     def best(self, limit_ns: float = math.inf) -> Choice | None:
         """Returns the fastest plan that fits, or None if none does.
@@ -207,9 +230,9 @@ class PlacementSearch:
         second = choice.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
             # The times above are extended from two groups of micro-batches. The engine's decide.
-            rival = assess(other, self.costs)
-            choice, rival = sorted((choice, rival), key=lambda each: each.step_seconds)
-            other, second = rival.plan, rival.step_seconds
+            second = step_seconds(timed(other, self.costs), self.costs)
+            if second < choice.step_seconds:
+                other, second, choice = plan, choice.step_seconds, assess(other, self.costs)
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=second)
         return msgspec.structs.replace(choice, runner_up=runner_up)
 
@@ -319,10 +342,17 @@ class PlacementSearch:
 
         All candidates are ranked this way, which is quick and compares them under equal conditions.
         """
-        plan = with_knobs(candidate, chunk_bytes=self.coarse, groups=2)
+        return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
+
+    def _run(self, plan: Plan) -> _Run:
+        """Returns the plan, lowered with at most two groups of micro-batches. Results are
+        cached.
+        """
         if plan.knobs not in self._runs:
-            schedule = policies.lower_uncached(plan)
-            self._runs[plan.knobs] = _Run(schedule, self.timing, self._step_ratio(schedule))
+            schedule = timed(with_knobs(plan, groups=2), self.timing)
+            group = plan.knobs.micro_batch_group
+            more = plan.workload.accumulation // group - 2
+            self._runs[plan.knobs] = _Run(schedule, self.timing, min(group, 2), more)
         return self._runs[plan.knobs]
 
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -374,7 +404,7 @@ class PlacementSearch:
         return (found[0], found[2]) if found and found[0] < time else None
 
     def _has_many_ops(self, plan: Plan) -> bool:
-        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
+        return self._coarse(plan).ops > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
@@ -382,29 +412,7 @@ class PlacementSearch:
         Two groups of micro-batches are simulated. Each further one adds the time of the second.
         Results are cached.
         """
-        if plan.knobs not in self._times:
-            schedule = policies.lower(with_knobs(plan, groups=2))
-            self._times[plan.knobs] = makespan_ns(schedule, self.timing) * self._step_ratio(
-                schedule
-            )
-        return self._times[plan.knobs]
-
-    def _step_ratio(self, schedule: Schedule) -> float:
-        """Returns the time of a step with all groups of micro-batches, divided by that of
-        `schedule`, which has at most two.
-
-        The ratio differs between plans. The update is done once per step, but weights are copied
-        for each group, so the best plan for two groups may not be the best for many.
-        """
-        more = self.groups - 2
-        return (
-            1
-            + more
-            * further_group_ns(schedule, self.timing, min(self.group, 2))
-            / max(uncontended_makespan_ns(schedule, self.timing), 1)
-            if more > 0
-            else 1.0
-        )
+        return self._run(plan).step_ns
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Yields the plans to rank, all of which fit. Step 1 of the module describes them."""
@@ -454,7 +462,7 @@ class PlacementSearch:
         """
         time, plan = self._with_host_updates(time, plan)
         knobs = plan.knobs
-        many = len(policies.lower(plan).ops) > _MANY_OPS
+        many = self._has_many_small_ops(plan)
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
         # Smaller copies are tried only if the present ones were faster than large ones.
         if many or self._coarse(plan).step_ns > _TIE * time:
@@ -464,6 +472,14 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
+
+    def _has_many_small_ops(self, plan: Plan) -> bool:
+        """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
+        # Two micro-batches have no more ops than all of them, and are often enough to know.
+        return self._run(plan).ops > _MANY_OPS or (
+            plan.workload.accumulation > 2
+            and len(timed(plan, self.costs).compiled.lanes) > _MANY_OPS
+        )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the fastest of `plan` and its variants with host updates, and its time.

@@ -76,6 +76,8 @@ class _OverlappedStore:
         self.home: dict[tuple[StateClass, str], str] = {}
         """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
         gradient that is used up inside the backward pass has none."""
+        self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
+        """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
@@ -93,6 +95,8 @@ class _OverlappedStore:
                     self.home[name, layer] = builder.persistent(
                         f"{place}.{name}", layer, size * spec.elements, name, dtype
                     )
+                    if place == "host":
+                        self.streamed[name].append(layer)
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
@@ -113,11 +117,11 @@ class _OverlappedStore:
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
-            streaming = [
-                (self.state[layer][name], spec.elements)
-                for layer, spec in self.stack.items()
-                if self._streams(name, layer) and layer not in self.on_host
-            ]
+            streaming = {
+                (self.state[layer][name], self.stack[layer].elements)
+                for layer in self.streamed[name]
+                if layer not in self.on_host
+            }
             dtypes = {part.dtype for part, _ in streaming}
             if streaming:
                 self.builder.slots(
@@ -130,9 +134,22 @@ class _OverlappedStore:
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        for layer, spec in self.stack.items():
+        streamed, home = set(self.streamed["weights"]), self.home
+        # Layers that are alike need the same slots, so one of them is enough.
+        alike = {
+            (
+                spec.kind,
+                spec.elements,
+                self.contributions[layer],
+                layer in streamed,
+                home.get(("gradients", layer), "")[:7],
+            ): layer
+            for layer, spec in self.stack.items()
+        }
+        for layer in alike.values():
+            spec = self.stack[layer]
             decoder = spec.kind == "decoder"
-            if self._streams("weights", layer):
+            if layer in streamed:
                 cache = self._cache(layer)
                 kind: tuple[str, StateClass, BufferDtype, str] = (
                     cache.pool,

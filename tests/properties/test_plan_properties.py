@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.engine.evaluator import (
     bounds,
     evaluate,
-    further_group_ns,
+    two_groups_ns,
     uncontended_makespan_ns,
 )
 from megatrain.simulator.hardware.cost_table import HostMemorySpec
@@ -30,9 +31,11 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, timed, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
-from megatrain.simulator.schedule import Schedule, base_buffer
+from megatrain.simulator.policies.registry import POLICIES
+from megatrain.simulator.policies.resident import Resident
+from megatrain.simulator.schedule import Schedule, Sizes, base_buffer, serialized
 from megatrain.simulator.schedule.arithmetic import gradient_bytes
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -133,10 +136,50 @@ def test_no_plan_is_faster_than_its_lower_bounds(
     )
     least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, groups=2))
     short = InShortGroups(costs, group)
-    assert least.step_ns(longer) <= makespan_ns(two, short) + more * further_group_ns(
-        two, short, min(group, 2)
+    assert (
+        least.step_ns(longer)
+        <= makespan_ns(two, short) + more * (two_groups_ns(two, short, min(group, 2))[1])
     )
     assert least.compute_ns(longer) <= makespan_ns(policies.lower(longer), costs)
+
+
+@every_policy
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_schedule_that_is_only_timed_has_the_times_of_the_whole_one(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
+    """It has no ops. What the builder knows of the whole one is what its ops say."""
+    plan, schedule = drawn(make_plan, policy, data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    quick, read = timed(plan, costs), msgspec.structs.replace(schedule)
+    assert (quick.ops, quick.buffers) == ((), ())
+    for time in (makespan_ns, uncontended_makespan_ns, two_groups_ns):
+        assert time(quick, costs) == time(schedule, costs) == time(read, costs)
+    assert schedule.compiled == read.compiled
+    assert schedule.sizes.which == read.sizes.which == quick.sizes.which
+
+
+class _OpByOp(Datasheet):
+    def sizes(self, schedule: Schedule) -> Sizes:
+        return Sizes(schedule.ops, list(range(len(schedule.ops))))
+
+
+class _OwnLower(Resident):
+    def lower(self, plan: Plan) -> Schedule:
+        return serialized(super().lower(plan))
+
+
+def test_a_cost_model_and_a_policy_that_need_all_ops_get_them(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan("overlapped")
+    costs = _OpByOp(H200, plan.model, plan.workload)
+    for each in (costs, ScaledCosts(costs, lambda op: op)):
+        assert timed(plan, each) == policies.lower(plan)
+    monkeypatch.setitem(POLICIES._loaded, "own", _OwnLower())
+    own = make_plan("own")
+    assert timed(own, Datasheet(H200, own.model, own.workload)) == policies.lower(own)
 
 
 def assert_links_carry_what_they_can(
