@@ -8,46 +8,49 @@ help text, and its first line is the summary in the list of verbs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatrain.experiments.cli.commands import (
-    calibrate,
-    chat,
-    check,
-    compare,
-    data,
-    evaluate,
-    export,
-    figures,
-    listing,
-    plan,
-    report,
-    serve,
-    simulate,
-    sweep,
-    train,
-)
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.program import run_program
 
-VERBS = {
-    "check": check,
-    "plan": plan,
-    "simulate": simulate,
-    "calibrate": calibrate,
-    "data": data,
-    "train": train,
-    "eval": evaluate,
-    "chat": chat,
-    "export": export,
-    "compare": compare,
-    "report": report,
-    "serve": serve,
-    "sweep": sweep,
-    "figures": figures,
-    "list": listing,
+_MODULES = {
+    "check": "check",
+    "plan": "plan",
+    "simulate": "simulate",
+    "calibrate": "calibrate",
+    "data": "data",
+    "train": "train",
+    "eval": "evaluate",
+    "chat": "chat",
+    "export": "export",
+    "compare": "compare",
+    "report": "report",
+    "serve": "serve",
+    "sweep": "sweep",
+    "figures": "figures",
+    "list": "listing",
 }
+"""Verb -> the name of its module in `commands`."""
+
+
+class _Verbs(Mapping[str, Any]):
+    """The modules by verb. Each is imported at its first use, because all of them take 0.1 s."""
+
+    def __getitem__(self, verb: str) -> Any:
+        return importlib.import_module(f"megatrain.experiments.cli.commands.{_MODULES[verb]}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+VERBS = _Verbs()
 
 
 class _Version(argparse.Action):
@@ -63,8 +66,8 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def parser() -> OneLineParser:
-    """Returns the parser for all verbs and their options."""
+def parser(verb: str | None) -> OneLineParser:
+    """Returns the parser for `verb` and its options, or for all verbs without their options."""
     top = OneLineParser(
         prog="megatrain",
         description=(
@@ -76,11 +79,20 @@ def parser() -> OneLineParser:
     verbs = top.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    for name, module in VERBS.items():
-        summary = (module.__doc__ or "").partition("\n")[0]
-        verb = verbs.add_parser(name, help=summary, description=module.__doc__)
-        module.describe(verb)
+    if verb:
+        module = VERBS[verb]
+        module.describe(verbs.add_parser(verb, description=module.__doc__))
+        return top
+    for name in VERBS:
+        verbs.add_parser(name, help=_summary(name))
     return top
+
+
+def _summary(verb: str) -> str:
+    """Returns the first line of the docstring of the verb's module, without importing it."""
+    file = Path(__file__).parent / "commands" / f"{_MODULES[verb]}.py"
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().strip().strip('"')
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,7 +101,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises UserError for anything that cannot be parsed, with the verb's options as the allowed
     ones.
     """
-    top = parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    first = next((word for word in words if not word.startswith("-")), None)
+    top = parser(first if first in VERBS else None)
     args, unknown = top.parse_known_args(arguments)
     if unknown:
         verb = OneLineParser(prog=f"megatrain {args.verb}")

@@ -163,6 +163,7 @@ def plan(run: ComparedRun) -> str:
         [field.replace("_", " "), str(getattr(knobs, field))]
         for field in knobs.__struct_fields__
         if field not in ("placement", "chunk_bytes", "weights_ahead")
+        and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
     ]
     placed = [
         (field, getattr(knobs.placement, field)) for field in knobs.placement.__struct_fields__

@@ -15,10 +15,10 @@ from megatrain.experiments.web.question import Question
 from megatrain.experiments.web.timeline_data import timeline_data
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.plots.pictures import DATA_COLOURS
 from megatrain.simulator.policies.policy import PolicyWarning
-from megatrain.simulator.verdict.verdict import summarize
+from megatrain.simulator.verdict.verdict import advised, summarize
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -43,17 +43,12 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     with without_garbage_collection():
         chosen, fitted = _choices(args, question, model, hardware)
         best = chosen[0]
-
-        def explained(*, advise: bool) -> dict[str, Any]:
-            verdict = from_options.explained(
-                fitted, best, hardware, batch_chosen=args.batch is None, advise=advise
-            )
-            return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
-
-        first = explained(advise=False)
+        verdict = from_options.explained(
+            fitted, best, hardware, batch_chosen=args.batch is None, advise=False
+        )
         yield (
             "verdict",
-            first
+            _told(verdict)
             | {
                 "command": question.command(model, hardware),
                 "config": {"_name_or_path": model.name, **model.config}
@@ -63,7 +58,12 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
                 "timeline": _timeline(best, hardware),
             },
         )
-        yield "advice", explained(advise=True)
+        yield "advice", _told(advised(verdict, best, hardware, from_options.policies(args.policy)))
+
+
+def _told(verdict: Verdict) -> dict[str, Any]:
+    """Returns a verdict as `check --json` prints it, and as the page shows it."""
+    return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
 
 
 def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -103,7 +103,7 @@ def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:
     plan = choice.plan
     schedule = policy_library.lower(plan)
     costs = cost_model(hardware, plan.model, plan.workload)
-    return timeline_data(schedule, simulate(schedule, costs))
+    return timeline_data(schedule, play(schedule, costs))
 
 
 def shown(verdict: Verdict) -> dict[str, Any]:

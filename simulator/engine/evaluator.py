@@ -33,20 +33,19 @@ def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
 
 def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:
     """Returns the end of the last op of `evaluate`, in nanoseconds, without building a timeline."""
-    return max(_ends(schedule, _durations_ns(schedule, costs)), default=0)
+    return two_groups_ns(schedule, costs)[0]
 
 
-def further_micro_batch_ns(schedule: Schedule, costs: CostModel) -> int:
-    """Returns the nanoseconds that one more micro-batch would add to a step of two.
+def two_groups_ns(schedule: Schedule, costs: CostModel, group: int = 1) -> tuple[int, int]:
+    """Returns `uncontended_makespan_ns` of a step of two groups of micro-batches, and the
+    nanoseconds that one more group would add.
 
-    This is the time from the end of the first micro-batch's compute to the end of the second's. It
-    is 0 for a step of one micro-batch.
+    The latter is the time from the end of the first group's compute to the end of the second's. It
+    is 0 for a step of one group. `group` is the number of micro-batches in each.
     """
-    ends = [0, 0]
-    for op, end in zip(schedule.ops, _ends(schedule, _durations_ns(schedule, costs)), strict=True):
-        if op.lane == "compute" and op.id.endswith((".m0", ".m1")):
-            ends[op.id.endswith(".m1")] = end
-    return max(ends[1] - ends[0], 0)
+    ends = _ends(schedule, _durations_ns(schedule, costs))
+    compute = [ends[op] for op in schedule.compiled.micro_batches[group - 1 :: group]]
+    return max(ends, default=0), max(compute[1] - compute[0], 0) if compute[1:] else 0
 
 
 def _durations_ns(schedule: Schedule, costs: CostModel) -> list[int]:

@@ -95,7 +95,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.pools[pool] for pool, kind in kinds.items() if kind.data in data)
 
     def _peak(self, place: str) -> int:
-        return sum(size for pool, size in self.pools.items() if pool.startswith(f"{place}."))
+        start = f"{place}."
+        return sum([size for pool, size in self.pools.items() if pool.startswith(start)])
 
     @property
     def device_peak_bytes(self) -> int:

@@ -4,11 +4,14 @@ there are no measurements.
 
 from __future__ import annotations
 
+import functools
+
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 
+@functools.lru_cache(maxsize=16)  # a search asks for one workload hundreds of times
 def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the estimated bytes of the saved activations of one decoder layer.
 
@@ -22,6 +25,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     )
 
 
+@functools.lru_cache(maxsize=16)
 def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     """Returns the estimated bytes of temporary tensors in ops.
 

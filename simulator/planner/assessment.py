@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.protocol import ContendedCosts
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
 from megatrain.simulator.memory.account import PROCESS, Account, account, peak_workspace_bytes
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
@@ -67,7 +70,7 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     schedule = policy_library.lower(plan)
     memory = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
-    seconds = (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+    seconds = step_seconds(schedule, costs)
     prediction = Prediction(
         step_seconds=seconds,
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
@@ -82,6 +85,22 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     )
 
 
+def step_seconds(schedule: Schedule, costs: CostModel) -> float:
+    """Returns the engine's makespan plus the host's time outside the schedule, in seconds."""
+    return (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+
+
+def timed(plan: Plan, costs: CostModel) -> Schedule:
+    """Returns a schedule of `plan` with which `costs` gives the time of a step.
+
+    It has no ops and no buffers, unless the cost model looks at them.
+    """
+    while isinstance(costs, ScaledCosts):
+        costs = costs.costs
+    by_size = getattr(type(costs), "sizes", None) is ContendedCosts.sizes
+    return policy_library.timed(plan) if by_size else policy_library.lower_uncached(plan)
+
+
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """Returns the memory of a plan's schedule under the plan's limits.
 
@@ -93,8 +112,13 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
+    found = costs.workspace(plan.model, plan.workload) or workspace_estimate(
+        plan.model, plan.workload
+    )
+    # Each micro-batch of a group has attention masks of its own.
+    masks = (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
     workspace = peak_workspace_bytes(
-        costs.workspace(plan.model, plan.workload) or workspace_estimate(plan.model, plan.workload),
+        msgspec.structs.replace(found, layer=found.layer + masks) if masks else found,
         schedule,
         activations,
     )
@@ -129,12 +153,13 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     saved = {int(layer) for layer in plan.placed("saved_activations")}
     if not saved:
         return schedule
+    group = plan.knobs.micro_batch_group
     below = [
-        sum(layer < block[0] for layer in saved) + len(block)
+        group * sum(layer < block[0] for layer in saved) + len(block)
         for block in blocks_of(plan)
         if block[0] not in saved
     ]
-    extra = max([0, *(count - len(saved) for count in below)])
+    extra = max([0, *(count - group * len(saved) for count in below)])
     slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
     reused = set(slots[extra:])
     return msgspec.structs.replace(
@@ -143,22 +168,49 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
 
 
 def with_knobs(
-    plan: Plan, *, layers: int | None = None, accumulation: int | None = None, **knobs: Any
+    plan: Plan, *, layers: int | None = None, groups: int | None = None, **knobs: Any
 ) -> Plan:
     """Returns `plan` with other values for `knobs`.
 
-    If `layers` or `accumulation` is given, the plan is shortened to at most so many decoder layers
-    or micro-batches.
+    If `layers` or `groups` is given, the plan is shortened to at most so many decoder layers, or
+    groups of micro-batches. Groups are then shortened to two micro-batches, the fewest whose
+    gradients are summed.
     """
     model, work = plan.model, plan.workload
+    chosen = msgspec.structs.replace(plan.knobs, **knobs)
+    if groups and work.accumulation > 1:
+        there, group = work.accumulation // chosen.micro_batch_group, chosen.micro_batch_group
+        chosen = msgspec.structs.replace(chosen, micro_batch_group=min(group, 2))
+        work = msgspec.structs.replace(
+            work, accumulation=min(groups, there) * chosen.micro_batch_group
+        )
     return msgspec.structs.replace(
-        plan,
-        model=model.shortest(layers) if layers else model,
-        workload=msgspec.structs.replace(
-            work, accumulation=min(accumulation or work.accumulation, work.accumulation)
-        ),
-        knobs=msgspec.structs.replace(plan.knobs, **knobs),
+        plan, model=model.shortest(layers) if layers else model, workload=work, knobs=chosen
     )
+
+
+def group_sizes(plan: Plan) -> list[int]:
+    """Returns the sizes that a group of micro-batches of `plan` may have, the smallest first."""
+    accumulation = plan.workload.accumulation
+    if "micro_batch_group" not in policy_library.find(plan.policy).knobs or plan.model.tied:
+        return [1]
+    return [size for size in range(1, accumulation + 1) if accumulation % size == 0]
+
+
+class InShortGroups(ScaledCosts):
+    """The cost model `costs` for a plan that `with_knobs` has shortened to groups of two.
+
+    The ops of a micro-batch take as much longer as its group is shorter.
+    """
+
+    def __init__(self, costs: CostModel, group: int) -> None:
+        """`group` is the number of micro-batches in a group that is not shortened."""
+        super().__init__(costs, lambda op: op)
+        self._longer = group / min(group, 2)
+
+    def duration_ns(self, op: Op) -> int:
+        each = op.lane == "compute" or op.kind in ("save_activations", "load_activations")
+        return math.ceil(self.costs.duration_ns(op) * (self._longer if each else 1))
 
 
 def frugality(choice: Choice) -> tuple[int, tuple[int, ...]]:

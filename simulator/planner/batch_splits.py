@@ -1,7 +1,8 @@
 """Chooses the batch and the gradient accumulation for a given number of tokens per step.
 
-A larger micro-batch loads the weights fewer times per step. A smaller one leaves more memory for
-weights and optimizer state. The search works in five steps:
+A larger micro-batch loads the weights fewer times per step, unless micro-batches go through the
+model in groups. A smaller one leaves more memory for weights and optimizer state. The search works
+in five steps:
 
 1. List every split of the step into equal micro-batches, from the largest batch to the smallest.
 2. Skip a split if its compute time alone is longer than the best step so far, with a margin of 5 %.
@@ -22,11 +23,18 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    InShortGroups,
+    group_sizes,
+    plan_account,
+    timed,
+    with_knobs,
+)
 from megatrain.simulator.planner.filling import last
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
@@ -154,22 +162,16 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
     """Yields a few simple plans that fit in memory.
 
     For a policy that places state: plans that save the activations of none, and of as many layers
-    as fit. For other policies: one plan for each checkpoint interval.
+    as fit, once for single micro-batches and once for the largest groups that fit. For other
+    policies: one plan for each checkpoint interval.
     """
     if policy_library.find(plan.policy).places_state:
-        search = PlacementSearch(plan, costs)
-        layers = plan.model.layers
-        for base in (Placement(), Placement(offloaded_inputs="all")):
-            most = search.filling.most_saved(search.plan, base)
-            if most < 0:
-                continue
-            for part in _PARTS:
-                placed = search.filling.filled(
-                    search.plan,
-                    msgspec.structs.replace(base, saved_activations=last(layers, part * most)),
-                )
-                yield from [found for found, _ in zip(placed, range(1), strict=False)]
-            return
+        single, *larger = group_sizes(plan)
+        yield from _quick_in_groups(plan, costs, single)
+        for size in reversed(larger):
+            if found := list(_quick_in_groups(plan, costs, size)):
+                yield from found
+                return
         return
     for interval in intervals(plan.model.layers):
         for slots, staging in ((2, 2), (1, 1)):
@@ -191,13 +193,32 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
                 break
 
 
+def _quick_in_groups(plan: Plan, costs: CostModel, size: int) -> Iterator[Plan]:
+    """Yields simple plans that fit, for a policy that places state and one size of groups."""
+    search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+    for base in (Placement(), Placement(offloaded_inputs="all")):
+        most = search.filling.most_saved(search.plan, base)
+        if most < 0:
+            continue
+        for part in _PARTS:
+            placed = search.filling.filled(
+                search.plan,
+                msgspec.structs.replace(
+                    base, saved_activations=last(plan.model.layers, part * most)
+                ),
+            )
+            yield from [found for found, _ in zip(placed, range(1), strict=False)]
+        return
+
+
 def _time(plan: Plan, costs: CostModel) -> int:
     """Returns the predicted step time in ns, without contention.
 
-    A layer is copied in one piece. Two micro-batches are simulated. Each further one adds the time
-    of the second.
+    A layer is copied in one piece. Two groups of micro-batches are simulated. Each further one adds
+    the time of the second.
     """
-    schedule = policy_library.lower(with_knobs(plan, chunk_bytes=ONE_COPY, accumulation=2))
-    return uncontended_makespan_ns(schedule, costs) + max(
-        plan.workload.accumulation - 2, 0
-    ) * further_micro_batch_ns(schedule, costs)
+    group = plan.knobs.micro_batch_group
+    timing = InShortGroups(costs, group)
+    schedule = timed(with_knobs(plan, chunk_bytes=ONE_COPY, groups=2), timing)
+    makespan, further = two_groups_ns(schedule, timing, min(group, 2))
+    return makespan + max(plan.workload.accumulation // group - 2, 0) * further

@@ -262,6 +262,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 "state_slots": 1,
                 "checkpoint_interval": interval,
                 "chunk_bytes": min(CHUNK_BYTES),
+                "micro_batch_group": 1,
             }
             try:
                 yield MemoryFootprint(

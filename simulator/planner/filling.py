@@ -203,7 +203,8 @@ class Filling:
             one = max(
                 plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
             )
-            count = min(self.room(held) // (one + 256), len(layers))
+            each = plan.knobs.micro_batch_group * (one + 256)
+            count = min(self.room(held) // each, len(layers))
             if count > 0:
                 names = [layer.name for layer in plan.model.decoders]
                 yield msgspec.structs.replace(

@@ -5,7 +5,7 @@ so far. There are two bounds. `compute_ns` is the sum of all compute ops. `step_
 is computed in six steps (`_Flow`):
 
 1. Go through the step in the policy's order: the forward pass of each layer, the head, and the
-   backward pass of each block of layers. Do this for at most two micro-batches.
+   backward pass of each block of layers. Do this for at most two groups of micro-batches.
 2. For each lane, keep the earliest time at which it can have finished the ops added so far. The
    lanes are compute, copies to the device, copies from it, updates on the device, and the host's
    cores.
@@ -15,7 +15,7 @@ is computed in six steps (`_Flow`):
    arrived.
 5. Also sum the time that the host's memory needs for the traffic of all copies and updates.
    Compute cannot run before the traffic of the copies that it waits for.
-6. Return the latest of these times. Add the compute time of each further micro-batch.
+6. Return the latest of these times. Add the compute time of each further group.
 
 The result is a lower bound, because a lane never waits for a free gradient or state slot, and lanes
 do not slow each other.
@@ -65,13 +65,15 @@ class LowerBound:
     def step_ns(self, plan: Plan) -> float:
         """Returns a lower bound of the step time in ns, which also considers copies and updates.
 
-        Each micro-batch after the second adds only its compute time. If the policy does not go
-        through the model layer by layer, the result is `compute_ns`.
+        Each group of micro-batches after the second adds only its compute time. If the policy does
+        not go through the model layer by layer, the result is `compute_ns`.
         """
         if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
-        flow = _Flow(self, plan, min(plan.workload.accumulation, 2))
-        return flow.end_ns() + max(plan.workload.accumulation - 2, 0) * self._micro_batch_ns(plan)
+        group = plan.knobs.micro_batch_group
+        groups = plan.workload.accumulation // group
+        flow = _Flow(self, plan, min(groups, 2))
+        return flow.end_ns() + max(groups - 2, 0) * group * self._micro_batch_ns(plan)
 
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the durations of all compute ops of one micro-batch."""
@@ -160,13 +162,9 @@ class _Flow:
     earlier. Compute then waits for fewer of them, so the result is still a lower bound.
     """
 
-    def __init__(self, bounds: LowerBound, plan: Plan, micro_batches: int) -> None:
-        self.bounds, self.plan, self.stack, self.micro_batches = (
-            bounds,
-            plan,
-            plan.model.stack,
-            micro_batches,
-        )
+    def __init__(self, bounds: LowerBound, plan: Plan, groups: int) -> None:
+        self.bounds, self.plan, self.stack, self.groups = bounds, plan, plan.model.stack, groups
+        self.group = plan.knobs.micro_batch_group
         self.compute = self.up = self.down = self.updates = self.cores = 0.0
         self.host = 0.0
         """Time that host memory needs for all copies and updates added so far."""
@@ -203,7 +201,7 @@ class _Flow:
     def end_ns(self) -> float:
         """Returns the earliest end of the step in ns."""
         blocks = blocks_of(self.plan)
-        for _ in range(self.micro_batches):
+        for _ in range(self.groups):
             self._forward(blocks)
             for block in reversed(blocks):
                 self._backward(block)
@@ -212,7 +210,7 @@ class _Flow:
         return max(self.compute, self.up, self.down, self.updates, self.cores, self.host)
 
     def _forward(self, blocks: Iterable[list[int]]) -> None:
-        """Adds the forward pass of one micro-batch, and the head's forward and backward pass."""
+        """Adds the forward pass of one group, and the head's forward and backward pass."""
         bounds, head = self.bounds, self.plan.model.head
         first = {str(block[0]) for block in blocks}
         self._weights(EMBEDDING)
@@ -222,27 +220,33 @@ class _Flow:
                 and layer.name in first
                 and layer.name not in self.saved_layers
             ):
+                # The inputs of earlier micro-batches may be copied before the last one is computed.
+                for _ in range(self.group - 1):
+                    self._down(self.hidden[1], 0.0)
                 self._down(self.hidden[1], self.compute)
                 self.offloaded_at[layer.name] = self.down
             self._weights(layer.name)
-            self.compute += bounds.duration_ns("forward", layer.name)
+            self.compute += self.group * bounds.duration_ns("forward", layer.name)
         self._weights(head)
-        self._gradient(head, bounds.duration_ns("head", ""))
+        self._gradient(head, self.group * bounds.duration_ns("head", ""))
 
     def _backward(self, block: list[int]) -> None:
         """Adds the recompute and the backward pass of a block of decoder layers."""
         names = [str(index) for index in block]
         if names[0] not in self.saved_layers:
             if names[0] in self.offloaded:
-                self._up(self.hidden[0], self.offloaded_at[names[0]])
+                # Compute waits for the first input. The last one is loaded after it is saved.
+                self._up(self.hidden[0], self.offloaded_at[names[0]] if self.group == 1 else 0.0)
                 self._wait(self.up)
+                for _ in range(self.group - 1):
+                    self._up(self.hidden[0])
             for name in names:
                 self._weights(name)
                 kept = name in self.saved_attention
-                self.compute += self.bounds.duration_ns("recompute", name, kept=kept)
+                self.compute += self.group * self.bounds.duration_ns("recompute", name, kept=kept)
         for name in reversed(names):
             self._weights(name)
-            self._gradient(name, self.bounds.duration_ns("backward", name))
+            self._gradient(name, self.group * self.bounds.duration_ns("backward", name))
 
     def _size(
         self, code: str, layer: str, lane: str, per_parameter: int, *, parameters: bool = True
@@ -359,14 +363,12 @@ class _Flow:
 
     def _gradient(self, layer: str, duration: float) -> None:
         """Adds the compute op that produces a gradient of the layer, and the copies and the update
-        that follow it. `duration` is that of the compute op, in ns.
+        that follow it. `duration` is that of the compute ops of the group, in ns.
         """
         self.arrived[layer] += 1
         last = (
             self.arrived[layer]
-            == contributions(self.plan, layer)
-            * self.micro_batches
-            // self.plan.workload.accumulation
+            == contributions(self.plan, layer) * self.groups // self.plan.workload.accumulation
         )
         on_device, streams = layer not in self.on_host, layer not in self.resident["gradients"]
         per_parameter = gradient_bytes(self.plan, layer)

@@ -40,9 +40,17 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
-from megatrain.simulator.engine.evaluator import further_micro_batch_ns, uncontended_makespan_ns
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
-from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    InShortGroups,
+    RunnerUp,
+    assess,
+    step_seconds,
+    timed,
+    with_knobs,
+)
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
@@ -73,6 +81,7 @@ _STATE_SLOTS = 4
 _MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
+_MOST_REFINED = 1.1  # a candidate is not refined if it is slower than a limit by this factor
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
     {},
@@ -83,20 +92,43 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 
 
 class _Run:
-    """A lowered plan with at most two micro-batches, and its predicted times.
+    """A lowered plan with at most two groups of micro-batches, and its predicted times.
 
-    `step_ratio` is the time of a step with all micro-batches, divided by that of the schedule.
+    `group` is the number of micro-batches in each, and `more` is the number of further groups of a
+    step. Each adds the time of the second.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostModel, step_ratio: float) -> None:
-        self.schedule, self._costs, self._step_ratio = schedule, costs, step_ratio
-        self.bound_ns = uncontended_makespan_ns(schedule, costs) * step_ratio
+    def __init__(self, schedule: Schedule, costs: CostModel, group: int, more: int) -> None:
+        self._schedule, self._costs, self._group, self._more = schedule, costs, group, more
+        self.ops = len(schedule.compiled.lanes)
+        """The number of ops."""
+
+    @functools.cached_property
+    def _alone_ns(self) -> tuple[int, int]:
+        """The time of the schedule without contention, and that of a further group."""
+        return two_groups_ns(self._schedule, self._costs, self._group)
+
+    @functools.cached_property
+    def _step_ratio(self) -> float:
+        """The time of a step with all groups, divided by that of the schedule.
+
+        The ratio differs between plans. The update is done once per step, but weights are copied
+        for each group, so the best plan for two groups may not be the best for many.
+        """
+        if self._more <= 0:
+            return 1.0
+        makespan, further = self._alone_ns
+        return 1 + self._more * further / max(makespan, 1)
+
+    @functools.cached_property
+    def bound_ns(self) -> float:
         """Step time without contention, in ns: a lower bound of `step_ns`."""
+        return self._alone_ns[0] * self._step_ratio
 
     @functools.cached_property
     def step_ns(self) -> float:
         """Step time in ns. It is simulated at the first access."""
-        return makespan_ns(self.schedule, self._costs) * self._step_ratio
+        return makespan_ns(self._schedule, self._costs) * self._step_ratio
 
 
 class PlacementSearch:
@@ -126,19 +158,43 @@ class PlacementSearch:
             ),
             costs,
         )
+        group = plan.knobs.micro_batch_group
+        self.timing = InShortGroups(costs, group) if group > 2 else costs
+        """The costs of shortened plans."""
         self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
-        self._times: dict[Knobs, float] = {}
 
-    def best(self) -> Choice:
-        """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
-        found = [choice for slots in self._whole_layers() if (choice := self._best_with(slots))]
+    def best(self, limit_ns: float = math.inf) -> Choice | None:
+        """Returns the fastest plan that fits, or None if none does.
+
+        Plans that cannot come near a step time of `limit_ns` are left out.
+        """
+        found = [
+            choice
+            for slots in self._whole_layers()
+            if (choice := self._best_of(self._fitting(slots), limit_ns))
+        ]
         if found:
             return min(found, key=lambda choice: choice.step_seconds)
-        return next(filter(None, map(self._best_with, _FEWER_SLOTS)), None) or self._nearest_miss()
+        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        return self._best_of(fitting, limit_ns)
 
-    def _best_with(self, knobs: dict[str, int]) -> Choice | None:
-        """Returns the fastest plan with these slots and bytes of a copy. None if no plan fits."""
+    def rough_ns(self) -> float:
+        """Returns the lowest bound, in ns, of plans that save no activations and hold as much state
+        on the device as fits. Infinity if none of them fits.
+        """
+        return min(
+            (
+                self.lower_bound.step_ns(plan)
+                for base in (Placement(), Placement(offloaded_inputs="all"))
+                for plan in self.filling.fills(self.plan, base)
+                if self.filling.account(plan).fits
+            ),
+            default=math.inf,
+        )
+
+    def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
+        """Returns the candidates with these slots and bytes of a copy. All of them fit."""
         candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))
         if policies.find(self.plan.policy).defers_update(self.plan):
             # Updates on the host copy no optimizer state over the link, so they delay the first
@@ -148,7 +204,15 @@ class PlacementSearch:
                 for other in dict.fromkeys(map(host_updating, candidates))
                 if other not in candidates and self.filling.account(other).fits
             ]
-        finals = [(self.time(plan), plan) for plan in self._ranked(candidates)]
+        return candidates
+
+    def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Choice | None:
+        """Returns the best of the candidates, refined. None if there are none, or if none comes
+        near a step time of `limit_ns`.
+        """
+        finals = [
+            (self.time(plan), plan) for plan in self._ranked(candidates, _MOST_REFINED * limit_ns)
+        ]
         if not finals:
             return None
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
@@ -165,10 +229,10 @@ class PlacementSearch:
         choice = assess(plan, self.costs)
         second = choice.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
-            # The times above are those of two micro-batches, extended. The engine's decide.
-            rival = assess(other, self.costs)
-            choice, rival = sorted((choice, rival), key=lambda each: each.step_seconds)
-            other, second = rival.plan, rival.step_seconds
+            # The times above are extended from two groups of micro-batches. The engine's decide.
+            second = step_seconds(timed(other, self.costs), self.costs)
+            if second < choice.step_seconds:
+                other, second, choice = plan, choice.step_seconds, assess(other, self.costs)
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=second)
         return msgspec.structs.replace(choice, runner_up=runner_up)
 
@@ -278,10 +342,17 @@ class PlacementSearch:
 
         All candidates are ranked this way, which is quick and compares them under equal conditions.
         """
-        plan = with_knobs(candidate, chunk_bytes=self.coarse, accumulation=2)
+        return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
+
+    def _run(self, plan: Plan) -> _Run:
+        """Returns the plan, lowered with at most two groups of micro-batches. Results are
+        cached.
+        """
         if plan.knobs not in self._runs:
-            schedule = policies.lower_uncached(plan)
-            self._runs[plan.knobs] = _Run(schedule, self.costs, self._step_ratio(schedule))
+            schedule = timed(with_knobs(plan, groups=2), self.timing)
+            group = plan.knobs.micro_batch_group
+            more = plan.workload.accumulation // group - 2
+            self._runs[plan.knobs] = _Run(schedule, self.timing, min(group, 2), more)
         return self._runs[plan.knobs]
 
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -333,35 +404,15 @@ class PlacementSearch:
         return (found[0], found[2]) if found and found[0] < time else None
 
     def _has_many_ops(self, plan: Plan) -> bool:
-        return len(self._coarse(plan).schedule.ops) > _MANY_COARSE_OPS
+        return self._coarse(plan).ops > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
 
-        Two micro-batches are simulated. Each further one adds the time of the second. Results are
-        cached.
+        Two groups of micro-batches are simulated. Each further one adds the time of the second.
+        Results are cached.
         """
-        if plan.knobs not in self._times:
-            schedule = policies.lower(with_knobs(plan, accumulation=2))
-            self._times[plan.knobs] = makespan_ns(schedule, self.costs) * self._step_ratio(schedule)
-        return self._times[plan.knobs]
-
-    def _step_ratio(self, schedule: Schedule) -> float:
-        """Returns the time of a step with all micro-batches, divided by that of `schedule`, which
-        has at most two.
-
-        The ratio differs between plans. The update is done once per step, but weights are copied
-        for each micro-batch, so the best plan for two micro-batches may not be the best for many.
-        """
-        more = self.plan.workload.accumulation - 2
-        return (
-            1
-            + more
-            * further_micro_batch_ns(schedule, self.costs)
-            / max(uncontended_makespan_ns(schedule, self.costs), 1)
-            if more > 0
-            else 1.0
-        )
+        return self._run(plan).step_ns
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Yields the plans to rank, all of which fit. Step 1 of the module describes them."""
@@ -411,7 +462,7 @@ class PlacementSearch:
         """
         time, plan = self._with_host_updates(time, plan)
         knobs = plan.knobs
-        many = len(policies.lower(plan).ops) > _MANY_OPS
+        many = self._has_many_small_ops(plan)
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
         # Smaller copies are tried only if the present ones were faster than large ones.
         if many or self._coarse(plan).step_ns > _TIE * time:
@@ -421,6 +472,14 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
+
+    def _has_many_small_ops(self, plan: Plan) -> bool:
+        """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
+        # Two micro-batches have no more ops than all of them, and are often enough to know.
+        return self._run(plan).ops > _MANY_OPS or (
+            plan.workload.accumulation > 2
+            and len(timed(plan, self.costs).compiled.lanes) > _MANY_OPS
+        )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the fastest of `plan` and its variants with host updates, and its time.
@@ -456,7 +515,7 @@ class PlacementSearch:
                     plan, time = changed, found
         return time, plan
 
-    def _nearest_miss(self) -> Choice:
+    def nearest_miss(self) -> Choice:
         """Returns the plan that exceeds its limits by the fewest bytes.
 
         It has the fewest slots, and either all state on the host or as much on the device as fits.

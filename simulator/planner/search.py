@@ -11,6 +11,7 @@ training. A smaller batch is only suggested if nothing fits.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 
@@ -28,6 +29,7 @@ from megatrain.simulator.planner.assessment import (
     Choice,
     RunnerUp,
     assess,
+    group_sizes,
     plan_account,
     with_knobs,
 )
@@ -42,6 +44,8 @@ from megatrain.simulator.planner.slot_search import (
 )
 from megatrain.simulator.policies.policy import PolicyWarning
 from megatrain.simulator.schedule.plan import Knobs, Plan
+
+_LEAST_GAIN = 1.01  # groups of micro-batches are searched if they may gain this factor
 
 __all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
 
@@ -124,13 +128,24 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
 
 def _best(plan: Plan, costs: CostModel) -> Choice:
     """Returns the best choice for the policy of `plan`."""
-    if policy_library.find(plan.policy).prediction_only:
+    policy = policy_library.find(plan.policy)
+    if policy.prediction_only:
         return assess(plan, costs)
-    return (
-        PlacementSearch(plan, costs).best()
-        if policy_library.find(plan.policy).places_state
-        else SlotSearch(plan, costs).best()
-    )
+    if not policy.places_state:
+        return SlotSearch(plan, costs).best()
+    searches = [
+        PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+        for size in group_sizes(plan)
+    ]
+    if len(searches) > 1:
+        # The most promising first. It then excludes most plans of the others by their bounds.
+        searches.sort(key=PlacementSearch.rough_ns)
+    best: Choice | None = None
+    for search in searches:
+        limit = best.step_seconds * 1e9 if best else math.inf
+        if search.least_ns() * _LEAST_GAIN < limit and (found := search.best(limit)):
+            best = min(best or found, found, key=rank)
+    return best or PlacementSearch(plan, costs).nearest_miss()
 
 
 def rank(choice: Choice) -> tuple[bool, int, int, float, str]:
@@ -285,9 +300,7 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
         try:
             # `lower_uncached` keeps the schedule of the best plan in the cache of `lower`.
             schedule = policy_library.lower_uncached(
-                with_knobs(
-                    msgspec.structs.replace(best.plan, policy=name, knobs=knobs), accumulation=2
-                )
+                with_knobs(msgspec.structs.replace(best.plan, policy=name, knobs=knobs), groups=2)
             )
         except UserError:
             # The policy accepts only one value of some knob, or it sums gradients in staging

@@ -30,6 +30,7 @@ from megatrain.simulator.planner.assessment import (
     assess,
     frugality,
     plan_account,
+    timed,
     with_knobs,
 )
 from megatrain.simulator.schedule.plan import Plan
@@ -79,7 +80,7 @@ class SlotSearch:
     def _shortest(self) -> Plan:
         """Returns the plan with two decoder layers, or with the fewest that the policy accepts."""
         plans = [
-            with_knobs(self.plan, layers=layers, accumulation=2, chunk_bytes=ONE_COPY)
+            with_knobs(self.plan, layers=layers, groups=2, chunk_bytes=ONE_COPY)
             for layers in (2, 3, 4, _SHORT, self.plan.model.layers)
         ]
         for plan in plans:
@@ -173,7 +174,7 @@ class SlotSearch:
         for interval, slots in itertools.product(lengths, self.weight_slots):
             plan = with_knobs(
                 self.plan,
-                accumulation=2,
+                groups=2,
                 chunk_bytes=ONE_COPY,
                 checkpoint_interval=interval,
                 weight_slots=slots,
@@ -188,7 +189,7 @@ class SlotSearch:
                 )
                 if any(self._excess((interval, slots), path) == 0 for path in self.paths):
                     times[interval, slots] = uncontended_makespan_ns(
-                        policy_library.lower(plan), self.costs
+                        timed(plan, self.costs), self.costs
                     )
             except UserError as error:  # the policy does not accept this pair
                 self.sizes.pop((interval, slots), None)
@@ -204,7 +205,7 @@ class SlotSearch:
         short = with_knobs(
             self.plan,
             layers=max(_SHORT, interval + 2, self.tiny.model.layers),
-            accumulation=2,
+            groups=2,
             checkpoint_interval=interval,
             weight_slots=slots,
         )
@@ -213,7 +214,7 @@ class SlotSearch:
             if self._excess((interval, slots), path) == 0:
                 setting = {"gradient_slots": path[0], "gradient_staging": path[1]}
                 time = uncontended_makespan_ns(
-                    policy_library.lower(with_knobs(short, chunk_bytes=ONE_COPY, **setting)),
+                    timed(with_knobs(short, chunk_bytes=ONE_COPY, **setting), self.costs),
                     self.costs,
                 )
                 knobs.append((time, sum(more), setting))
@@ -223,7 +224,7 @@ class SlotSearch:
         tried: list[tuple[int, int, int, dict[str, int]]] = []
         for (_, total, setting), chunk in itertools.product(kept, self.chunks):
             time = makespan_ns(
-                policy_library.lower(with_knobs(short, chunk_bytes=chunk, **setting)), self.costs
+                timed(with_knobs(short, chunk_bytes=chunk, **setting), self.costs), self.costs
             )
             tried.append((time, total, -chunk, {**setting, "chunk_bytes": chunk}))
         fastest = min(entry[0] for entry in tried)

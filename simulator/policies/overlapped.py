@@ -30,6 +30,10 @@ complete. The gradient of a layer that the device updates never leaves the devic
 * `weights_ahead` changes the order on the `h2d` lane. Compute waits for the weights of the next
   layer, but not for the state of the layer before it. With 1, these weights are loaded first.
 
+With several micro-batches in a group (`micro_batch_group`), the weights of a layer are loaded once
+for all of them, and the sum of their gradients stays in its slot until the last of them has added
+its own. So the copies of a step do not grow with the accumulation, only with the number of groups.
+
 Layers in `host_updated` are updated by the CPU at the same point of the program (`cpu_update`).
 Their gradients are copied to the host and only their weights are copied back, each chunk as soon as
 it is updated. This saves the copies of their state and costs host memory bandwidth.
@@ -72,6 +76,8 @@ class _OverlappedStore:
         self.home: dict[tuple[StateClass, str], str] = {}
         """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
         gradient that is used up inside the backward pass has none."""
+        self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
+        """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
@@ -89,6 +95,8 @@ class _OverlappedStore:
                     self.home[name, layer] = builder.persistent(
                         f"{place}.{name}", layer, size * spec.elements, name, dtype
                     )
+                    if place == "host":
+                        self.streamed[name].append(layer)
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
@@ -96,6 +104,8 @@ class _OverlappedStore:
         """Layer -> gradient contributions that the step has written so far."""
         self.updated: set[str] = set()
         """Layers whose deferred update this step has applied."""
+        self.summing: dict[str, str] = {}
+        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.pending: tuple[str, str] | None = None
         """(layer, gradient buffer) of an update that waits until the copies of the next layer's
         weights are emitted."""
@@ -107,11 +117,11 @@ class _OverlappedStore:
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
-            streaming = [
-                (self.state[layer][name], spec.elements)
-                for layer, spec in self.stack.items()
-                if self._streams(name, layer) and layer not in self.on_host
-            ]
+            streaming = {
+                (self.state[layer][name], self.stack[layer].elements)
+                for layer in self.streamed[name]
+                if layer not in self.on_host
+            }
             dtypes = {part.dtype for part, _ in streaming}
             if streaming:
                 self.builder.slots(
@@ -124,9 +134,22 @@ class _OverlappedStore:
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        for layer, spec in self.stack.items():
+        streamed, home = set(self.streamed["weights"]), self.home
+        # Layers that are alike need the same slots, so one of them is enough.
+        alike = {
+            (
+                spec.kind,
+                spec.elements,
+                self.contributions[layer],
+                layer in streamed,
+                home.get(("gradients", layer), "")[:7],
+            ): layer
+            for layer, spec in self.stack.items()
+        }
+        for layer in alike.values():
+            spec = self.stack[layer]
             decoder = spec.kind == "decoder"
-            if self._streams("weights", layer):
+            if layer in streamed:
                 cache = self._cache(layer)
                 kind: tuple[str, StateClass, BufferDtype, str] = (
                     cache.pool,
@@ -245,6 +268,8 @@ class _OverlappedStore:
         adding = self.arrived[layer] > 0
         if home.startswith("device."):
             return home, adding
+        if layer in self.summing:
+            return self.summing.pop(layer), True
         pool = self._gradient_pool(layer)
         if self.pending and self.plan.knobs.gradient_slots == 1:
             self.emit_pending_update()
@@ -273,6 +298,13 @@ class _OverlappedStore:
                 self.emit_pending_update()
             return
         home = self.home.get(("gradients", layer), "")
+        knobs = self.plan.knobs
+        if (micro + 1) % knobs.micro_batch_group and knobs.checkpoint_interval == 1:
+            # The next op on this layer is that of the next micro-batch. A block of several layers
+            # would hold as many slots.
+            if buffer != home:
+                self.summing[layer] = buffer
+            return
         if buffer != home:
             width = self.state[layer]["gradients"].bytes
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
@@ -506,6 +538,7 @@ class Overlapped(ParameterStorePolicy):
         "checkpoint_interval",
         "chunk_bytes",
         "weights_ahead",
+        "micro_batch_group",
     )
     placements = (
         "weights",

@@ -3,7 +3,9 @@ and what an op's cost depends on.
 
 The order in which gradients are added is part of the result, because floating-point addition is not
 associative. Every policy adds them in the order of the micro-batches. With tied embeddings, it adds
-the head's gradient before the embedding's own.
+the head's gradient before the embedding's own. Several micro-batches in a group keep this order,
+except with tied embeddings: the head's gradients of the whole group would come first. `Plan`
+refuses such a group.
 """
 
 from __future__ import annotations

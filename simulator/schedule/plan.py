@@ -68,6 +68,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """1: if a layer is updated inside the backward pass, the next layer's weights are loaded before
     its optimizer state, which would otherwise delay them. 0: both are loaded in the order of
     use."""
+    micro_batch_group: int = 1
+    """Micro-batches that pass through a layer, one after the other, before the next layer is
+    loaded. With more of them, weights are loaded and gradients are stored once for all of them, and
+    layer inputs are kept for all of them. The accumulation is a multiple of it."""
     placement: Placement = Placement()
     """Which layers keep which class of data on the device."""
 
@@ -79,6 +83,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             ("chunk_bytes", 4096),
             ("checkpoint_interval", 1),
             ("state_slots", 1),
+            ("micro_batch_group", 1),
         ):
             if not least <= getattr(self, field) <= 2**40:
                 raise UserError(
@@ -156,6 +161,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     allowed=">= 1",
                     fix=f"set {field} to the bytes that the run may use",
                 )
+        group, accumulation = self.knobs.micro_batch_group, self.workload.accumulation
+        if group > 1 and (self.model.tied or accumulation % group):
+            raise UserError(
+                "knobs: micro_batch_group",
+                found=group,
+                allowed=(
+                    "1 with tied embeddings, whose gradients are added one micro-batch at a time"
+                    if self.model.tied
+                    else f"a divisor of the accumulation, {accumulation}"
+                ),
+                fix="set micro_batch_group = 1",
+            )
 
     def placed(self, name: str) -> frozenset[str]:
         """Returns the layers in the field `name` of the placement. Raises UserError if the field
@@ -169,6 +186,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for field, default in (("documents", False), ("no_dropout", False), ("optimizer", ADAMW)):
             if data["workload"][field] == default:
                 del data["workload"][field]
+        if self.knobs.micro_batch_group == 1:
+            del data["knobs"]["micro_batch_group"]
         write_toml(
             path, data, "A megatrain plan. Run it with `megatrain simulate` or `megatrain train`."
         )

@@ -29,6 +29,8 @@ class Compiled(NamedTuple):
     fault: str
     """The first dependency that is not earlier in program order than its op, as an error text.
     Empty if there is none."""
+    micro_batches: tuple[int, ...]
+    """The last compute op of each micro-batch, the first micro-batch first."""
 
 
 class Sizes(NamedTuple):
@@ -119,7 +121,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             f"{op.id}: depends on {op.after[which]}, which is not before it"
             for op, which in late[:1]
         )
-        return Compiled(lanes, after, fault)
+        last: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if op.lane == "compute" and (micro := parse_id(op.id).micro) is not None:
+                last[micro] = index
+        return Compiled(lanes, after, fault, tuple([last[micro] for micro in sorted(last)]))
 
     @functools.cached_property
     def sizes(self) -> Sizes:

@@ -61,7 +61,23 @@ class VectorClocks:
         Returns the necessary dependencies in program order: those of `after` that follow neither
         from the lane's order nor from another dependency.
         """
+        return self._add(self._lane(lane), after)
+
+    def append(
+        self, lane: str, reads: Sequence[str], writes: Sequence[str], also: int | None = None
+    ) -> list[int]:
+        """Adds an op at the end of `lane` that waits for all that `touch` finds, and for `also`.
+
+        Returns the necessary dependencies, as `add` does.
+        """
         index = self._lane(lane)
+        after = self._touch(index, reads, writes)
+        if also is not None:
+            after.append(also)
+        return self._add(index, after)
+
+    def _add(self, index: int, after: Sequence[int]) -> list[int]:
+        """Does what `add` does, for the lane with this number."""
         clock, kept = self._next[index], list[int]()
         # The latest op comes first, because it may imply earlier ones.
         for other in sorted(set(after), reverse=True) if len(after) > 1 else after:
@@ -93,9 +109,12 @@ class VectorClocks:
         readers and writers of what it writes. Ops that the lane already waits for are left out. An
         op may occur twice.
         """
-        uses, ended, index = self._uses, self._ended, self._lane(lane)
+        return self._touch(self._lane(lane), reads, writes)
+
+    def _touch(self, index: int, reads: Iterable[str], writes: Iterable[str]) -> list[int]:
+        """Does what `touch` does, for the lane with this number."""
+        uses, ended, clock = self._uses, self._ended, self._next[index]
         op, found = len(self._clocks), list[int]()
-        clock = self._next[index]
         for buffer in reads:
             overlapping = uses.get(buffer) or self._first_use(buffer)
             for use in overlapping:

@@ -327,13 +327,12 @@ class Adviser:
             changes["accumulation"] = 2 * work.accumulation
         if work.clipping == "global":
             changes["clipping"] = "none"
+        moments = self._fast_moments()  # first, while the schedule of the choice is still cached
         found = [
             self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
             for name, value in changes.items()
         ]
-        return [
-            entry for entry in [*found, self._resident(), self._fast_moments()] if entry is not None
-        ]
+        return [entry for entry in [*found, self._resident(), moments] if entry is not None]
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int

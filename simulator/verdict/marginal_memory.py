@@ -110,12 +110,11 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
             wider += search.filling.with_other_inputs(with_knobs(roomier, **slots))
     else:
         wider += _newly_fitting(search.filling, roomier, plan.host_limit_bytes)
+    fitting = list(dict.fromkeys(other for other in wider if search.filling.account(other).fits))
+    if not fitting:
+        return None, 1.0
     now = search.time(plan)
-    found = search.faster(
-        now,
-        plan,
-        list(dict.fromkeys(other for other in wider if search.filling.account(other).fits)),
-    )
+    found = search.faster(now, plan, fitting)
     return (found[1].knobs, found[0] / now) if found else (None, 1.0)
 
 
@@ -130,7 +129,7 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
         "chunk_bytes": ONE_COPY,
     }
     for interval in intervals(plan.model.layers):
-        large = with_knobs(plan, accumulation=2, checkpoint_interval=interval, **most)
+        large = with_knobs(plan, groups=2, checkpoint_interval=interval, **most)
         try:
             account = plan_account(large, policies.outline(large), costs)
         except UserError:  # the policy accepts only one value of some knob

@@ -17,9 +17,9 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import format_bytes
-from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs import Calibrated, CostModel, cost_model
 from megatrain.simulator.costs.within_spread import WithinSpread
-from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -298,7 +298,7 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
     # The relative range of two micro-batches is used for any number of them.
-    few = with_knobs(plan, accumulation=2)
+    few = with_knobs(plan, groups=2)
     costs = cost_model(hardware, few.model, few.workload)
     if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
         return None, None
@@ -394,15 +394,42 @@ def explain(
     for index, op in enumerate(sizes.ops):
         if costs.extrapolated(op):
             flagged[op.kind] += counts[index]
-    timeline = simulate(schedule, costs)
+    timeline = play(schedule, costs)
     exposed = exposed_ns(timeline)
     names = policy_library.contenders() if names is None else names
-    footprints = usable(plan, hardware, costs, names)
-    if choice.feasible and footprints:
-        # The chosen plan may need less memory than these, because state on the device needs no
-        # slots.
-        footprints.append(MemoryFootprint(plan, costs))
+    footprints = _footprints(choice, hardware, costs, names)
+    verdict = msgspec.structs.replace(
+        verdict,
+        slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
+        exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
+        step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
+        extrapolated=dict(flagged),
+        one_more_gib=one_more_gib(choice, hardware, costs),
+        reason="" if choice.feasible else _lacking(verdict),
+        longest_context=longest_context(footprints, plan.workload) if footprints else None,
+        largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
+        multi_gpu=(
+            estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
+            if gpus != 1
+            else None
+        ),
+    )
+    if tokens is not None:
+        verdict = msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
+    return advised(verdict, choice, hardware, names) if advise else verdict
 
+
+def advised(
+    verdict: Verdict, choice: Choice, hardware: HardwareSpec, names: list[str] | None = None
+) -> Verdict:
+    """Returns the verdict of `explain` on a choice, with changes that were tried and would help.
+
+    The other arguments are those of `explain`.
+    """
+    plan = choice.plan
+    costs = cost_model(hardware, plan.model, plan.workload)
+    names = policy_library.contenders() if names is None else names
+    footprints = _footprints(choice, hardware, costs, names)
     # If the chosen policy places state, the other policies were slower or did not fit.
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
@@ -416,35 +443,22 @@ def explain(
             policies=searched,
         )[0]
 
-    # This is done before the advice, while the schedule of the choice is still cached.
-    more_memory = one_more_gib(choice, hardware, costs)
-    advice = (
-        Adviser(choice, hardware, costs, names, search_again, footprints).suggestions()
-        if footprints and advise
-        else ()
-    )
-    verdict = msgspec.structs.replace(
-        verdict,
-        slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
-        exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
-        step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
-        extrapolated=dict(flagged),
-        advice=advice,
-        one_more_gib=more_memory,
-        reason="" if choice.feasible else _lacking(verdict),
-        longest_context=longest_context(footprints, plan.workload) if footprints else None,
-        largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
-        multi_gpu=(
-            estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
-            if gpus != 1
-            else None
-        ),
-    )
-    return (
-        verdict
-        if tokens is None
-        else msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
-    )
+    if not footprints:
+        return verdict
+    adviser = Adviser(choice, hardware, costs, names, search_again, footprints)
+    return msgspec.structs.replace(verdict, advice=adviser.suggestions())
+
+
+def _footprints(
+    choice: Choice, hardware: HardwareSpec, costs: CostModel, names: list[str]
+) -> list[MemoryFootprint]:
+    """Returns the plans of the policies `names` that need the least memory, and `choice`."""
+    footprints = usable(choice.plan, hardware, costs, names)
+    if choice.feasible and footprints:
+        # The chosen plan may need less memory than these, because state on the device needs no
+        # slots.
+        footprints.append(MemoryFootprint(choice.plan, costs))
+    return footprints
 
 
 def judge(

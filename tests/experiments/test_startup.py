@@ -13,6 +13,8 @@ import sys
 import pytest
 from pages import ROOT
 
+from megatrain.experiments.cli import main as cli
+
 CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
 
 
@@ -43,6 +45,30 @@ def test_predicting_loads_neither_torch_nor_transformers(words: tuple[str, ...])
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_verb_loads_neither_another_nor_simpy() -> None:
+    program = (
+        "import sys\nfrom megatrain.experiments.cli import main as cli\ncli.main(sys.argv[1:])\n"
+        "print([name for name in sys.modules if '.cli.commands.' in name or name == 'simpy'])"
+    )
+    words = ["check", "tiny", "--hardware", "h200"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "['megatrain.experiments.cli.commands.check']"
+
+
+def test_the_list_of_verbs_has_the_first_line_of_each() -> None:
+    """The lines are read from the files, without importing the modules."""
+    assert {verb: cli._summary(verb) for verb in cli.VERBS} == {
+        verb: module.__doc__.partition("\n")[0] for verb, module in cli.VERBS.items()
+    }
 
 
 @pytest.mark.usefixtures("workplace")

@@ -163,11 +163,13 @@ def test_the_engine_shares_host_memory_by_the_rules(
 def test_the_makespan_is_the_end_of_what_simpy_plays(
     case: tuple[Schedule, Given], memory: HostMemorySpec | None
 ) -> None:
-    """`makespan_ns` gives the makespan of the whole simulation."""
+    """The loop without simpy gives the same timeline, and `makespan_ns` its end."""
     schedule, costs = case
     for dispatch in ({}, costs.dispatch_ns):
         shared = Given(costs.durations, costs.contention, dispatch, memory)
-        assert engine.makespan_ns(schedule, shared) == simulate(schedule, shared).makespan_ns
+        timeline = simulate(schedule, shared)
+        assert engine.play(schedule, shared) == timeline
+        assert engine.makespan_ns(schedule, shared) == timeline.makespan_ns
 
 
 @given(cases(contention=False, dispatch=True))

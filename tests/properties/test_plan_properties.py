@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.engine.evaluator import (
     bounds,
     evaluate,
-    further_micro_batch_ns,
+    two_groups_ns,
     uncontended_makespan_ns,
 )
 from megatrain.simulator.hardware.cost_table import HostMemorySpec
@@ -30,9 +31,11 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, timed, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
-from megatrain.simulator.schedule import Schedule, base_buffer
+from megatrain.simulator.policies.registry import POLICIES
+from megatrain.simulator.policies.resident import Resident
+from megatrain.simulator.schedule import Schedule, Sizes, base_buffer, serialized
 from megatrain.simulator.schedule.arithmetic import gradient_bytes
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -62,8 +65,8 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
     """Returns a plan of `policy` with random knobs, down to the smallest that it takes."""
     changes: dict[str, Any] = {
         "layers": data.draw(st.integers(1, 4)),
-        "tied": data.draw(st.booleans()),
-        "accumulation": data.draw(st.integers(1, 2)),
+        "tied": (tied := data.draw(st.booleans())),
+        "accumulation": (accumulation := data.draw(st.integers(1, 3))),
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
         "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
         "gradient_slots": data.draw(st.integers(1, 3)),
@@ -72,6 +75,7 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
         "checkpoint_interval": data.draw(st.integers(1, 5)),
         "state_slots": data.draw(st.integers(1, 3)),
         "weights_ahead": data.draw(st.integers(0, 1)),
+        "micro_batch_group": 1 if tied else data.draw(st.sampled_from([1, accumulation])),
         "placement": Placement(
             **{
                 name: data.draw(st.sampled_from(["", "0", "all"]))
@@ -118,23 +122,64 @@ def test_any_plan_on_any_machine_plays_by_the_rules(
 def test_no_plan_is_faster_than_its_lower_bounds(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """Neither the plan's own step nor a step with more micro-batches is below its lower bound.
+    """Neither the plan's own step nor a step with more groups is below its lower bound.
 
-    The search extrapolates the step with more micro-batches from two.
+    The search extrapolates the step with more groups of micro-batches from two.
     """
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
     least, time = LowerBound(plan, costs), makespan_ns(schedule, costs)
     assert least.compute_ns(plan) <= least.step_ns(plan) <= time
-    more = data.draw(st.integers(1, 3))
+    more, group = data.draw(st.integers(1, 3)), plan.knobs.micro_batch_group
     longer = msgspec.structs.replace(
-        plan, workload=msgspec.structs.replace(plan.workload, accumulation=2 + more)
+        plan, workload=msgspec.structs.replace(plan.workload, accumulation=(2 + more) * group)
     )
-    least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, accumulation=2))
-    assert least.step_ns(longer) <= makespan_ns(two, costs) + more * further_micro_batch_ns(
-        two, costs
+    least, two = LowerBound(longer, costs), policies.lower(with_knobs(longer, groups=2))
+    short = InShortGroups(costs, group)
+    assert (
+        least.step_ns(longer)
+        <= makespan_ns(two, short) + more * (two_groups_ns(two, short, min(group, 2))[1])
     )
     assert least.compute_ns(longer) <= makespan_ns(policies.lower(longer), costs)
+
+
+@every_policy
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_schedule_that_is_only_timed_has_the_times_of_the_whole_one(
+    make_plan: MakePlan, policy: str, data: st.DataObject
+) -> None:
+    """It has no ops. What the builder knows of the whole one is what its ops say."""
+    plan, schedule = drawn(make_plan, policy, data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    quick, read = timed(plan, costs), msgspec.structs.replace(schedule)
+    assert (quick.ops, quick.buffers) == ((), ())
+    for time in (makespan_ns, uncontended_makespan_ns, two_groups_ns):
+        assert time(quick, costs) == time(schedule, costs) == time(read, costs)
+    assert schedule.compiled == read.compiled
+    assert schedule.sizes.which == read.sizes.which == quick.sizes.which
+
+
+class _OpByOp(Datasheet):
+    def sizes(self, schedule: Schedule) -> Sizes:
+        return Sizes(schedule.ops, list(range(len(schedule.ops))))
+
+
+class _OwnLower(Resident):
+    def lower(self, plan: Plan) -> Schedule:
+        return serialized(super().lower(plan))
+
+
+def test_a_cost_model_and_a_policy_that_need_all_ops_get_them(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan("overlapped")
+    costs = _OpByOp(H200, plan.model, plan.workload)
+    for each in (costs, ScaledCosts(costs, lambda op: op)):
+        assert timed(plan, each) == policies.lower(plan)
+    monkeypatch.setitem(POLICIES._loaded, "own", _OwnLower())
+    own = make_plan("own")
+    assert timed(own, Datasheet(H200, own.model, own.workload)) == policies.lower(own)
 
 
 def assert_links_carry_what_they_can(

@@ -332,8 +332,14 @@ def plans(draw: st.DrawFn) -> Plan:
         state_slots=draw(st.sampled_from([1, 2, 3, 40])),
         placement=draw(placements(model)),
         weights_ahead=draw(st.integers(0, 1)),
+        micro_batch_group=draw(
+            st.sampled_from([1] if model.tied or work.accumulation == 1 else [1, 2, 4])
+        ),
     )
-    event(f"{policy}, {work.dtype}, accumulation {work.accumulation}, clipping {work.clipping}")
+    event(
+        f"{policy}, {work.dtype}, accumulation {work.accumulation} in groups of"
+        f" {knobs.micro_batch_group}, clipping {work.clipping}"
+    )
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
 
 
@@ -419,6 +425,45 @@ def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: 
         placement=placement,
     )
     assert_invariant(planned(policy, model_of(family="qwen2", layers=5), work, knobs))
+
+
+@pytest.mark.parametrize(
+    ("group", "clipping", "dtype", "interval"),
+    [
+        (4, "global", "bf16", 1),
+        (2, "global", "fp32", 1),
+        (4, "update", "bf16", 1),
+        (2, "layer", "fp32", 3),
+    ],
+)
+def test_micro_batches_may_go_through_a_layer_together(
+    group: int, clipping: Any, dtype: Any, interval: int
+) -> None:
+    """One layer saves its activations, one its attention, and one offloads its inputs.
+
+    One is updated by the host, one keeps its gradient on the device, and one all its state.
+    """
+    work = Workload(
+        batch=2, sequence=16, accumulation=4, clipping=clipping, dtype=dtype, loss_chunk=13
+    )
+    placement = Placement(
+        saved_activations="4",
+        saved_attention="0-1",
+        offloaded_inputs="0-3",
+        host_updated="1,h",
+        gradients="0,2",
+        weights="2",
+        moments="2",
+        master_low="2",
+    )
+    knobs = Knobs(
+        gradient_slots=1,
+        chunk_bytes=20_000,
+        checkpoint_interval=interval,
+        placement=placement,
+        micro_batch_group=group,
+    )
+    assert_invariant(planned("overlapped", model_of(family="qwen2", layers=5), work, knobs))
 
 
 @pytest.mark.parametrize("host_updated", ["", "all", "e,1-2"])

@@ -226,6 +226,11 @@ GONE = object()
             2,
             ["knobs: weights_ahead: ", "found 2", "allowed: 0 or 1", "fix: set weights_ahead = 1"],
         ),
+        (
+            "knobs.micro_batch_group",
+            2,
+            ["knobs: micro_batch_group: ", "found 2", "a divisor of the accumulation, 1", "fix: "],
+        ),
         ("workload.batch", 0, ["workload: batch: ", "found 0", "allowed: 1 to ", "fix: set batch"]),
         (
             "workload.sequence",
@@ -363,6 +368,7 @@ def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
         "checkpoint_interval": 1,
         "state_slots": 2,
         "weights_ahead": 0,
+        "micro_batch_group": 1,
     }
     workload = msgspec.convert({"batch": 3, "sequence": 5}, Workload)
     assert workload == Workload(

@@ -18,6 +18,7 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import group_sizes, with_knobs
 from megatrain.simulator.planner.search import Choice, assess, search
 from megatrain.simulator.planner.slot_search import intervals
 
@@ -64,6 +65,34 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path) -> No
         )
         choice.plan.save(tmp_path / "plan.toml")
         assert type(choice.plan).load(tmp_path / "plan.toml") == choice.plan
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 6), (1, 12)])
+def test_micro_batches_go_through_the_model_together_where_copies_are_slow(
+    batch: int, accumulation: int
+) -> None:
+    """The choice is much faster than the same plan with one micro-batch at a time."""
+    work = Workload(batch=batch, sequence=1024, accumulation=accumulation)
+    limits = {"device_limit": 4 * GIB, "policies": ["overlapped"]}
+    choice = find(SMALL, work, **limits)[0]
+    assert choice.feasible
+    assert choice.plan.knobs.micro_batch_group > 1
+    alone = assess(
+        with_knobs(choice.plan, micro_batch_group=1), cost_model(H200, SMALL, work)
+    ).step_seconds
+    assert choice.step_seconds < 0.8 * alone
+
+
+def test_every_size_of_a_group_divides_the_accumulation() -> None:
+    choice = find(SMALL, Workload(batch=1, sequence=1024, accumulation=12))[0]
+    plan = with_knobs(choice.plan, micro_batch_group=1)
+    streaming, resident = (
+        msgspec.structs.replace(plan, policy=policy) for policy in ("overlapped", "resident")
+    )
+    assert group_sizes(streaming) == [1, 2, 3, 4, 6, 12]
+    assert group_sizes(resident) == [1]
+    tied = msgspec.structs.replace(streaming, model=ModelSpec.load("qwen2.5-0.5b"))
+    assert group_sizes(tied) == [1]
 
 
 @pytest.mark.parametrize("clipping", ["layer", "update"])

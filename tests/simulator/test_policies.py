@@ -18,7 +18,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Clipping
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -156,6 +156,7 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
         {},
         {"accumulation": 2, "tied": True},
         {"clipping": "update", "checkpoint_interval": 2},
+        {"accumulation": 4, "micro_batch_group": 2},
     ):
         plan = make_plan(policy, **changes)
         assert policies.outline(plan).buffers == policies.lower(plan).buffers
@@ -180,6 +181,32 @@ def test_an_update_stands_before_the_next_weights_or_right_behind_them(
     schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
     assert place[around[0]] < place["L2.c0"] < place["U2.c0"] < place["S2.c0"] < place[around[1]]
+
+
+def test_a_group_of_micro_batches_loads_and_saves_a_layer_once(make_plan: Make) -> None:
+    """The bytes of weights and gradients that move follow from the number of groups.
+
+    Layer inputs that are offloaded move for each micro-batch.
+    """
+    inputs = ("save_activations", "load_activations")
+    moved: dict[int, Counter[str]] = {}
+    for group in (1, 2, 4):
+        plan = make_plan(
+            "overlapped",
+            accumulation=4,
+            micro_batch_group=group,
+            placement=Placement(offloaded_inputs="all"),
+        )
+        schedule = policies.lower(plan)
+        schedule.check()
+        moved[group] = Counter()
+        for op in schedule.ops:
+            moved[group][op.kind] += op.bytes
+    assert moved[1]["save_gradients"] == 2 * moved[2]["save_gradients"]
+    assert moved[2]["save_gradients"] == 2 * moved[4]["save_gradients"] > 0
+    assert moved[1]["load_weights"] > moved[2]["load_weights"] > moved[4]["load_weights"] > 0
+    assert moved[4]["load_gradients"] == 0
+    assert all(moved[1][kind] == moved[2][kind] == moved[4][kind] > 0 for kind in inputs)
 
 
 def test_resident_copies_nothing(make_plan: Make) -> None:

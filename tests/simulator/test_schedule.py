@@ -180,6 +180,7 @@ VARIATIONS: list[dict[str, Any]] = [
     {"clipping": "layer", "weights_ahead": 1, "tied": True},
     {"clipping": "update", "placement": Placement(host_updated="e,1-2")},
     {"placement": Placement(host_updated="0,2,h")},
+    {"accumulation": 2, "micro_batch_group": 2, "placement": Placement(offloaded_inputs="0,1")},
 ]
 
 

@@ -139,7 +139,8 @@ def _knobs(verdict: Verdict) -> str:
     parts = [
         f"{name} {value}"
         for name, value in knobs.items()
-        if name not in ("chunk_bytes", "placement") and (value or name != "weights_ahead")
+        if name not in ("chunk_bytes", "placement")
+        and (name, value) not in (("weights_ahead", 0), ("micro_batch_group", 1))
     ]
     placement = knobs.get("placement", Placement())
     if isinstance(placement, Placement):

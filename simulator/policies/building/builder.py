@@ -11,7 +11,9 @@ from typing import Any, TypedDict, Unpack
 
 import msgspec
 
+from megatrain.simulator.policies.building.latest_uses import LatestUses
 from megatrain.simulator.schedule import (
+    LANES,
     Buffer,
     BufferDtype,
     DataClass,
@@ -19,9 +21,14 @@ from megatrain.simulator.schedule import (
     OpId,
     Schedule,
     ScheduleError,
+    Sizes,
 )
 from megatrain.simulator.schedule.buffer import DTYPE_OF, allocated_bytes
+from megatrain.simulator.schedule.schedule import Compiled
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
+
+_LANES = {lane: index for index, lane in enumerate(LANES)}
+_COMPUTE = _LANES["compute"]
 
 
 class Traits(TypedDict, total=False):
@@ -44,7 +51,9 @@ class Builder:
     run further ahead.
     """
 
-    def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
+    def __init__(
+        self, policy: str, *, serial: bool = False, merged: bool = False, timed: bool = False
+    ) -> None:
         """Starts an empty program.
 
         Args:
@@ -52,9 +61,11 @@ class Builder:
             serial: Every op also waits for the op before it, so that nothing overlaps.
             merged: All buffers of a pool become one, except those that PyTorch allocates. This is
                 enough to know the bytes of each pool, but no ops can be added.
+            timed: The schedule gets no buffers and no ops, only `compiled` and `sizes`. This is
+                enough to know its time, and takes half as long.
         """
         self._policy, self._serial = policy, serial
-        self._merged = merged
+        self._merged, self._timed = merged, timed
         self._pools: dict[str, Buffer] = {}
         """With `merged`: pool -> its first buffer."""
         self._pool_bytes: dict[str, int] = defaultdict(int)
@@ -63,10 +74,16 @@ class Builder:
         self._free: dict[str, deque[str]] = {}  # by pool
         self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
         self._fresh: set[str] = set()
-        self._ops: list[dict[str, Any]] = []
-        self._names: list[str] = []
+        self._ids: list[OpId] = []
+        self._lanes: list[int] = []
+        self._reads: list[tuple[str, ...]] = []
+        self._writes: list[tuple[str, ...]] = []
+        self._after: list[tuple[int, ...]] = []
+        self._sizes: list[dict[str, Any]] = []
+        self._acquires: dict[int, tuple[str, ...]] = {}
         self._releases: dict[int, list[str]] = {}
         self._order = VectorClocks()
+        self._uses = LatestUses()
 
     def persistent(
         self,
@@ -83,6 +100,8 @@ class Builder:
         to. `dtype` may be left out if the class of data has only one.
         """
         name = f"{pool}:{key}"
+        if self._timed:
+            return name
         if self._merged:
             self._pool_bytes[pool] += allocated_bytes(pool, size)
             if pool in self._pools:
@@ -106,6 +125,9 @@ class Builder:
         **traits: Unpack[Traits],
     ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
+        if self._timed:
+            self._add_free(pool, [f"{pool}:{index}" for index in range(count)])
+            return
         kind = dtype or DTYPE_OF[data]
         merged = self._merged and not traits.get("dynamic", False)
         made = [
@@ -114,14 +136,14 @@ class Builder:
         ]
         if not merged:
             self._buffers += made
-            self._add_free(pool, made)
+            self._add_free(pool, [buffer.id for buffer in made])
             return
         self._pool_bytes[pool] += count * allocated_bytes(pool, size)
         for buffer in made:
             self._pools.setdefault(pool, buffer)
 
-    def _add_free(self, pool: str, slots: Sequence[Buffer]) -> None:
-        self._free[pool] = free = deque([slot.id for slot in slots])
+    def _add_free(self, pool: str, slots: Sequence[str]) -> None:
+        self._free[pool] = free = deque(slots)
         self._queue |= dict.fromkeys(free, free)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
@@ -132,7 +154,7 @@ class Builder:
         self._buffers += buffers
         slots = [buffer for buffer in buffers if not buffer.persistent]
         if slots:
-            self._add_free(slots[0].pool, slots)
+            self._add_free(slots[0].pool, [slot.id for slot in slots])
 
     def acquire(self, pool: str) -> str:
         """Returns the slot of `pool` that has been free for longest.
@@ -148,41 +170,108 @@ class Builder:
 
     def release(self, slot: str) -> None:
         """Frees `slot` after the last op that reads or writes it."""
-        self._releases.setdefault(self._order.last(slot), []).append(slot)
+        if not self._timed:
+            self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._queue[slot].append(slot)
 
     def op(
         self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any
-    ) -> str:
-        """Appends an op and returns its id.
+    ) -> None:
+        """Appends an op.
 
         `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements` and `shape` of
         `Op`.
         """
-        reads, writes, name, order = tuple(reads), tuple(writes), str(id), self._order
-        before = order.touch(lane, reads, writes)
-        if self._serial and self._ops and self._ops[-1]["lane"] != lane:
-            before.append(len(self._ops) - 1)
-        before = order.add(lane, before)
-        sizes["id"], sizes["lane"], sizes["reads"], sizes["writes"] = name, lane, reads, writes
-        if before:
-            sizes["after"] = tuple([self._names[other] for other in before])
+        reads, writes = tuple(reads), tuple(writes)
+        also = None
+        if self._serial and self._ids and self._lanes[-1] != _LANES[lane]:
+            also = len(self._ids) - 1
         if self._fresh:
-            acquired = self._fresh.intersection(writes)
+            acquired = tuple([slot for slot in writes if slot in self._fresh])
             if acquired:
-                self._fresh -= acquired
-                sizes["acquires"] = tuple([slot for slot in writes if slot in acquired])
-        self._names.append(name)
-        self._ops.append(sizes)
-        return name
+                self._fresh.difference_update(acquired)
+                self._acquires[len(self._ids)] = acquired
+        self._ids.append(id)
+        self._lanes.append(_LANES[lane])
+        self._reads.append(reads)
+        self._writes.append(writes)
+        order = self._uses if self._timed else self._order
+        self._after.append(tuple(order.append(lane, reads, writes, also)))
+        self._sizes.append(sizes)
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""
-        for index, slots in self._releases.items():
-            self._ops[index]["releases"] = tuple(slots)
-        ops = tuple([Op(**op) for op in self._ops])
-        merged = [
-            msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
-            for pool, first in self._pools.items()
-        ]
-        return Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=ops)
+        if self._timed:
+            schedule = Schedule(policy=self._policy, buffers=(), ops=())
+        else:
+            merged = [
+                msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
+                for pool, first in self._pools.items()
+            ]
+            schedule = Schedule(
+                policy=self._policy, buffers=(*merged, *self._buffers), ops=self._ops()
+            )
+        vars(schedule).update(
+            compiled=Compiled(self._lanes, self._after, "", self._micro_batches()),
+            sizes=self._grouped(),
+        )
+        return schedule
+
+    def _ops(self) -> tuple[Op, ...]:
+        """Returns all ops so far."""
+        names = [str(id) for id in self._ids]
+        return tuple(
+            [
+                Op(
+                    id=name,
+                    lane=LANES[self._lanes[index]],
+                    after=tuple([names[other] for other in self._after[index]]),
+                    reads=self._reads[index],
+                    writes=self._writes[index],
+                    acquires=self._acquires.get(index, ()),
+                    releases=tuple(self._releases.get(index, ())),
+                    **self._sizes[index],
+                )
+                for index, name in enumerate(names)
+            ]
+        )
+
+    def _micro_batches(self) -> tuple[int, ...]:
+        """Returns `Compiled.micro_batches`."""
+        last: dict[int, int] = {}
+        for index, (id, lane) in enumerate(zip(self._ids, self._lanes, strict=True)):
+            if lane == _COMPUTE and id.micro is not None:
+                last[id.micro] = index
+        return tuple([last[micro] for micro in sorted(last)])
+
+    def _grouped(self) -> Sizes:
+        """Returns what `Schedule.sizes` would return."""
+        found: dict[tuple[object, ...], int] = {}
+        ops: list[Op] = []
+        which: list[int] = []
+        for id, lane, reads, writes, sizes in zip(
+            self._ids, self._lanes, self._reads, self._writes, self._sizes, strict=True
+        ):
+            adds = False
+            for buffer in writes:
+                if buffer in reads:
+                    adds = True
+            kind, layer, get = id[0], id[1], sizes.get
+            key = (
+                kind,
+                "" if layer.isdigit() else layer,
+                lane,
+                adds,
+                get("bytes", 0),
+                get("parameters", 0),
+                get("flops", 0),
+                get("elements", 0),
+                get("shape", ""),
+            )
+            size = found.get(key)
+            if size is None:
+                size = found[key] = len(ops)
+                op = Op(id=str(id), lane=LANES[lane], reads=reads, writes=writes, **sizes)
+                ops.append(op)
+            which.append(size)
+        return Sizes(tuple(ops), which)

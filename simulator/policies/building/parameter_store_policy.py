@@ -25,7 +25,13 @@ class ParameterStorePolicy(Policy):
         raise NotImplementedError
 
     def lower(self, plan: Plan) -> Schedule:
-        builder = Builder(plan.policy, serial=self.serial)
+        return self._lowered(Builder(plan.policy, serial=self.serial), plan)
+
+    def timed(self, plan: Plan) -> Schedule:
+        """Returns what `ParameterStorePolicy.lower` returns, with `compiled` and `sizes` alone."""
+        return self._lowered(Builder(plan.policy, serial=self.serial, timed=True), plan)
+
+    def _lowered(self, builder: Builder, plan: Plan) -> Schedule:
         compute(builder, plan, self.storage(builder, plan))
         return builder.build()
 

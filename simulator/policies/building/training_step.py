@@ -1,11 +1,12 @@
 """The compute ops of one optimizer step. A `ParameterStore` supplies weight and gradient buffers.
 
-For each micro-batch:
+For each group of micro-batches (`micro_batch_group`, one by default), each of its micro-batches
+takes a step of this list before any takes the next:
 
 1. Embedding.
-2. Forward through the decoder layers. Every K-th layer (`checkpoint_interval`) keeps its input on
-   the device, or offloads it to host memory. Layers in `saved_activations` save all activations.
-   Layers in `saved_attention` save their attention output and log-sum-exp.
+2. Forward through one decoder layer after the other. Every K-th layer (`checkpoint_interval`) keeps
+   its input on the device, or offloads it to host memory. Layers in `saved_activations` save all
+   activations. Layers in `saved_attention` save their attention output and log-sum-exp.
 3. Head with loss, forward and backward.
 4. For each block of K layers, from the last to the first: recompute the block's layers to get their
    activations, then run backward through them. Saved activations are not recomputed, and neither is
@@ -15,6 +16,7 @@ For each micro-batch:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
@@ -84,6 +86,7 @@ class _Compute:
     def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
         self.builder, self.plan, self.storage = builder, plan, storage
         model, work = plan.model, plan.workload
+        self.group = group = plan.knobs.micro_batch_group
         self.hidden_bytes = work.tokens * model.carried * DTYPE_BYTES[work.dtype]
         self.blocks = blocks_of(plan)
         self.saved_layers = {int(layer) for layer in plan.placed("saved_activations")}
@@ -103,7 +106,9 @@ class _Compute:
         saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype)
         builder.slots(
             "device.checkpoints",
-            len(self.blocks) - len(self.offloaded) + min(len(self.offloaded), 2),
+            # The inputs of one layer, and one output, are on the device even if they are offloaded.
+            group * (len(self.blocks) - len(self.offloaded))
+            + min(group * len(self.offloaded), group + 1),
             self.hidden_bytes,
             "hidden",
             work.dtype,
@@ -111,7 +116,7 @@ class _Compute:
         )
         builder.slots(
             "device.hidden",
-            max(longest, 1) + 1,
+            max(longest, 1) + group,
             self.hidden_bytes,
             "hidden",
             work.dtype,
@@ -128,7 +133,7 @@ class _Compute:
         )
         builder.slots(
             "device.saved_activations",
-            len(self.saved_layers),
+            group * len(self.saved_layers),
             saved,
             "saved_activations",
             dynamic=True,
@@ -142,12 +147,16 @@ class _Compute:
             default=0,
         )
         builder.slots(
-            "device.attention", len(self.attended), attention, "attention", scales_with_tokens=True
+            "device.attention",
+            group * len(self.attended),
+            attention,
+            "attention",
+            scales_with_tokens=True,
         )
         self.homes = {
-            index: builder.persistent(
+            (index, place): builder.persistent(
                 "host.offloaded_inputs",
-                str(index),
+                str(index) if group == 1 else f"{index}.{place}",
                 self.hidden_bytes,
                 "hidden",
                 work.dtype,
@@ -155,7 +164,9 @@ class _Compute:
                 per_gpu=True,
             )
             for index in sorted(self.offloaded)
+            for place in range(group)
         }
+        """(layer, place of the micro-batch in its group) -> the buffer with its input."""
         token_bytes = work.token_rows * 8 * work.tokens
         micros = [str(micro) for micro in range(work.accumulation)]
         self.tokens = [
@@ -169,12 +180,12 @@ class _Compute:
         ]
         self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
         """(kind, layer signature, kept) -> the fields of an op that its cost depends on."""
-        self.inputs: dict[int, str] = {}
-        """Layer -> the buffer with its input."""
-        self.saved: dict[int, str] = {}
-        """Layer -> the slot with its activations."""
-        self.attention: dict[int, str] = {}
-        """Layer -> the slot with its saved attention."""
+        self.inputs: dict[tuple[int, int], str] = {}
+        """(layer, micro-batch) -> the buffer with its input."""
+        self.saved: dict[tuple[int, int], str] = {}
+        """(layer, micro-batch) -> the slot with its activations."""
+        self.attention: dict[tuple[int, int], str] = {}
+        """(layer, micro-batch) -> the slot with its saved attention."""
 
     def emit(
         self,
@@ -197,55 +208,52 @@ class _Compute:
         self.builder.op(
             OpId("save_activations", str(index), micro=micro),
             "d2h",
-            [self.inputs[index]],
-            [self.homes[index]],
+            [self.inputs[index, micro]],
+            [self.homes[index, micro % self.group]],
             bytes=self.hidden_bytes,
         )
 
     def input_of(self, index: int, micro: int) -> str:
         """Returns the layer's input on the device for the backward pass, and loads it if needed."""
         if index in self.offloaded:
-            self.inputs[index] = slot = self.builder.acquire("device.checkpoints")
+            self.inputs[index, micro] = slot = self.builder.acquire("device.checkpoints")
             self.builder.op(
                 OpId("load_activations", str(index), micro=micro),
                 "h2d",
-                [self.homes[index]],
+                [self.homes[index, micro % self.group]],
                 [slot],
                 bytes=self.hidden_bytes,
             )
-        return self.inputs[index]
+        return self.inputs[index, micro]
 
-    def forward(self, micro: int) -> str:
-        """Emits the embedding and all decoder layers. Returns the output of the last layer."""
+    def embed(self, micro: int) -> str:
+        """Emits the embedding. Returns its output."""
         x = self.builder.acquire("device.checkpoints")
-        self.emit(
-            "embed",
-            "",
-            micro,
-            [self.storage.weights(EMBEDDING, "f", micro), self.tokens[micro]],
-            [x],
-        )
-        for index in range(self.plan.model.layers):
-            self.inputs[index] = x
-            if index in self.offloaded:
-                self.offload_input(index, micro)
-            weights = self.storage.weights(str(index), "f", micro)
-            outputs = [
-                self.builder.acquire(
-                    "device.checkpoints" if index + 1 in self.first else "device.hidden"
-                )
-            ]
-            if index in self.saved_layers:
-                self.saved[index] = self.builder.acquire("device.saved_activations")
-                outputs.append(self.saved[index])
-            if index in self.attended:
-                self.attention[index] = self.builder.acquire("device.attention")
-                outputs.append(self.attention[index])
-            self.emit("forward", str(index), micro, [weights, x], outputs)
-            if index not in self.first or index in self.offloaded:
-                self.builder.release(x)
-            x = outputs[0]
+        weights = self.storage.weights(EMBEDDING, "f", micro)
+        self.emit("embed", "", micro, [weights, self.tokens[micro]], [x])
         return x
+
+    def forward(self, index: int, micro: int, x: str) -> str:
+        """Emits the forward pass of one decoder layer with input `x`. Returns its output."""
+        self.inputs[index, micro] = x
+        if index in self.offloaded:
+            self.offload_input(index, micro)
+        weights = self.storage.weights(str(index), "f", micro)
+        outputs = [
+            self.builder.acquire(
+                "device.checkpoints" if index + 1 in self.first else "device.hidden"
+            )
+        ]
+        if index in self.saved_layers:
+            self.saved[index, micro] = self.builder.acquire("device.saved_activations")
+            outputs.append(self.saved[index, micro])
+        if index in self.attended:
+            self.attention[index, micro] = self.builder.acquire("device.attention")
+            outputs.append(self.attention[index, micro])
+        self.emit("forward", str(index), micro, [weights, x], outputs)
+        if index not in self.first or index in self.offloaded:
+            self.builder.release(x)
+        return outputs[0]
 
     def head(self, micro: int, x: str) -> str:
         """Emits head and loss, forward and backward. Returns the gradient of the head's input."""
@@ -267,25 +275,25 @@ class _Compute:
         """Runs the block's layers again and keeps their activations."""
         x = self.input_of(block[0], micro)
         for index in block:
-            self.inputs[index] = x
+            self.inputs[index, micro] = x
             weights = self.storage.weights(str(index), "r", micro)
-            self.saved[index] = self.builder.acquire("device.activations")
-            outputs = [self.saved[index]] + (
+            self.saved[index, micro] = self.builder.acquire("device.activations")
+            outputs = [self.saved[index, micro]] + (
                 [self.builder.acquire("device.hidden")] if index != block[-1] else []
             )
             self.emit(
                 "recompute",
                 str(index),
                 micro,
-                [weights, x, *self._kept(index)],
+                [weights, x, *self._kept(index, micro)],
                 outputs,
                 kept=index in self.attended,
             )
             x = outputs[-1]
 
-    def _kept(self, index: int) -> list[str]:
+    def _kept(self, index: int, micro: int) -> list[str]:
         """Returns the slot of the layer's saved attention, in a list that may be empty."""
-        return [self.attention[index]] if index in self.attended else []
+        return [self.attention[index, micro]] if index in self.attended else []
 
     def backward(self, index: int, micro: int, dx: str) -> str:
         """Emits the layer's backward pass. Returns the gradient of its input."""
@@ -294,23 +302,16 @@ class _Compute:
             self.storage.gradient(str(index), "b", micro),
         )
         below = self.builder.acquire("device.hidden")
-        reads = [weights, self.saved[index], self.inputs[index], dx, *self._kept(index)] + (
-            [gradient] if adding else []
-        )
+        used = [self.saved[index, micro], self.inputs[index, micro], dx, *self._kept(index, micro)]
+        reads = [weights, *used] + ([gradient] if adding else [])
         self.emit("backward", str(index), micro, reads, [gradient, below])
-        for slot in (self.saved[index], self.inputs[index], dx, *self._kept(index)):
+        for slot in used:
             self.builder.release(slot)
         self.storage.gradient_written(str(index), "b", micro, gradient)
         return below
 
-    def micro_batch(self, micro: int) -> None:
-        """Emits forward and backward of one micro-batch."""
-        dx = self.head(micro, self.forward(micro))
-        for block in reversed(self.blocks):
-            if block[0] not in self.saved_layers:
-                self.recompute(block, micro)
-            for index in reversed(block):
-                dx = self.backward(index, micro, dx)
+    def embed_backward(self, micro: int, dx: str) -> None:
+        """Emits the backward pass of the embedding."""
         gradient, adding = self.storage.gradient(EMBEDDING, "b", micro)
         self.emit(
             "embed_backward",
@@ -322,12 +323,29 @@ class _Compute:
         self.builder.release(dx)
         self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
 
+    def micro_batches(self, group: Sequence[int]) -> None:
+        """Emits forward and backward of a group of micro-batches, which go through the model
+        together.
+        """
+        x = {micro: self.embed(micro) for micro in group}
+        for index in range(self.plan.model.layers):
+            x |= {micro: self.forward(index, micro, x[micro]) for micro in group}
+        dx = {micro: self.head(micro, x[micro]) for micro in group}
+        for block in reversed(self.blocks):
+            for micro in group:
+                if block[0] not in self.saved_layers:
+                    self.recompute(block, micro)
+                for index in reversed(block):
+                    dx[micro] = self.backward(index, micro, dx[micro])
+        for micro in group:
+            self.embed_backward(micro, dx[micro])
+
 
 def compute(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
     """Emits the compute ops of one step with the buffers of `storage`, then the update."""
     step = _Compute(builder, plan, storage)
-    for micro in range(plan.workload.accumulation):
-        step.micro_batch(micro)
+    for first in range(0, plan.workload.accumulation, step.group):
+        step.micro_batches(range(first, first + step.group))
     storage.update()
 
 
