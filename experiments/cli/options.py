@@ -261,7 +261,7 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="dtype that layers compute in; master weights are always fp32 (default bf16)",
+        help="dtype that layers compute in (default bf16)",
     )
     group.add_argument(
         "--clipping",

@@ -60,15 +60,13 @@ class StateFormat(NamedTuple):
     moments: PlaneDtype
     """The dtype of each of the optimizer's moments."""
     what: str
-    """What the master and the moments are."""
+    """What the master and the moments are, in words."""
 
 
 FORMATS = {
     made.name: made
     for made in (
-        StateFormat(
-            name=EXACT, low="int16", moments="fp32", what="fp32 master weights and fp32 moments"
-        ),
+        StateFormat(name=EXACT, low="int16", moments="fp32", what="fp32 master weights"),
         StateFormat(
             name="master24",
             low="int8",
