@@ -285,10 +285,14 @@ class Reference:
         """Returns the loss and the gradients of the head's weights, and writes the gradient of `x`
         to `x.grad`. Works in chunks of tokens. The weights' gradients are summed in fp32.
         """
-        norm, weights = (
-            getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name),
-            self._parameters[self.spec.head],
-        )
+        norm = getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name)
+        # a tied head shares its layer with tensors that only the embedding uses
+        only_embedded = (*self.spec.tables[1:], *self.spec.positions) if self.spec.tied else ()
+        weights = {
+            name: parameter
+            for name, parameter in self._parameters[self.spec.head].items()
+            if name not in only_embedded
+        }
         parameters = list(weights.values())
         flat, targets, loss = (
             x.detach().flatten(0, 1),
