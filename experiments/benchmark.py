@@ -32,6 +32,7 @@ from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import metrics
 from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.policies import executable
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import summarize
@@ -171,6 +172,13 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     if not set(OWN).isdisjoint(args.systems):
         executable(plan)
     others = [system for system in args.systems if system not in OWN]
+    if others and plan.workload.state != EXACT:
+        raise UserError(
+            "state",
+            found=f"{plan.workload.state}, with {', '.join(others)}",
+            allowed=f"{EXACT}, which is what other systems run",
+            fix=f"leave out --state, or name only {', '.join(OWN)} in --systems",
+        )
     if others and plan.workload.optimizer != ADAMW:
         raise UserError(
             "optimizer",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
+from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 if TYPE_CHECKING:
     import torch
@@ -260,7 +261,7 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="dtype that layers compute in; master weights are always fp32 (default bf16)",
+        help="dtype that layers compute in (default bf16)",
     )
     group.add_argument(
         "--clipping",
@@ -276,6 +277,16 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         default="adamw",
         metavar="NAME",
         help="`adamw` (default), an installed optimizer, or a .py file that defines one",
+    )
+    group.add_argument(
+        "--state",
+        choices=tuple(FORMATS),
+        default=EXACT,
+        help="format of master weights and moments: "
+        + "; ".join(
+            f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
+            for made in FORMATS.values()
+        ),
     )
     group.add_argument(
         "--attention",
@@ -360,6 +371,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         documents=args.documents is not False and not obstacle,
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
+        state=args.state,
     )
 
 

@@ -10,6 +10,7 @@ from megatrain.runtime.data.sources import hub_data, weighted_path
 from megatrain.runtime.files.model_source import hub_name
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.units import format_count
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -65,7 +66,7 @@ def model_card(run: Path, title: str, *, base: str | None = None, step: int | No
         f"| optimizer | {work.optimizer}, weight decay {config.optimizer.weight_decay:g} |",
         f"| clipping | {work.clipping} |",
         f"| tokens a step | {work.accumulation} x {work.batch} x {work.sequence:,} |",
-        f"| computed in | {work.dtype}, with fp32 master weights |",
+        f"| computed in | {work.dtype}, with {FORMATS[work.state].what} |",
         f"| loss on | {config.data.loss} |",
         f"| seed | {config.training.seed} |",
         "",

@@ -19,6 +19,7 @@ from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.schedule.arithmetic import StateClass, layer_state_of
 
 
 class StoredState:
@@ -42,12 +43,12 @@ class StoredState:
         for shard in manifest.shards:
             path = folder / shard.file
             self._found |= {name: (path, entry) for name, entry in read_entries(path).items()}
-        dtype = TORCH_DTYPE[manifest.workload.dtype]
-        self._dtypes = (
-            {"weights": dtype, "master_low": torch.int16}
-            if dtype == torch.bfloat16
-            else {"weights": dtype}
-        )
+        work = manifest.workload
+        state = layer_state_of(work.dtype, work.state, moments=0, summed=False)
+        halves: tuple[StateClass, ...] = ("weights", "master_low")
+        self._dtypes = {
+            name: TORCH_DTYPE[state[name].dtype] for name in halves if state[name].bytes
+        }
         for layer in manifest.model.stack.values():
             for half, kind in self._dtypes.items():
                 name, expected = f"{layer.name}.{half}", (kind, (layer.elements,))

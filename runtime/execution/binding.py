@@ -8,6 +8,7 @@ Nothing here decides an order or waits for another op: the lanes do that (`lanes
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,9 @@ from megatrain.runtime.layers.functional_layers import (
     SavedForBackward,
     layer_tensors,
 )
-from megatrain.runtime.memory.arenas import Arenas
+from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import outside
+from megatrain.runtime.optimizer import blockwise, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
@@ -64,8 +65,15 @@ class Binder(BufferTensors):
         settings: AdamW,
         host_workers: optimizer.Workers,
         state: StepState,
+        seed: int = 0,
     ) -> None:
+        """`seed` is the run's seed, for stochastic rounding."""
         super().__init__(plan, schedule, arenas)
+        self._seed = seed
+        sizes = [layer.elements for layer in plan.model.stack.values()]
+        starts = itertools.accumulate(sizes, initial=0)
+        self._first = dict(zip(plan.model.stack, starts, strict=False))
+        """The index in the model of the first element of each layer."""
         self.functional_layers, self.settings, self.state = functional_layers, settings, state
         self._host_workers = host_workers
         self._kinds: dict[str, Callable[[Op], Run]] = {
@@ -376,6 +384,8 @@ class Binder(BufferTensors):
     def _ratios(self, op: Op) -> Run:
         """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
         gradient, moments = map(base_buffer, op.reads)
+        coded = self.schedule.dtype_of(moments, op.layer) == "block8"
+        measure = blockwise.ratio_sums if coded else optimizer.ratio_sums
         g, second = self._elements(gradient, op), self._moments(moments, op)[1]
         sums = self.arenas.flat(
             op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW
@@ -384,7 +394,7 @@ class Binder(BufferTensors):
 
         def run() -> None:
             if self.state.update_at is not None:
-                optimizer.ratio_sums(
+                measure(
                     g,
                     second,
                     sums,
@@ -486,31 +496,38 @@ class Binder(BufferTensors):
             self._elements(others[name], op) if name in others else None
             for name in ("master_low", "weights")
         )
+        kept = others.get("moments")
         moments = (
-            self._moments(others["moments"], op)
-            if "moments" in others
+            self._moments(kept, op)
+            if kept
             else torch.empty(0, op.parameters, device=self.arenas.device)
         )
+        dtype = self.schedule.dtype_of(kept, op.layer) if kept else "fp32"
         weights, g = self._elements(target, op), self._elements(gradient, op)
         source = self._elements(sources[0], op) if sources else None
         workers = self._workers(op)
-        runs = self._runs(op, factor)
-        apply = (
-            optimizer.update
-            if self.plan.workload.optimizer == ADAMW
-            else functools.partial(outside.update, self._optimizer)
-        )
+        runs = [
+            (
+                self._rule(dtype, self._first[op.layer] + op.offset + part.start),
+                part,
+                slice(length_of(dtype, part.start), length_of(dtype, part.stop)),
+                treated,
+                clip,
+                scale,
+            )
+            for part, treated, clip, scale in self._runs(op, factor)
+        ]
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for part, treated, clip, scale in runs:
+                for apply, part, stored, treated, clip, scale in runs:
                     apply(
                         weights[part],
                         None if low is None else low[part],
-                        moments[:, part],
+                        moments[:, stored],
                         g[part],
                         settings=self.settings,
                         rate=rate * treated.rate_factor,
@@ -525,6 +542,16 @@ class Binder(BufferTensors):
                 copy_to.copy_(weights)
 
         return run
+
+    def _rule(self, dtype: str, index: int) -> Callable[..., None]:
+        """Returns the update of elements from `index` of the model on, whose moments have
+        `dtype`.
+        """
+        if dtype == "block8":
+            return functools.partial(blockwise.update, seed=self._seed, index=index)
+        if self.plan.workload.optimizer == ADAMW:
+            return optimizer.update
+        return functools.partial(outside.update, self._optimizer)
 
 
 def _micro(op: Op) -> int:

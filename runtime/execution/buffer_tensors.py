@@ -6,7 +6,7 @@ import torch
 
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.functional_layers import layer_tensors
-from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Plan
@@ -72,16 +72,17 @@ class BufferTensors:
         return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns all moments of the parameters of `op`, [moments, parameters] fp32. `buffer`
-        holds a whole layer or one chunk.
+        """Returns all moments of the parameters of `op`: [moments, parameters] fp32, or records of
+        as many blocks, uint8. `buffer` holds a whole layer or one chunk.
         """
-        count = self._optimizer.moments
-        if self.schedule.buffer[buffer].chunk:
-            return self.arenas.tensor(buffer, torch.float32, (count, op.parameters))
-        elements = self.plan.model.stack[op.layer].elements
-        return self.arenas.tensor(buffer, torch.float32, (count, elements))[
-            :, op.offset : op.offset + op.parameters
-        ]
+        count, dtype = self._optimizer.moments, self.schedule.dtype_of(buffer, op.layer)
+        whole, start = (
+            (op.parameters, 0)
+            if self.schedule.buffer[buffer].chunk
+            else (self.plan.model.stack[op.layer].elements, op.offset)
+        )
+        tensor = self.arenas.tensor(buffer, TORCH_DTYPE[dtype], (count, length_of(dtype, whole)))
+        return tensor[:, length_of(dtype, start) : length_of(dtype, start + op.parameters)]
 
     def _floats(self, buffer: str) -> torch.Tensor:
         """Returns a whole buffer of losses, norms or clipping factors, as fp32."""

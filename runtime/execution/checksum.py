@@ -1,6 +1,6 @@
 """A 64-bit checksum of all weights, which does not depend on where a plan keeps them.
 
-The weights of each layer and the low halves of its masters are read as 64-bit words. Each word is
+The weights of each layer and the low parts of its masters are read as 64-bit words. Each word is
 mixed with its position by an invertible function, and the results are added modulo 2^64. A single
 changed bit always changes the sum, and two exchanged words change it except with probability 2^-64.
 Integer addition does not depend on the order, so a CPU and a GPU get the same sum. The data is
@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 
@@ -32,12 +31,12 @@ def checksum(plan: Plan, schedule: Schedule, arenas: Arenas) -> int:
     Layers are in the model's order. Layers for which `schedule` has no buffer are left out. Waits
     for the device.
     """
-    width = DTYPE_BYTES[plan.workload.dtype]
     parts = []
-    for layer in plan.model.stack.values():
-        for name, size in (("weights", width), ("master_low", 4 - width)):
-            if size and (buffer := schedule.state.get((name, layer.name))):
-                parts.append(_words(arenas.flat(buffer, torch.int64, size * layer.elements // 8)))
+    for layer in plan.model.stack:
+        for name in ("weights", "master_low"):
+            if buffer := schedule.state.get((name, layer)):
+                words = schedule.buffer[buffer].bytes // 8
+                parts.append(_words(arenas.flat(buffer, torch.int64, words)))
     total = 0
     for part in parts:
         total = (total * _ODD[0] + int(part)) & _MASK

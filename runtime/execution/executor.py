@@ -135,7 +135,8 @@ class Executor:
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
             host_memory: Where the host pools come from. Pass the same one to several executors to
                 pin host memory only once. By default the executor owns its memory.
-            seed: The run's seed, for layers that draw random numbers (`Family.draws`).
+            seed: The run's seed, for layers that draw random numbers (`Family.draws`) and for
+                stochastic rounding.
 
         Raises:
             UserError: The plan cannot be executed, or does not fit.
@@ -175,6 +176,7 @@ class Executor:
                 settings,
                 self._host_workers,
                 self._state,
+                seed,
             )
             self._streams = {
                 name: (

@@ -27,16 +27,28 @@ from megatrain.runtime.layers.meta_model import widen_buffers
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer.adamw import (
     clip_coefficient,
+    join,
     round_to_bf16,
     rounded_sqrt,
+    split,
     sum_by_rows,
     sum_of_squares,
+)
+from megatrain.runtime.optimizer.blockwise import (
+    decoded_first,
+    decoded_second,
+    encode_first,
+    encode_second,
+    records,
+    round_randomly,
+    rounding_key,
 )
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES, MASKED_WITHOUT_POSITIONS
 from megatrain.simulator.model.optimizer import ADAMW, find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
@@ -74,8 +86,11 @@ class Reference:
         settings: AdamW,
         masters: Masters,
         device: torch.device,
+        seed: int = 0,
     ) -> None:
-        self.spec, self.work, self.settings = model, workload, settings
+        """`seed` is the run's seed, for stochastic rounding."""
+        self.spec, self.work, self.settings, self._seed = model, workload, settings, seed
+        self._format = FORMATS[workload.state]
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.model: Any = (
             AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(device).train()
@@ -95,7 +110,18 @@ class Reference:
             }
             for layer, tensors in self.masters.items()
         }
-        """[moments, *shape] by layer and tensor name"""
+        """[moments, *shape] by layer and tensor name, fp32 in every state format"""
+        first = 0
+        self._index: dict[str, dict[str, int]] = {}
+        """The index in the model of the first element of each tensor, by layer and tensor name."""
+        for layer in model.stack.values():
+            self._index[layer.name] = {
+                tensor.name: first + offset
+                for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
+            }
+            first += layer.elements
+            for master in self.masters[layer.name].values():
+                self._round_master(master, 0, None)
         self._parameters = {
             layer.name: {t.name: self._find(layer.name, t.name) for t in layer.tensors}
             for layer in model.stack.values()
@@ -168,6 +194,7 @@ class Reference:
                     rate,
                     number,
                 )
+                self._store(layer, name, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
 
@@ -258,10 +285,14 @@ class Reference:
         """Returns the loss and the gradients of the head's weights, and writes the gradient of `x`
         to `x.grad`. Works in chunks of tokens. The weights' gradients are summed in fp32.
         """
-        norm, weights = (
-            getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name),
-            self._parameters[self.spec.head],
-        )
+        norm = getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name)
+        # a tied head shares its layer with tensors that only the embedding uses
+        only_embedded = (*self.spec.tables[1:], *self.spec.positions) if self.spec.tied else ()
+        weights = {
+            name: parameter
+            for name, parameter in self._parameters[self.spec.head].items()
+            if name not in only_embedded
+        }
         parameters = list(weights.values())
         flat, targets, loss = (
             x.detach().flatten(0, 1),
@@ -351,3 +382,44 @@ class Reference:
         master -= step / (
             rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + self.settings.epsilon
         )
+
+    def _store(self, layer: str, name: str, number: int) -> None:
+        """Rounds a tensor's master and moments to what the state format stores of them."""
+        if self._format.moments == "block8":
+            for moment, encode, decode in zip(
+                self.moments[layer][name],
+                (encode_first, encode_second),
+                (decoded_first, decoded_second),
+                strict=True,
+            ):
+                flat = _padded(moment)
+                stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
+                encode(flat, stored)
+                moment.view(-1).copy_(decode(stored)[: moment.numel()])
+        self._round_master(self.masters[layer][name], number, self._index[layer][name])
+
+    def _round_master(self, master: torch.Tensor, number: int, index: int | None) -> None:
+        """Rounds a master to what the state format stores of it: to the nearest value, or at random
+        if `index` is given and the format rounds updates at random.
+        """
+        if self.work.state == EXACT:
+            return
+        flat = _padded(master)
+        if self._format.low is None:
+            high = (
+                round_to_bf16(flat)
+                if index is None
+                else round_randomly(flat, rounding_key(self._seed, number), index)
+            )
+            stored = high.float()
+        else:
+            high = torch.empty_like(flat, dtype=torch.bfloat16)
+            low = torch.empty_like(flat, dtype=TORCH_DTYPE[self._format.low])
+            split(flat, high, low)
+            stored = join(high, low)
+        master.view(-1).copy_(stored[: master.numel()])
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """Returns `values` as one vector of whole blocks, padded with zeros."""
+    return torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % BLOCK))

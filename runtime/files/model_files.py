@@ -20,7 +20,7 @@ from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, WHOLE, inside
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
-from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
+from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
@@ -209,14 +209,21 @@ class ModelState:
         assert weights is not None
         memory = self._memory()
         flat = memory.flat(weights, self._dtype, layer.elements)
-        return flat, None if low is None else memory.flat(low, torch.int16, layer.elements)
+        if low is None:
+            return flat, None
+        dtype = TORCH_DTYPE[self._schedule.buffer[low].dtype]
+        return flat, memory.flat(low, dtype, layer.elements)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[moments, elements] fp32; None where the optimizer keeps none."""
+        """[moments, elements] fp32, or records of as many blocks, uint8; None where the optimizer
+        keeps none.
+        """
         if (home := self.home("moments", layer.name)) is None:
             return None
-        shape = (find(self._plan.workload.optimizer).moments, layer.elements)
-        return self._memory().tensor(home, torch.float32, shape)
+        dtype = self._schedule.buffer[home].dtype
+        length = length_of(dtype, layer.elements)
+        shape = (find(self._plan.workload.optimizer).moments, length)
+        return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
         """Writes the weights and buffers of every layer, and sets its moments to zero.
@@ -231,7 +238,7 @@ class ModelState:
                     master = values[start : start + _PIECE].to(high.device, torch.float32)
                     part = slice(offset + start, offset + start + master.numel())
                     if low is None:
-                        high[part].copy_(master)
+                        high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
                         optimizer.split(master.contiguous(), high[part], low[part])
             if (moments := self._moments(layer)) is not None:
@@ -253,9 +260,9 @@ class ModelState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
 
-        Weights and low halves are flat. Moments are [2, elements]. Names and shapes are the same
-        for every plan of a model and a workload. The tensors are views of the pools, so they are
-        not valid after the next step.
+        Weights and low halves are flat. Moments are [2, elements], or [2, bytes] if they are in
+        records. Names and shapes are the same for every plan of a model and a workload. The tensors
+        are views of the pools, so they are not valid after the next step.
         """
         found = {}
         for layer in self._plan.model.stack.values():
@@ -294,7 +301,7 @@ class ModelState:
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """Returns copies of the layer's fp32 master weights by tensor name."""
         high, low = self._halves(layer)
-        master = high.clone() if low is None else optimizer.join(high, low)
+        master = high.float().clone() if low is None else optimizer.join(high, low)
         return {
             tensor.name: master[offset : offset + tensor.elements].view(tensor.shape)
             for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
@@ -314,7 +321,7 @@ def weight_sources(
         layer: the layer.
         dtype: bf16 or fp32.
         high: reads the weights that the layer computes with.
-        low: reads the low halves of the masters. None if the layer computes in fp32.
+        low: reads the low halves of the masters. None if there are none.
     """
     return {
         tensor.name: TensorSource(
@@ -335,7 +342,7 @@ def _converted(
         if piece.dtype == dtype:
             yield piece
         elif low is None:
-            yield optimizer.round_to_bf16(piece)
+            yield optimizer.rounded(piece, dtype)
         else:
             yield optimizer.join(piece, low(start, stop))
 

@@ -15,15 +15,24 @@ from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.simulator.base.errors import DoesNotFit
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule.buffer import WIDTH
 
 TORCH_DTYPE = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "int16": torch.int16,
+    "int8": torch.int8,
+    "block8": torch.uint8,
     "int64": torch.int64,
 }
+"""The dtype of a tensor on a buffer's elements. `block8` is a tensor of bytes."""
 OnAllocate = Callable[[int, int], None]
 """Called with the bytes allocated so far and the bytes of all pools."""
+
+
+def length_of(dtype: str, elements: int) -> int:
+    """Returns the length of a tensor on `elements` of a buffer with `dtype`."""
+    return int(elements * WIDTH[dtype]) // TORCH_DTYPE[dtype].itemsize
 
 
 class Arenas:

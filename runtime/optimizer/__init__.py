@@ -1,1 +1,1 @@
-"""AdamW on fp32 masters that are stored as two 16-bit halves, with kernels in C and Triton."""
+"""AdamW on masters in two parts, in every state format, with kernels in C and Triton."""

@@ -39,14 +39,22 @@ Share = tuple[int, int]
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     """Writes the halves of `master` [n] fp32 to `high` [n] bf16 and `low` [n] int16. Values must be
     finite and below 3.39e38.
+
+    If `low` is int8, the master is first rounded to 24 bits, ties away from zero, and the upper 8
+    bits of its low half are stored. A NaN stays one.
     """
     bits = master.view(torch.int32)
+    if low.dtype == torch.int8:
+        rounded = torch.where(master.isnan(), 0x7FC0_0000, bits).add_(0x80).bitwise_right_shift_(8)
+        low.copy_(rounded)
+        high.view(torch.int16).copy_(rounded.add_(0x80).bitwise_right_shift_(8))
+        return
     low.copy_(master.view(torch.int16)[0::2])  # little endian: the low half is first
     high.view(torch.int16).copy_((bits + 0x8000).view(torch.int16)[1::2])
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 master [n] whose halves are `high` [n] bf16 and `low` [n] int16."""
+    """Returns the fp32 master [n] whose halves are `high` [n] bf16 and `low` [n] int16 or int8."""
     return _join(high, low, *torch.empty(2, high.numel(), dtype=torch.float32, device=high.device))
 
 
@@ -54,7 +62,10 @@ def _join(
     high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor
 ) -> torch.Tensor:
     bits, residual = master.view(torch.int32), scratch.view(torch.int32)
-    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(residual.copy_(low))
+    residual.copy_(low)
+    if low.dtype == torch.int8:
+        residual.bitwise_left_shift_(8)
+    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(residual)
     return master
 
 
@@ -66,6 +77,12 @@ def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
     )
     split(master.reshape(-1), high.view(-1), low.view(-1))
     return high
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `values` in `dtype`, bf16 or fp32: rounded as a master's high half is, or widened."""
+    narrower = (values.dtype, dtype) == (torch.float32, torch.bfloat16)
+    return round_to_bf16(values) if narrower else values.to(dtype)
 
 
 class Workers:
@@ -238,7 +255,7 @@ def update(
     assert all(tensor is None or tensor.shape == (count,) for tensor, _ in runs), (
         "a kernel would write past the end of the shorter tensors"
     )
-    fused = _fused(workers, *runs, (clip, torch.float32), (scale, torch.float32))
+    fused = kernels_for(workers, *runs, (clip, torch.float32), (scale, torch.float32))
     if fused is not None:
         fused.adamw(weights, low, moments[0], moments[1], gradient, clip, scale, copy_to, scalars)
         return
@@ -262,7 +279,7 @@ def update(
             if stop is not None:
                 for tensor, before in zip(state, kept, strict=True):
                     before[:length] = tensor[part]
-            _update_block(
+            update_block(
                 weights[part],
                 None if low is None else low[part],
                 moments[0, part],
@@ -283,7 +300,7 @@ def update(
     on_device(device, workers)(in_blocks, count, block)
 
 
-def _update_block(
+def update_block(
     weights: torch.Tensor,
     low: torch.Tensor | None,
     first: torch.Tensor,
@@ -327,7 +344,7 @@ def accumulate(
     `workers`, PyTorch does the work, on the threads that it has in the calling thread.
     """
     assert total.shape == gradient.shape
-    if workers and (fused := _fused(workers, (total, torch.float32), (gradient, None))):
+    if workers and (fused := kernels_for(workers, (total, torch.float32), (gradient, None))):
         fused.accumulate(total, gradient, first=first)
         return
 
@@ -355,7 +372,7 @@ def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Ten
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
-    fused = _fused(workers, (gradient, None))
+    fused = kernels_for(workers, (gradient, None))
     if fused is not None:
         fused.row_sums(gradient, sums, square=square)
         return fused.fold(sums)
@@ -397,7 +414,7 @@ def ratio_sums(
     assert (second.numel(), sums.numel()) == (count, count // RATIO_ROW), (
         "a kernel would read past the end of the shorter tensors"
     )
-    fused = _fused(workers, (gradient, None), (second, torch.float32), (sums, torch.float32))
+    fused = kernels_for(workers, (gradient, None), (second, torch.float32), (sums, torch.float32))
     if fused is not None:
         fused.ratio_sums(gradient, second, sums, scalars)
         return
@@ -442,7 +459,7 @@ def update_scales(
     return torch.ones_like(rms) / rms.clamp(min=1.0) + (rms * 0).sum()
 
 
-def _fused(
+def kernels_for(
     workers: Workers, *tensors: tuple[torch.Tensor | None, torch.dtype | None]
 ) -> Kernels | None:
     """Returns the kernels for these tensors, or None if PyTorch has to do the work.

@@ -145,7 +145,7 @@ class Calibrated(ContendedCosts):
         duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
-        share = self._elementwise.update_share(op.layer)
+        share = self._elementwise.update_share(op)
         return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
 
     def _has(self, kind: str, shape: str) -> bool:

@@ -199,7 +199,7 @@ class Datasheet(EstimatedCosts):
         if kind == "clip":
             return 0
         if kind == "cpu_update":
-            share = self._elementwise.update_share(op.layer)
+            share = self._elementwise.update_share(op)
             return math.ceil(op.parameters / hardware.cpu_update_per_s * 1e9 * share)
         touched = self._elementwise.touched_bytes(op)
         if touched is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from megatrain.simulator.hardware.cost_table import PASS_KINDS
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.model.state_format import FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule.arithmetic import UPDATED, layer_state_of
 
 
 class Elementwise:
@@ -14,7 +16,13 @@ class Elementwise:
 
     def __init__(self, model: ModelSpec, workload: Workload) -> None:
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
-        self._moments = find(workload.optimizer).moments
+        moments = find(workload.optimizer).moments
+        state = layer_state_of(workload.dtype, workload.state, moments, False)
+        self._updated = 2 * sum(state[name].bytes for name in UPDATED)
+        """Bytes of state that the update of a parameter reads and writes."""
+        self._update_costs = UPDATE_COSTS[FORMATS[workload.state].moments]
+        self._second = state["moments"].bytes / max(moments, 1)
+        """Bytes of one of the optimizer's moments of a parameter."""
 
     def _gradient_width(self, layer: str) -> int:
         """Returns the bytes per element of the layer's gradient of a step. It is fp32 if several
@@ -55,8 +63,8 @@ class Elementwise:
         * `update_ratios` reads the gradient and the second moment.
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
           also reads the gradient.
-        * An update reads and writes the master and each of the optimizer's moments (4 bytes per
-          parameter each), and reads the gradient.
+        * An update reads and writes the master and the optimizer's moments, and reads the
+          gradient. On a GPU without a kernel for it, PyTorch's temporaries are added.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
@@ -64,17 +72,22 @@ class Elementwise:
         if kind == "norm":
             return gradient * op.parameters
         if kind == "update_ratios":
-            return (gradient + 4) * op.parameters
+            return int((gradient + self._second) * op.parameters)
         if kind == "accumulate_gradients":
             return (self._width + gradient * (2 if op.adds else 1)) * op.parameters
         if kind in ("update", "cpu_update"):
-            return (8 + 8 * self._moments + gradient) * op.parameters
+            return int(self._update_bytes(op) * op.parameters)
         return 0 if kind == "clip" else None
 
-    def update_share(self, layer: str) -> float:
-        """The bytes that the update of a parameter of `layer` moves over those of AdamW's, which
-        is what machines are measured with. An update is bound by memory, so it is taken for the
-        share of the time, too; nobody measured another optimizer.
+    def _update_bytes(self, op: Op) -> float:
+        """Returns the bytes per parameter that an update reads and writes."""
+        temporaries = self._update_costs.gpu_bytes if op.kind == "update" else 0
+        return self._updated + self._gradient_width(op.layer) + temporaries
+
+    def update_share(self, op: Op) -> float:
+        """The bytes that the update `op` moves over those of AdamW's with fp32 moments, which is
+        what machines are measured with. An update is bound by memory, so it is taken for the share
+        of the time, too; nobody measured another one.
         """
-        gradient = self._gradient_width(layer)
-        return (8 + 8 * self._moments + gradient) / (24 + gradient)
+        share = self._update_bytes(op) / (24 + self._gradient_width(op.layer))
+        return max(share, self._update_costs.host_share) if op.kind == "cpu_update" else share

@@ -22,6 +22,7 @@ import msgspec
 
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.hardware.cost_table import Workspace
+from megatrain.simulator.model.state_format import UPDATE_COSTS
 from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -255,8 +256,11 @@ def peak_workspace_bytes(
             if buffer.data == "activations"
         ]
     )
-    updates = any(
-        buffer.data == "moments" and buffer.place == "device" for buffer in schedule.buffers
-    )
-    update = workspace.update if updates else 0
+    updated = {
+        buffer.dtype
+        for buffer in schedule.buffers
+        if buffer.data == "moments" and buffer.place == "device"
+    }
+    own = [costs.gpu_temporary_bytes for dtype, costs in UPDATE_COSTS.items() if dtype in updated]
+    update = max(own) + workspace.update if own else 0
     return max(workspace.layer, workspace.head - saved, update - saved)

@@ -8,6 +8,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 Dtype = Literal["bf16", "fp32"]
 Clipping = Literal["global", "layer", "update", "none"]
@@ -31,8 +32,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     dtype: Dtype = "bf16"
-    """The dtype that layers compute in, and the dtype of their gradients. Master weights are always
-    fp32."""
+    """The dtype that layers compute in, and the dtype of their gradients. Master weights are in
+    `state`."""
     clipping: Clipping = "global"
     """How gradients are clipped:
 
@@ -62,6 +63,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     optimizer: str = ADAMW
     """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
+    state: str = EXACT
+    """The format of master weights and moments (`model/state_format.py`)."""
 
     def __post_init__(self) -> None:
         if self.clipping == "update" and self.optimizer != ADAMW:
@@ -71,6 +74,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed=f"update with {ADAMW} alone, whose second moment it reads",
                 fix="clip by global or layer, or do not clip",
             )
+        self._refuse_state()
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
@@ -83,6 +87,27 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     found=getattr(self, field),
                     allowed=f"1 to {most}",
                     fix=f"set {field} within this range",
+                )
+
+    def _refuse_state(self) -> None:
+        """Raises UserError if there is no such state format, or if it cannot be used here."""
+        if self.state not in FORMATS:
+            raise UserError(
+                "workload: state",
+                found=self.state,
+                allowed=", ".join(FORMATS),
+                fix="use one of these",
+            )
+        for field, found, only in (
+            ("dtype", self.dtype, "bf16"),
+            ("optimizer", self.optimizer, ADAMW),
+        ):
+            if self.state != EXACT and found != only:
+                raise UserError(
+                    "workload: state",
+                    found=f"{self.state} with {field} {found}",
+                    allowed=f"{self.state} with {field} {only}",
+                    fix=f"use {field} {only}, or state {EXACT}",
                 )
 
     @property

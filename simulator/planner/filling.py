@@ -374,7 +374,7 @@ def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str]
             # The update follows the backward pass at once, so the gradient never leaves the device.
             del per_parameter["gradients"]
         sizes |= {
-            (name, layer): -(-count * spec.elements // 256) * 256
+            (name, layer): -(-int(count * spec.elements) // 256) * 256
             for name, count in per_parameter.items()
         }
     return sizes

@@ -31,7 +31,7 @@ from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
-    StateClass,
+    UPDATED,
     blocks_of,
     contributions,
     cost_keys,
@@ -41,7 +41,6 @@ from megatrain.simulator.schedule.arithmetic import (
 from megatrain.simulator.schedule.plan import Plan
 
 _CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
-_STATE: tuple[StateClass, ...] = ("weights", "master_low", "moments")
 _Size = tuple[float, float, float]
 """Times of several ops of one lane, in ns: the duration of all ops, the duration of the last one,
 and the time that host memory needs for the traffic of all of them."""
@@ -113,7 +112,7 @@ class LowerBound:
         lane: str,
         elements: int,
         chunk: int,
-        per_parameter: int,
+        per_parameter: float,
         *,
         parameters: bool,
     ) -> _Size:
@@ -138,7 +137,7 @@ class LowerBound:
                     op = Op(
                         id=f"{code}{layer}",
                         lane=lane,
-                        bytes=size * per_parameter,
+                        bytes=int(size * per_parameter),
                         parameters=count_of,
                     )
                     last_ns = self._costs.duration_ns(op) + self._costs.dispatch_ns.get(lane, 0)
@@ -177,7 +176,7 @@ class _Flow:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
-        self.resident = {name: plan.placed(name) - self.on_host for name in (*_STATE, "gradients")}
+        self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (
             plan.placed("saved_activations"),
             plan.placed("saved_attention"),
@@ -249,7 +248,7 @@ class _Flow:
             self._gradient(name, self.group * self.bounds.duration_ns("backward", name))
 
     def _size(
-        self, code: str, layer: str, lane: str, per_parameter: int, *, parameters: bool = True
+        self, code: str, layer: str, lane: str, per_parameter: float, *, parameters: bool = True
     ) -> _Size:
         """Returns the times of the ops `code` on all elements of `layer`, in chunks."""
         return self.bounds.chunks_ns(
@@ -326,8 +325,8 @@ class _Flow:
         The gradient is complete at `after`. A deferred update also loads the weights if they are
         not resident. Otherwise they are in a slot already.
         """
-        widths = {name: state_bytes(self.plan, name, layer) for name in _STATE}
-        streams = [name for name in _STATE if widths[name] and layer not in self.resident[name]]
+        widths = {name: state_bytes(self.plan, name, layer) for name in UPDATED}
+        streams = [name for name in UPDATED if widths[name] and layer not in self.resident[name]]
         up = sum(widths[name] for name in streams if self.defers_update or name != "weights")
         if self.defers_update and layer not in self.resident["gradients"]:
             up += gradient_bytes(self.plan, layer)

@@ -15,6 +15,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
@@ -115,9 +116,17 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
 def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
-    Raises UserError if the policy is another system's and the optimizer is not AdamW.
+    Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
+    format is not `exact`.
     """
     policy = find(plan.policy)
+    if policy.prediction_only and plan.workload.state != EXACT:
+        raise UserError(
+            f"policy {plan.policy}: state",
+            found=plan.workload.state,
+            allowed=f"{EXACT}, since that system has other formats",
+            fix="use another policy, or leave out --state",
+        )
     if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
         raise UserError(
             f"policy {plan.policy}: optimizer",

@@ -26,7 +26,7 @@ complete. The gradient of a layer that the device updates never leaves the devic
 
 * `clipping = "update"` needs the sums of g^2 / v of a whole layer before any of it is updated. If
   the state slots hold all chunks of the layer, its state is loaded once. In a larger layer, the
-  second moments (4 bytes per parameter) are loaded first, and all state again for the update.
+  second moments are loaded first, and all state again for the update.
 * `weights_ahead` changes the order on the `h2d` lane. Compute waits for the weights of the next
   layer, but not for the state of the layer before it. With 1, these weights are loaded first.
 
@@ -49,10 +49,15 @@ from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
-from megatrain.simulator.schedule.arithmetic import STATE, StateClass, contributions, layer_state
+from megatrain.simulator.schedule.arithmetic import (
+    STATE,
+    UPDATED,
+    StateClass,
+    contributions,
+    layer_state,
+)
 from megatrain.simulator.schedule.plan import Plan
 
-UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
 """The classes of data that an update changes."""
 
 
@@ -84,8 +89,8 @@ class _OverlappedStore:
             resident = plan.placed(name) - self.on_host
             placed = resident | self.on_host
             for layer, spec in self.stack.items():
-                size, dtype = self.state[layer][name]
-                if size and (
+                part = self.state[layer][name]
+                if part.bytes and (
                     layer in placed
                     or name != "gradients"
                     or self.defers
@@ -93,7 +98,7 @@ class _OverlappedStore:
                 ):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(
-                        f"{place}.{name}", layer, size * spec.elements, name, dtype
+                        f"{place}.{name}", layer, part.of(spec.elements), name, part.dtype
                     )
                     if place == "host":
                         self.streamed[name].append(layer)
@@ -127,7 +132,7 @@ class _OverlappedStore:
                 self.builder.slots(
                     f"device.{name}_chunks",
                     self.plan.knobs.state_slots,
-                    max(part.bytes * min(self.chunk, elements) for part, elements in streaming),
+                    max(part.of(min(self.chunk, elements)) for part, elements in streaming),
                     name,
                     dtypes.pop() if len(dtypes) == 1 else "home",
                     chunk=True,
@@ -160,14 +165,14 @@ class _OverlappedStore:
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
             if not self.home.get(("gradients", layer), "").startswith("device."):
                 count = self.plan.knobs.gradient_slots if decoder else 1
-                size, dtype = self.state[layer]["gradients"]
+                part = self.state[layer]["gradients"]
                 kind = (
                     self._gradient_pool(layer),
                     "gradients",
-                    dtype,
+                    part.dtype,
                     "gradient_slots" if decoder else "",
                 )
-                pools.setdefault(kind, []).append((count, size * spec.elements))
+                pools.setdefault(kind, []).append((count, part.of(spec.elements)))
         for (pool, name, dtype_, knob), wanted in pools.items():
             self.builder.slots(
                 pool,
@@ -275,7 +280,7 @@ class _OverlappedStore:
             self.emit_pending_update()
         slot = self.builder.acquire(pool)
         if adding:
-            width = self.state[layer]["gradients"].bytes
+            width = self.state[layer]["gradients"].of(1)
             self._copies("load_gradients", layer, phase, micro, home, slot, width)
         return slot, adding
 
@@ -306,7 +311,7 @@ class _OverlappedStore:
                 self.summing[layer] = buffer
             return
         if buffer != home:
-            width = self.state[layer]["gradients"].bytes
+            width = self.state[layer]["gradients"].of(1)
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
             self.builder.release(buffer)
         if complete and not self.defers:
@@ -368,7 +373,8 @@ class _OverlappedStore:
         for chunk in self._chunks(layer):
             number, first, count = chunk
             slot = self.builder.acquire("device.moments_chunks")
-            moved = {"offset": first, "parameters": count, "bytes": 4 * count}
+            size = self.state[layer]["moments"].of(count) // 2  # AdamW keeps two moments
+            moved = {"offset": first, "parameters": count, "bytes": size}
             self.builder.op(
                 OpId("load_second_moment", layer, chunk=number),
                 "h2d",
@@ -485,7 +491,7 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=count * self.load_bytes,
+                bytes=int(count * self.load_bytes),
             )
         return slots
 
@@ -521,7 +527,7 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=count * self.save_bytes,
+                bytes=int(count * self.save_bytes),
             )
         for slot in slots.values():
             self.builder.release(slot)

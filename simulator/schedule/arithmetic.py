@@ -14,7 +14,8 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES
 from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
@@ -24,17 +25,23 @@ RATIO_ROW = 64
 """Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
 and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
 StateClass = Literal["weights", "master_low", "moments", "gradients"]
-STATE: tuple[StateClass, ...] = ("weights", "master_low", "moments", "gradients")
+UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
+"""The classes of data that an update changes."""
+STATE: tuple[StateClass, ...] = (*UPDATED, "gradients")
 """The classes of data that make up a layer's state."""
 
 
 class StatePart(NamedTuple):
     """The size and the dtype of one class of a layer's state."""
 
-    bytes: int
-    """Bytes per parameter, 0 if the layer does not have this class."""
+    bytes: float
+    """Bytes per parameter, 0 if the layer does not have this class. A whole number of 32nds."""
     dtype: BufferDtype
     """The dtype of its elements."""
+
+    def of(self, parameters: int) -> int:
+        """Returns the bytes of `parameters`, which are whole blocks."""
+        return int(self.bytes * parameters)
 
 
 def contributions(plan: Plan, layer: str) -> int:
@@ -46,35 +53,39 @@ def contributions(plan: Plan, layer: str) -> int:
 
 def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     """Returns the size and the dtype of each class of a layer's state."""
-    moments = find(plan.workload.optimizer).moments
-    return _layer_state(plan.workload.dtype, moments, contributions(plan, layer) > 1)
+    work = plan.workload
+    moments = find(work.optimizer).moments
+    return layer_state_of(work.dtype, work.state, moments, contributions(plan, layer) > 1)
 
 
 @functools.cache
-def _layer_state(work: Dtype, moments: int, summed: bool) -> dict[StateClass, StatePart]:
+def layer_state_of(
+    work: Dtype, state: str, moments: int, summed: bool
+) -> dict[StateClass, StatePart]:
     """Cached because a search asks for each layer of each plan.
 
     The gradient of a step is fp32 if several gradients are `summed`, otherwise it has the compute
-    dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master.
+    dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master. `state` is
+    the name of the state format, and `moments` the values that the optimizer keeps.
     """
-    width = DTYPE_BYTES[work]
-    gradient: Dtype = "fp32" if summed else work
+    planes, gradient = FORMATS[state], "fp32" if summed else work
+    low = planes.low if work == "bf16" else None
     return {
-        "weights": StatePart(width, work),
-        "master_low": StatePart(4 - width, "int16"),
-        "moments": StatePart(4 * moments, "fp32"),
-        "gradients": StatePart(DTYPE_BYTES[gradient], gradient),
+        "weights": StatePart(PLANE_BYTES[work], work),
+        "master_low": StatePart(PLANE_BYTES[low] if low else 0, low or "int16"),
+        "moments": StatePart(PLANE_BYTES[planes.moments] * moments, planes.moments),
+        "gradients": StatePart(PLANE_BYTES[gradient], gradient),
     }
 
 
-def state_bytes(plan: Plan, name: StateClass, layer: str) -> int:
+def state_bytes(plan: Plan, name: StateClass, layer: str) -> float:
     """Returns the bytes per parameter of one class of a layer's state."""
     return layer_state(plan, layer)[name].bytes
 
 
 def gradient_bytes(plan: Plan, layer: str) -> int:
     """Returns the bytes per parameter of a layer's gradient of a step."""
-    return state_bytes(plan, "gradients", layer)
+    return layer_state(plan, layer)["gradients"].of(1)
 
 
 def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from megatrain.simulator.model.state_format import PLANE_BYTES
+
 DataClass = Literal[
     "weights",
     "master_low",
@@ -25,7 +27,7 @@ DataClass = Literal[
 """What a buffer holds:
 
 * `weights`: a layer's weights in the compute dtype
-* `master_low`: the low half of a layer's fp32 master weights
+* `master_low`: the part of a layer's master weights that its bf16 weights do not have
 * `moments`: the optimizer's moments of a layer, two with AdamW
 * `gradients`: a layer's gradient
 * `hidden`: the input or output of a layer, [batch, sequence, carried], or the gradient of one
@@ -39,26 +41,26 @@ DataClass = Literal[
 * `ratio_sums`: sums of g^2 / v of a layer
 * `workspace`: anything else, which no op of this runtime touches
 """
-BufferDtype = Literal["bf16", "fp32", "int16", "int64", "mixed", "home"]
-"""The dtype of a buffer's elements. `mixed` means several tensors of different dtypes. `home` is
-for a chunk that layers with different dtypes share: its dtype is that of the current layer's own
-persistent buffer of the same class of data."""
-DTYPE_OF: dict[str, BufferDtype] = {
-    "master_low": "int16",
-    "moments": "fp32",
-    "tokens": "int64",
-    "losses": "fp32",
-    "norms": "fp32",
-    "clips": "fp32",
-    "ratio_sums": "fp32",
-    "activations": "mixed",
-    "saved_activations": "mixed",
-    "attention": "mixed",
-    "workspace": "mixed",
+BufferDtype = Literal["bf16", "fp32", "int16", "int8", "block8", "int64", "mixed", "home"]
+"""The dtype of a buffer's elements (`block8`: `simulator/model/state_format.py`). `mixed` means
+several tensors of different dtypes. `home` is for a chunk that layers with different dtypes share:
+its dtype is that of the current layer's own persistent buffer of the same class of data."""
+DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
+    "master_low": ("int16", "int8"),
+    "moments": ("fp32", "block8"),
+    "tokens": ("int64",),
+    "losses": ("fp32",),
+    "norms": ("fp32",),
+    "clips": ("fp32",),
+    "ratio_sums": ("fp32",),
+    "activations": ("mixed",),
+    "saved_activations": ("mixed",),
+    "attention": ("mixed",),
+    "workspace": ("mixed",),
 }
-"""The dtype of each class of data that has only one. `weights`, `hidden` and `gradients` are bf16
-or fp32."""
-WIDTH = {"bf16": 2, "fp32": 4, "int16": 2, "int64": 8}
+"""The dtypes that each class of data may have; the first one is the default. `weights`, `hidden`
+and `gradients` are bf16 or fp32 and have no default."""
+WIDTH = dict[str, float](PLANE_BYTES.items()) | {"int64": 8}
 """Bytes of one element, by dtype."""
 
 

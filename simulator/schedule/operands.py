@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from megatrain.simulator.schedule.buffer import DTYPE_OF, WIDTH, Buffer
+from megatrain.simulator.model.state_format import FORMATS
+from megatrain.simulator.schedule.buffer import DTYPES_OF, WIDTH, Buffer
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 
 _MOVES = ("load_state", "save_state")
@@ -51,9 +52,9 @@ _PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second
 
 def check_buffer(buffer: Buffer) -> None:
     """Checks the dtype of a buffer. Raises ScheduleError if its class of data cannot have it."""
-    only = DTYPE_OF.get(buffer.data)
-    if buffer.dtype != only if only else buffer.dtype not in ("bf16", "fp32", "home", "mixed"):
-        allowed = only or "bf16 or fp32"
+    only = DTYPES_OF.get(buffer.data)
+    if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed")):
+        allowed = " or ".join(only or ("bf16", "fp32"))
         raise ScheduleError(f"{buffer.id}: {buffer.data} in {buffer.dtype}, not in {allowed}")
     if buffer.dtype == "home" and not buffer.chunk:
         raise ScheduleError(f"{buffer.id}: only a chunk takes its dtype from its layer's buffer")
@@ -67,7 +68,7 @@ def check_operands(
     Args:
         buffers: the schedule's buffers by id.
         dtype_of: `Schedule.dtype_of`, the dtype of a layer's data in a buffer.
-        moments: the fp32 values that the optimizer keeps for each parameter.
+        moments: the values that the optimizer keeps for each parameter.
 
     Raises:
         ScheduleError: an operand holds another class of data than the kind of op takes, its dtype
@@ -99,15 +100,27 @@ def check_operands(
         ):
             raise ScheduleError(f"{op.id}: adds to {name} in {dtypes[name]}; sums are kept in fp32")
     if kind in ("update", "cpu_update"):
-        low = any(buffers[base_buffer(name)].data == "master_low" for name in op.writes)
-        if low != (dtypes[op.writes[0]] == "bf16"):
-            raise ScheduleError(
-                f"{op.id}: weights in {dtypes[op.writes[0]]} {'with' if low else 'without'} a low"
-                " half"
-            )
-        if moments and not any(buffers[base_buffer(name)].data == "moments" for name in op.writes):
+        written: dict[str, str] = {
+            buffers[base_buffer(name)].data: dtypes[name] for name in op.writes
+        }
+        if moments and "moments" not in written:
             raise ScheduleError(f"{op.id}: writes no moments, of which there are {moments}")
+        _check_planes(op, written)
     _check_sizes(op, buffers, dtypes, moments)
+
+
+def _check_planes(op: Op, written: Mapping[str, str]) -> None:
+    """Raises ScheduleError if no state format has the planes that an update writes. `written` has
+    their dtypes by class of data.
+    """
+    weights, low = written["weights"], written.get("master_low")
+    moments = written.get("moments", "fp32")
+    known = {(made.low, made.moments) for made in FORMATS.values()}
+    if (low, moments) not in (known if weights == "bf16" else {(None, "fp32")}):
+        raise ScheduleError(
+            f"{op.id}: weights in {weights} {f'with {low}' if low else 'without'} low halves and"
+            f" {moments} moments: no state format has these"
+        )
 
 
 def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
@@ -135,9 +148,10 @@ def _check_sizes(
             "gradients",
         ):
             elements = op.parameters + (0 if buffer.chunk else op.offset)
-            needed = elements * WIDTH[dtypes[name]] * (moments if buffer.data == "moments" else 1)
+            count = elements * (moments if buffer.data == "moments" else 1)
+            needed = int(count * WIDTH[dtypes[name]])
         elif op.kind in ("norm", "accumulate_gradients") and buffer.data == "gradients":
-            needed = op.parameters * WIDTH[dtypes[name]]
+            needed = int(op.parameters * WIDTH[dtypes[name]])
         else:
             continue
         if needed > buffer.bytes:

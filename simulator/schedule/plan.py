@@ -15,6 +15,7 @@ from megatrain.simulator.base.files import read_toml, write_toml
 from megatrain.simulator.model.families import CAN_SAVE_ATTENTION
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 
 FORMAT = 1
@@ -30,7 +31,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weights: str = ""
     """Layers whose weights stay on the device. The others are streamed."""
     master_low: str = ""
-    """Layers whose low half of the fp32 master stays on the device."""
+    """Layers whose low part of the master weights stays on the device."""
     moments: str = ""
     """Layers whose moments stay on the device."""
     gradients: str = ""
@@ -183,7 +184,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def save(self, path: Path) -> None:
         """Writes the plan as TOML to `path`."""
         data: dict[str, Any] = msgspec.to_builtins(self)
-        for field, default in (("documents", False), ("no_dropout", False), ("optimizer", ADAMW)):
+        for field, default in (
+            ("documents", False),
+            ("no_dropout", False),
+            ("optimizer", ADAMW),
+            ("state", EXACT),
+        ):
             if data["workload"][field] == default:
                 del data["workload"][field]
         if self.knobs.micro_batch_group == 1:

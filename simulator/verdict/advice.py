@@ -36,7 +36,7 @@ from megatrain.simulator.planner.capacity import (
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.schedule import Op, base_buffer
-from megatrain.simulator.schedule.arithmetic import state_bytes
+from megatrain.simulator.schedule.arithmetic import layer_state, state_bytes
 from megatrain.simulator.verdict.alternatives import alternatives
 from megatrain.simulator.verdict.suggestion import Suggestion
 
@@ -75,6 +75,8 @@ class Adviser:
         )
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
+        self._wide_moments = layer_state(self.plan, EMBEDDING)["moments"].dtype == "fp32"
+        """Whether the plan keeps moments that bf16 would halve."""
 
     def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
         """Returns the plans that need the least memory for another workload or other limits."""
@@ -120,7 +122,8 @@ class Adviser:
             found.append(
                 self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none"))
             )
-        return found + self._more_memory() + self._smaller_moments()
+        found += self._more_memory()
+        return found + (self._smaller_moments() if self._wide_moments else [])
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
         """Returns the effect of another workload on memory. `values` are the changed options."""
@@ -413,10 +416,10 @@ class Adviser:
     def _fast_moments(self) -> Suggestion | None:
         """Returns the gain of moments in bf16, which halves their bytes.
 
-        None if the optimizer keeps no moments.
+        None if the plan keeps no fp32 moments.
         """
         size = state_bytes(self.plan, "moments", EMBEDDING)
-        if not size:
+        if not size or not self._wide_moments:
             return None
         schedule = policy_library.lower(self.plan)
 
@@ -425,7 +428,7 @@ class Adviser:
                 schedule.buffer[base_buffer(name)].data == "moments" for name in op.writes
             )
             return (
-                msgspec.structs.replace(op, bytes=op.bytes - op.parameters * size // 2)
+                msgspec.structs.replace(op, bytes=op.bytes - int(op.parameters * size) // 2)
                 if moved
                 else op
             )

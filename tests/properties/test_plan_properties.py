@@ -30,6 +30,7 @@ from megatrain.simulator.hardware.cost_table import HostMemorySpec
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping
 from megatrain.simulator.planner.assessment import InShortGroups, timed, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
@@ -63,12 +64,14 @@ machines = st.builds(
 
 def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, Schedule]:
     """Returns a plan of `policy` with random knobs, down to the smallest that it takes."""
+    state = data.draw(st.sampled_from(list(FORMATS)))
     changes: dict[str, Any] = {
+        "state": state,
         "layers": data.draw(st.integers(1, 4)),
         "tied": (tied := data.draw(st.booleans())),
         "accumulation": (accumulation := data.draw(st.integers(1, 3))),
         "clipping": data.draw(st.sampled_from(get_args(Clipping))),
-        "dtype": data.draw(st.sampled_from(["bf16", "fp32"])),
+        "dtype": data.draw(st.sampled_from(["bf16", "fp32"])) if state == EXACT else "bf16",
         "gradient_slots": data.draw(st.integers(1, 3)),
         "gradient_staging": data.draw(st.integers(1, 3)),
         "chunk_bytes": data.draw(st.sampled_from([6_000, 20_000, 2**20])),

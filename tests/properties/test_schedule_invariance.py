@@ -8,6 +8,7 @@ with its digest, and with memory limits that leave no byte or a few to spare.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
@@ -23,10 +24,12 @@ from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -214,11 +217,10 @@ def execute(plan: Plan) -> Trained:
             tensors |= {
                 f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()
             }
-            home = state.home("moments", layer.name)
-            assert home is not None
-            for order, moments in enumerate(
-                executor.memory().tensor(home, torch.float32, (2, layer.elements)), 1
-            ):
+            first, second = state.tensors()[f"{layer.name}.moments"]
+            if first.dtype == torch.uint8:
+                first, second = decoded_first(first), decoded_second(second)
+            for order, moments in enumerate((first, second), 1):
                 tensors |= {
                     f"{layer.name} {name} moment {order}": moment
                     for name, moment in by_tensor(layer, moments).items()
@@ -306,11 +308,13 @@ def plans(draw: st.DrawFn) -> Plan:
         tied=draw(st.booleans()),
     )
     sequence = draw(st.sampled_from([16, 32]))
+    state = draw(st.sampled_from(list(FORMATS)))
     work = Workload(
         batch=2,
         sequence=sequence,
         accumulation=draw(st.sampled_from([1, 4])),
-        dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        dtype=draw(st.sampled_from(["bf16", "fp32"])) if state == EXACT else "bf16",
+        state=state,
         clipping=draw(st.sampled_from(CLIPPING)),
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
@@ -340,6 +344,7 @@ def plans(draw: st.DrawFn) -> Plan:
         f"{policy}, {work.dtype}, accumulation {work.accumulation} in groups of"
         f" {knobs.micro_batch_group}, clipping {work.clipping}"
     )
+    event(f"{policy}, {state}")
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
 
 
@@ -399,6 +404,42 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(
         checkpoint_interval=3,
     )
     assert_invariant(planned(policy, model_of(family="qwen2"), work, knobs))
+
+
+@pytest.mark.parametrize(
+    ("state", "clipping"),
+    [
+        normal_if((state, clipping) in (("master24", "global"), ("bf16-sr", "update")), *case)
+        for case in itertools.product(FORMATS, CLIPPING)
+        for state, clipping in [case]
+        if state != EXACT
+    ],
+)
+def test_every_policy_in_every_state_format(state: str, clipping: Any) -> None:
+    """Host and device update chunks and whole layers, with and without sums of gradients."""
+    work = Workload(
+        batch=2,
+        sequence=16,
+        accumulation=2 if clipping == "layer" else 1,
+        clipping=clipping,
+        loss_chunk=13,
+        state=state,
+    )
+    model = model_of(family="qwen2", layers=3)
+    for policy, placement in (
+        *((policy, Placement()) for policy in policies.names()),
+        ("overlapped", Placement(host_updated="e,1", weights="2", master_low="0", moments="0,h")),
+    ):
+        knobs = Knobs(
+            weight_slots=SLOTS.get(policy, 2),
+            gradient_slots=1,
+            gradient_staging=1,
+            chunk_bytes=20_000,
+            state_slots=1,
+            checkpoint_interval=2,
+            placement=placement,
+        )
+        assert_invariant(planned(policy, model, work, knobs))
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,14 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "workload",
-    [{}, {"clipping": "none"}, {"dtype": "fp32", "accumulation": 2}],
-    ids=["bf16", "unclipped", "fp32"],
+    [
+        {},
+        {"clipping": "none"},
+        {"dtype": "fp32", "accumulation": 2},
+        {"state": "master24"},
+        {"state": "bf16-sr", "clipping": "update"},
+    ],
+    ids=["bf16", "unclipped", "fp32", "master24", "bf16-sr"],
 )
 def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
     executable: Callable[..., Plan],

@@ -218,6 +218,11 @@ def test_another_state_of_the_generators_is_refused(
             r"found workload\.clipping global; allowed: workload\.clipping none",
         ),
         (
+            {"state": "master24"},
+            SETTINGS,
+            r"found workload\.state exact; allowed: workload\.state master24, as in this run",
+        ),
+        (
             {},
             {"rate": 2e-2, "seed": 0},
             r"found settings\.rate 0\.01; allowed: settings\.rate 0\.02",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from any_floats import any_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,26 +38,6 @@ from megatrain.runtime.optimizer.kernels import host
 from megatrain.runtime.optimizer.kernels.choice import Kernels, kernels
 from megatrain.runtime.optimizer.kernels.host import HostKernels, host_kernels
 
-SPECIAL = [
-    0x0000_0000,
-    0x8000_0000,
-    0x0000_0001,
-    0x8000_0001,
-    0x007F_FFFF,
-    0x0080_0000,
-    0x3F80_0000,
-    0x3F80_8000,
-    0xBF80_8000,
-    0x7F7F_7FFF,
-    0x7F7F_FFFF,
-    0x7F80_0000,
-    0xFF80_0000,
-    0x7FC0_0000,
-    0x7FFF_FFFF,
-    0xFFC1_2345,
-]
-"""zeros, denormals, the smallest normal value, ties between bf16 values, the largest value,
-infinities, NaNs"""
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LENGTHS = st.integers(1, 300) | st.sampled_from([4095, 4096, 4097, 12_289, 33_000])
 
@@ -84,21 +65,6 @@ def using(chosen: Kernels | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "kernels", lambda _: chosen)
         yield
-
-
-def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.Tensor:
-    """Returns fp32 [n]. If `wild`, a quarter are special values and the rest random bit patterns.
-    Otherwise they are values as in training.
-    """
-    if not wild:
-        return (
-            torch.randn(count, generator=generator)
-            * 10.0 ** torch.randint(-6, 2, (count,), generator=generator).float()
-        )
-    bits = torch.randint(0, 2**32, (count,), generator=generator)
-    special = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), (count,), generator=generator)]
-    bits = torch.where(torch.rand(count, generator=generator) < 0.25, special, bits)
-    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
 
 
 def bits(values: torch.Tensor) -> list[int]:
@@ -328,8 +294,8 @@ def test_sums_of_gradients_have_pytorch_s_bits(
 def test_tensors_that_a_kernel_does_not_take_go_through_pytorch() -> None:
     gradient = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
     strided, narrow = gradient.T.flatten()[::2], gradient[0].half()
-    assert optimizer._fused(ALONE, (strided, None)) is None
-    assert optimizer._fused(ALONE, (narrow, None)) is None
+    assert optimizer.kernels_for(ALONE, (strided, None)) is None
+    assert optimizer.kernels_for(ALONE, (narrow, None)) is None
     assert torch.equal(sum_of_squares(strided), sum_of_squares(strided.contiguous()))
     assert torch.equal(sum_of_squares(narrow), sum_of_squares(narrow.float()))
 

@@ -73,7 +73,7 @@ def refusal(schedule: Schedule) -> str:
             {},
             "host.moments",
             {"dtype": "bf16"},
-            "host.moments:e: moments in bf16, not in fp32",
+            "host.moments:e: moments in bf16, not in fp32 or block8",
         ),
         (
             "k_buffer",
@@ -162,7 +162,9 @@ def test_an_op_with_an_operand_too_many_is_found(make_plan: Callable[..., Plan])
     less = with_op(
         schedule, "U0", writes=tuple(name for name in low.writes if ".master_low:" not in name)
     )
-    assert refusal(less) == "U0: weights in bf16 without a low half"
+    assert refusal(less) == (
+        "U0: weights in bf16 without low halves and fp32 moments: no state format has these"
+    )
 
 
 def test_a_pool_holds_one_class_of_data(make_plan: Callable[..., Plan]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.state_format import EXACT
 
 if TYPE_CHECKING:
     from megatrain.runtime.calibration.presets import DefaultSet
@@ -115,6 +116,13 @@ def run(args: argparse.Namespace) -> int:
             found=args.optimizer,
             allowed="adamw, which is what is measured",
             fix="leave it out; a plan for another optimizer derives its costs from this file",
+        )
+    if args.state != EXACT:
+        raise UserError(
+            "--state",
+            found=args.state,
+            allowed=f"{EXACT}, which is what is measured",
+            fix="leave it out; a plan with another format derives its costs from this file",
         )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:

@@ -25,6 +25,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 
 _LONGEST_NAME = 200
@@ -93,7 +94,7 @@ def _measured(workload: Workload, device: torch.device) -> list[Workload]:
     )
     most = max(tokens // workload.sequence, 1)
     return [
-        msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW)
+        msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT)
         for rows in dict.fromkeys((most, max(most // 8, 1), 1))
     ]
 

@@ -35,8 +35,7 @@ _CHOSEN = {
     "--seq": "tokens per sequence (default: covers 99 %% of the documents)",
     "--batch": "sequences per micro-batch (default: the fastest)",
     "--accumulation": "micro-batches per optimizer step (default: the fastest)",
-    "--dtype": "dtype that layers compute in; master weights are always fp32 (default: bf16 on a"
-    " GPU, fp32 on a CPU)",
+    "--dtype": "dtype that layers compute in (default: bf16 on a GPU, fp32 on a CPU)",
     "--tokens-per-step": "tokens per optimizer step, rounded to whole sequences (default: 32768,"
     " and fewer if an epoch would have less than 20 steps)",
     "--policy": "a scheduling policy, a .py file that defines one, or `best` for the fastest"

@@ -61,6 +61,7 @@ def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "dtype": (work.dtype, "bf16"),
         "clipping": (work.clipping, "global"),
         "optimizer": (work.optimizer, "adamw"),
+        "state": (work.state, "exact"),
         "attention": (work.attention, None),
         "loss-chunk": (work.loss_chunk, 1024),
     }

@@ -15,6 +15,7 @@ from megatrain.experiments.cli.verdict.layout import labelled
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
@@ -100,7 +101,8 @@ def answer(verdict: Verdict, place: str) -> str:
     )
     work = verdict.workload
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
-    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}"
+    state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
+    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}"
     if verdict.feasible:
         return f"{what} fits on {place}."
     rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"

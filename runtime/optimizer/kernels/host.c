@@ -1,6 +1,7 @@
 /* AdamW, sums of squares and sums of gradients for a CPU, each in one pass over memory.
  *
- * Results have the same bits as those of runtime/optimizer/adamw.py, which defines the arithmetic.
+ * Results have the same bits as those of runtime/optimizer/adamw.py and blockwise.py, which define
+ * the arithmetic.
  * The loops are plain, so that the compiler can vectorize them. It must keep IEEE arithmetic as
  * written: no -ffast-math, and no fused multiply-adds. Data needs no alignment beyond that of its
  * type, and blocks do not depend on each other. */
@@ -130,6 +131,176 @@ void megatrain_adamw(Team *team, int64_t count, void *weights, uint16_t *low, fl
     if (scale)
         u.scalars.decay = 1.0f - u.scale * u.scalars.shrink;
     in_shares(team, count, update, &u);
+}
+
+enum {
+    BLOCK = 32,         /* parameters of a record */
+    RECORD = BLOCK + 2, /* bytes of a record: the codes, then their scale in bf16 */
+    LARGEST = 0x7B00,   /* 2^119 in bf16: of a larger value, 254 times it might be infinite */
+    SMALLEST = 0x0080,  /* the smallest normal bf16 */
+    NOT_A_NUMBER = 0x7FC0,
+};
+
+static inline uint16_t scale_of(const uint8_t *record) {
+    uint16_t bits;
+    memcpy(&bits, record + BLOCK, sizeof bits);
+    return bits;
+}
+
+/* Writes the scale of a record, the largest of `values` rounded up, and returns its bits. If it
+ * returns 0 or NOT_A_NUMBER, all codes are 0 and have been written. */
+static inline uint16_t put_scale(uint8_t *record, const float *values) {
+    uint32_t most = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        const uint32_t bits = to_bits(values[i]) & 0x7FFFFFFFu;
+        most = bits > most ? bits : most;
+    }
+    most = (most + 0xFFFFu) >> 16;
+    const uint16_t scale = most > LARGEST ? NOT_A_NUMBER : most < SMALLEST ? 0 : most;
+    memcpy(record + BLOCK, &scale, sizeof scale);
+    if (scale == 0 || scale == NOT_A_NUMBER)
+        memset(record, 0, BLOCK);
+    return scale;
+}
+
+static inline void get_first(const uint8_t *record, float *first) {
+    const float scale = from_bf16(scale_of(record));
+    for (int i = 0; i < BLOCK; i++) {
+        const float code = (float)(int8_t)record[i];
+        first[i] = code * scale / (254.0f - fabsf(code));
+    }
+}
+
+static inline void put_first(uint8_t *record, const float *first) {
+    const uint16_t bits = put_scale(record, first);
+    if (bits == 0 || bits == NOT_A_NUMBER)
+        return;
+    const float scale = from_bf16(bits);
+    for (int i = 0; i < BLOCK; i++)
+        record[i] = (uint8_t)(int8_t)rintf(first[i] * 254.0f / (scale + fabsf(first[i])));
+}
+
+static inline void get_second(const uint8_t *record, float *second) {
+    const float unit = from_bf16(scale_of(record)) * (float)(1.0 / 255);
+    for (int i = 0; i < BLOCK; i++) {
+        const float root = (float)record[i] * unit;
+        second[i] = root * root;
+    }
+}
+
+static inline void put_second(uint8_t *record, const float *second) {
+    float root[BLOCK];
+    for (int i = 0; i < BLOCK; i++)
+        root[i] = sqrtf(second[i]);
+    const uint16_t bits = put_scale(record, root);
+    if (bits == 0 || bits == NOT_A_NUMBER)
+        return;
+    const float inverse = 255.0f / from_bf16(bits);
+    for (int i = 0; i < BLOCK; i++) {
+        const float code = rintf(root[i] * inverse);
+        record[i] = root[i] > 0 ? (uint8_t)(code < 1 ? 1 : code) : 0;
+    }
+}
+
+/* Writes 16 random bits for each parameter of a block, which begins at parameter `index`: those of
+ * the numbers index / 4 and up of a SplitMix64 generator. */
+static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
+    uint64_t words[BLOCK / 4];
+    for (int i = 0; i < BLOCK / 4; i++) {
+        uint64_t word = key + ((uint64_t)index / 4 + i + 1) * 0x9E3779B97F4A7C15u;
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
+        word = (word ^ word >> 27) * 0x94D049BB133111EBu;
+        words[i] = word ^ word >> 31;
+    }
+    memcpy(bits, words, sizeof words); /* little endian */
+}
+
+static inline uint32_t quiet(uint32_t bits) {
+    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (uint32_t)NOT_A_NUMBER << 16 : bits;
+}
+
+typedef struct {
+    uint16_t *weights;
+    int8_t *low; /* null: stochastic rounding */
+    uint8_t *first, *second;
+    const void *gradient;
+    int gradient_is_fp32;
+    float clip, scale;
+    uint16_t *copy; /* may be null */
+    Scalars scalars;
+    uint64_t key;
+    int64_t index;
+} BlockwiseUpdate;
+
+static void blockwise_update(const void *call, int64_t from, int64_t end) {
+    const BlockwiseUpdate u = *(const BlockwiseUpdate *)call;
+    for (int64_t start = from; start < end; start += BLOCK) {
+        uint16_t *const high = u.weights + start;
+        int8_t *const low = u.low ? u.low + start : NULL;
+        uint8_t *const one = u.first + start / BLOCK * RECORD;
+        uint8_t *const two = u.second + start / BLOCK * RECORD;
+        float master[BLOCK], first[BLOCK], second[BLOCK], gradient[BLOCK];
+        get_first(one, first);
+        get_second(two, second);
+        if (u.gradient_is_fp32)
+            memcpy(gradient, (const float *)u.gradient + start, sizeof gradient);
+        else
+            for (int i = 0; i < BLOCK; i++)
+                gradient[i] = from_bf16(((const uint16_t *)u.gradient)[start + i]);
+        for (int i = 0; i < BLOCK; i++)
+            master[i] = from_bf16(high[i]);
+        if (low)
+            for (int i = 0; i < BLOCK; i++)
+                master[i] = from_bits(to_bits(master[i]) + ((uint32_t)(int32_t)low[i] << 8));
+        for (int i = 0; i < BLOCK; i++)
+            master[i] = step(master[i], first + i, second + i, gradient[i], u.clip, u.scale,
+                             u.scalars);
+        put_first(one, first);
+        put_second(two, second);
+        if (low) {
+            for (int i = 0; i < BLOCK; i++) {
+                const uint32_t rounded = (quiet(to_bits(master[i])) + 0x80u) >> 8;
+                low[i] = (int8_t)(uint8_t)rounded;
+                high[i] = (uint16_t)((rounded + 0x80u) >> 8);
+            }
+        } else {
+            uint16_t bits[BLOCK];
+            random_bits(u.key, u.index + start, bits);
+            for (int i = 0; i < BLOCK; i++) {
+                const uint32_t whole = to_bits(master[i]), exact = quiet(whole);
+                high[i] = (uint16_t)((exact + (exact == whole ? bits[i] : 0)) >> 16);
+            }
+        }
+        if (u.copy)
+            memcpy(u.copy + start, high, sizeof(uint16_t) * BLOCK);
+    }
+}
+
+/* Does one AdamW update of whole blocks whose moments are records. Without `low`, weights are
+ * rounded with the random bits of `key`, where `index` is the index of the first parameter.
+ * Otherwise as `megatrain_adamw`. */
+void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int8_t *low,
+                               uint8_t *first, uint8_t *second, const void *gradient,
+                               int gradient_is_fp32, const float *clip, const float *scale,
+                               uint16_t *copy, const Scalars *scalars, uint64_t key,
+                               int64_t index) {
+    BlockwiseUpdate u = {weights,
+                         low,
+                         first,
+                         second,
+                         gradient,
+                         gradient_is_fp32,
+                         clip ? *clip : 1.0f,
+                         scale ? *scale : 1.0f,
+                         copy,
+                         *scalars,
+                         key,
+                         index};
+    if (u.clip != u.clip || u.scale != u.scale)
+        return;
+    if (scale)
+        u.scalars.decay = 1.0f - u.scale * u.scalars.shrink;
+    in_shares(team, count, blockwise_update, &u);
 }
 
 #define SQUARES(NAME, GRADIENT, WIDEN)                                   \

@@ -79,6 +79,16 @@ class HostKernels:
             pointer,
             pointer,
         )
+        self._blockwise_adamw = function(
+            "blockwise_adamw",
+            pointer,
+            count,
+            *[pointer] * 5,
+            flag,
+            *[pointer] * 4,
+            ctypes.c_uint64,
+            count,
+        )
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
         self._ratio_sums = function(
             "ratio_sums", pointer, count, pointer, flag, pointer, pointer, pointer
@@ -133,6 +143,40 @@ class HostKernels:
             _address(scale),
             _address(copy_to),
             rounded,
+        )
+
+    def blockwise_adamw(
+        self,
+        weights: torch.Tensor,
+        low: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        gradient: torch.Tensor,
+        clip: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        copy_to: torch.Tensor | None,
+        scalars: Sequence[float],
+        key: int,
+        index: int,
+    ) -> None:
+        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `key` is the
+        `rounding_key` of the step.
+        """
+        self._blockwise_adamw(
+            self._team,
+            weights.numel(),
+            weights.data_ptr(),
+            _address(low),
+            first.data_ptr(),
+            second.data_ptr(),
+            gradient.data_ptr(),
+            _is_fp32(gradient),
+            _address(clip),
+            _address(scale),
+            _address(copy_to),
+            (ctypes.c_float * len(scalars))(*scalars),
+            key,
+            index,
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:

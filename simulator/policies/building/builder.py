@@ -23,7 +23,7 @@ from megatrain.simulator.schedule import (
     ScheduleError,
     Sizes,
 )
-from megatrain.simulator.schedule.buffer import DTYPE_OF, allocated_bytes
+from megatrain.simulator.schedule.buffer import DTYPES_OF, allocated_bytes
 from megatrain.simulator.schedule.schedule import Compiled
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
@@ -97,7 +97,7 @@ class Builder:
         """Adds a buffer of `size` bytes that keeps its content from step to step.
 
         Returns its id, `pool:key`. `key` is the layer or the micro-batch that the buffer belongs
-        to. `dtype` may be left out if the class of data has only one.
+        to. `dtype` may be left out for the default of the class of data.
         """
         name = f"{pool}:{key}"
         if self._timed:
@@ -107,7 +107,12 @@ class Builder:
             if pool in self._pools:
                 return name
         buffer = Buffer(
-            id=name, bytes=size, data=data, dtype=dtype or DTYPE_OF[data], persistent=True, **traits
+            id=name,
+            bytes=size,
+            data=data,
+            dtype=dtype or DTYPES_OF[data][0],
+            persistent=True,
+            **traits,
         )
         if self._merged:
             self._pools[pool] = buffer
@@ -128,7 +133,7 @@ class Builder:
         if self._timed:
             self._add_free(pool, [f"{pool}:{index}" for index in range(count)])
             return
-        kind = dtype or DTYPE_OF[data]
+        kind = dtype or DTYPES_OF[data][0]
         merged = self._merged and not traits.get("dynamic", False)
         made = [
             Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)

@@ -61,10 +61,10 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
     """
     made: dict[tuple[str, str], str] = {}
     for layer in plan.model.stack.values():
-        for name, (size, dtype) in layer_state(plan, layer.name).items():
-            if size:
+        for name, part in layer_state(plan, layer.name).items():
+            if part.bytes:
                 made[name, layer.name] = builder.persistent(
-                    f"{place}.{name}", layer.name, size * layer.elements, name, dtype
+                    f"{place}.{name}", layer.name, part.of(layer.elements), name, part.dtype
                 )
     return made
 

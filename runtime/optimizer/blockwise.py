@@ -1,0 +1,292 @@
+"""AdamW on bf16 weights whose moments are 8-bit codes, with a part of the master or with none.
+
+A moment is a row of records, one for each block of 32 parameters: 32 codes of one byte, then their
+scale in bf16, the largest absolute value of the block rounded up. An update reads a block, does the
+arithmetic of `adamw.py` in fp32 with the fresh moments, and writes the block. Only what is stored
+is rounded. Blocks do not depend on each other, so the result does not depend on how a layer is cut
+into chunks.
+
+* The first moment m with scale s has the signed code q, the nearest integer to 254 m / (s + |m|).
+  It is read as s q / (254 - |q|). Small moments have small steps.
+* The second moment has the unsigned code of its root r, the nearest integer to 255 r / s. A root
+  that is not 0 has at least the code 1, because a first moment would be divided by almost nothing
+  where its second moment became 0.
+* The low part of a master has the upper 8 bits of the low half of `adamw.py`, rounded: the master
+  is fp32 rounded to 24 bits.
+* Without a low part, a new weight is rounded to one of its two neighbours in bf16, up with a
+  probability equal to its distance from the lower one. The random bits depend only on the seed, the
+  step and the index of the parameter in the model.
+
+A block with a moment that is not finite, or of 2^119 and more, is stored as NaN. The weights and
+the loss of the next step are then NaN, and the run stops.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from megatrain.runtime.optimizer import adamw
+from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device, split
+from megatrain.runtime.optimizer.kernels.host import HostKernels
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.state_format import BLOCK, GPU_BLOCK
+from megatrain.simulator.schedule.arithmetic import RATIO_ROW
+
+RECORD = BLOCK + 2
+"""Bytes of a record."""
+_CPU_BLOCK = 2**15
+"""Elements that are updated at a time on the CPU."""
+_LARGEST = 0x7B00
+"""2^119 as the bits of a bf16. Up to here, 254 m is finite."""
+_NAN = 0x7FC0
+_SMALLEST = 0x0080
+"""The smallest normal number as the bits of a bf16. Blocks of smaller values become zeros."""
+_GAMMA = 0x9E37_79B9_7F4A_7C15
+_MIX = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
+"""The constants of SplitMix64 (Steele, Lea, Flood 2014)."""
+_MASK = 2**64 - 1
+
+
+def records(parameters: int) -> int:
+    """Returns the bytes of one moment of `parameters`, which are whole blocks."""
+    assert parameters % BLOCK == 0
+    return parameters // BLOCK * RECORD
+
+
+def decoded_first(stored: torch.Tensor) -> torch.Tensor:
+    """Returns the first moments [n] fp32 in `stored`, uint8 records."""
+    codes, scales = _unpacked(stored)
+    q = codes.view(torch.int8).float()
+    return (q * scales).div_(254 - q.abs()).view(-1)
+
+
+def decoded_second(stored: torch.Tensor) -> torch.Tensor:
+    """Returns the second moments [n] fp32 in `stored`, uint8 records."""
+    codes, scales = _unpacked(stored)
+    root = codes.float().mul_(scales * (1 / 255))
+    return root.mul_(root).view(-1)
+
+
+def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
+    """Writes the first moments `first` [n] fp32 to `stored`."""
+    values = first.view(-1, BLOCK)
+    bits = _scale_bits(values)
+    codes = (values * 254).div_(_scale(bits) + values.abs()).round_()
+    _pack(codes, bits, stored, torch.int8)
+
+
+def encode_second(second: torch.Tensor, stored: torch.Tensor) -> None:
+    """Writes the second moments `second` [n] fp32 to `stored`."""
+    root = adamw.rounded_sqrt(second).view(-1, BLOCK)
+    bits = _scale_bits(root)
+    inverse = torch.full_like(root[:, :1], 255).div_(_scale(bits))
+    codes = (root * inverse).round_().clamp_(min=1).mul_(root > 0)
+    _pack(codes, bits, stored, torch.uint8)
+
+
+def _unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes [blocks, 32] uint8 and the scales [blocks, 1] fp32."""
+    rows = stored.view(-1, RECORD)
+    scales = rows[:, BLOCK:].contiguous().view(torch.bfloat16)
+    return rows[:, :BLOCK].contiguous(), scales.float()
+
+
+def _scale_bits(values: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of each row of `values` [blocks, 32] as the bits of a bf16: [blocks, 1]
+    int32.
+    """
+    most = (values.contiguous().view(torch.int32) & 0x7FFF_FFFF).amax(1, keepdim=True)
+    # of a NaN, whose bits might overflow, any that are too large will do
+    bits = (most.clamp_(max=0x7F80_0000) + 0xFFFF) >> 16
+    bits = torch.where(bits > _LARGEST, _NAN, bits)
+    return torch.where(bits < _SMALLEST, 0, bits)
+
+
+def _scale(bits: torch.Tensor) -> torch.Tensor:
+    return (bits << 16).view(torch.float32)
+
+
+def _pack(
+    codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Writes the records of `codes` [blocks, 32] fp32 with the scales `bits`. Blocks whose scale is
+    0 or NaN have the codes 0.
+    """
+    rows = stored.view(-1, RECORD)
+    coded = (bits != 0) & (bits != _NAN)
+    rows[:, :BLOCK] = torch.where(coded, codes, 0).to(dtype).view(torch.uint8)
+    rows[:, BLOCK:] = bits.to(torch.int16).view(torch.uint8)
+
+
+@functools.lru_cache(maxsize=4)
+def rounding_key(seed: int, number: int) -> int:
+    """Returns the key of the random bits of step `number`, a 64-bit integer."""
+    return _mixed(_mixed(seed & _MASK) + number & _MASK)
+
+
+def _mixed(value: int) -> int:
+    value = value + _GAMMA & _MASK
+    for shift, factor in _MIX:
+        value = (value ^ value >> shift) * factor & _MASK
+    return value ^ value >> 31
+
+
+def random_bits(key: int, index: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns 16 random bits for each of `count` parameters from `index` on, int32. Parameter i has
+    the bits i % 4 * 16 and up of number i // 4 of a SplitMix64 generator. `index` and `count` are
+    multiples of 4.
+    """
+    words = torch.arange(index // 4, (index + count) // 4, dtype=torch.int64, device=device)
+    words = (words + 1).mul_(_signed(_GAMMA)).add_(_signed(key))
+    for shift, factor in _MIX:
+        words.bitwise_xor_(_shifted(words, shift)).mul_(_signed(factor))
+    words.bitwise_xor_(_shifted(words, 31))
+    return words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)  # little endian
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns `words` shifted to the right as unsigned integers."""
+    return (words >> bits).bitwise_and_((1 << 64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def round_randomly(master: torch.Tensor, key: int, index: int) -> torch.Tensor:
+    """Returns `master` [n] fp32 in bf16, rounded at random. A NaN stays one."""
+    bits = master.view(torch.int32)
+    added = bits + random_bits(key, index, master.numel(), master.device)
+    # a NaN could be carried into another number
+    rounded = torch.where(master.isnan(), torch.full_like(bits, _NAN), added >> 16)
+    return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+def update(
+    weights: torch.Tensor,
+    low: torch.Tensor | None,
+    moments: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    settings: AdamW,
+    rate: float,
+    number: int,
+    clip: torch.Tensor | None,
+    workers: Workers = ALONE,
+    weight_decay: float | None = None,
+    copy_to: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int = 0,
+    index: int = 0,
+) -> None:
+    """Does one AdamW update in place, of whole tensors or of any range of whole blocks.
+
+    Args as those of `adamw.update`, except:
+
+    Args:
+        weights: [n] bf16.
+        low: [n] int8, or None for stochastic rounding.
+        moments: [2, bytes] uint8 records.
+        seed: The run's seed, for stochastic rounding.
+        index: The index of the first element in the model, a multiple of 32.
+    """
+    count, device = weights.numel(), weights.device
+    scalars = adamw.Scalars.of(settings, rate, number, weight_decay)
+    assert weights.shape == gradient.shape == (count,)
+    assert index % BLOCK == 0
+    assert moments.shape == (2, records(count))
+    for plane in (low, copy_to):
+        assert plane is None or plane.shape == (count,)
+    key = rounding_key(seed, number) if low is None else 0
+    fused = adamw.kernels_for(
+        workers,
+        (weights, torch.bfloat16),
+        (low, torch.int8),
+        (moments[0], torch.uint8),
+        (moments[1], torch.uint8),
+        (gradient, None),
+        (copy_to, torch.bfloat16),
+        (clip, torch.float32),
+        (scale, torch.float32),
+    )
+    if isinstance(fused, HostKernels):  # a GPU has no kernel for this
+        fused.blockwise_adamw(
+            weights,
+            low,
+            moments[0],
+            moments[1],
+            gradient,
+            clip,
+            scale,
+            copy_to,
+            scalars,
+            key,
+            index,
+        )
+        return
+    stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
+    # stays on the device, because reading its value would wait for the GPU
+    stop = stops[0] | stops[-1] if stops else None
+    block = min(_CPU_BLOCK if device.type == "cpu" else GPU_BLOCK, count)
+
+    def in_blocks(share: Share) -> None:
+        scratch = torch.empty(3, block, dtype=torch.float32, device=device)
+        wide = torch.empty(block, dtype=torch.float64, device=device)
+        for start in range(*share, block):
+            part = slice(start, min(start + block, share[1]))
+            state = [plane[part] for plane in (weights, low) if plane is not None]
+            state += [plane[records(part.start) : records(part.stop)] for plane in moments]
+            before = [] if stop is None else [plane.clone() for plane in state]
+            length = part.stop - part.start
+            master = state[0].float() if low is None else join(state[0], state[1])
+            first, second = decoded_first(state[-2]), decoded_second(state[-1])
+            adamw.update_block(
+                master,
+                None,
+                first,
+                second,
+                gradient[part],
+                scratch[:, :length],
+                wide[:length],
+                scalars,
+                clip,
+                scale,
+            )
+            encode_first(first, state[-2])
+            encode_second(second, state[-1])
+            if low is None:
+                state[0].copy_(round_randomly(master, key, index + start))
+            else:
+                split(master, state[0], state[1])
+            for plane, old in zip(state, before, strict=False):
+                assert stop is not None
+                plane.copy_(torch.where(stop, old, plane))
+            if copy_to is not None:
+                copy_to[part] = state[0]
+
+    on_device(device, workers)(in_blocks, count, block)
+
+
+def ratio_sums(
+    gradient: torch.Tensor,
+    second: torch.Tensor,
+    sums: torch.Tensor,
+    *,
+    settings: AdamW,
+    number: int,
+    workers: Workers = ALONE,
+) -> None:
+    """Does the work of `adamw.ratio_sums` with a second moment in records."""
+    count = gradient.numel()
+    for start in range(0, count, GPU_BLOCK):
+        end = min(start + GPU_BLOCK, count)
+        adamw.ratio_sums(
+            gradient[start:end],
+            decoded_second(second[records(start) : records(end)]),
+            sums[start // RATIO_ROW : end // RATIO_ROW],
+            settings=settings,
+            number=number,
+            workers=workers,
+        )
