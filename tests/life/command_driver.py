@@ -20,16 +20,12 @@ from typing import Any
 
 import tokenizers  # noqa: F401  # commands import it when they need it
 import torch
-import transformers.convert_slow_tokenizer
 import transformers.conversion_mapping
-import transformers.models.auto.tokenization_auto  # noqa: F401
+import transformers.convert_slow_tokenizer
+import transformers.models.auto.tokenization_auto
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli.training import (  # noqa: F401
-    adaptation,
-    progress,
-    step_comparison,
-)
+from megatrain.experiments.cli.training import adaptation, progress, step_comparison  # noqa: F401
 from megatrain.experiments.run_report import compared_run, pictures  # noqa: F401
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.layers.meta_model import meta_model
