@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,14 @@ hypothesis.settings.register_profile(
     "megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("megatrain")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the tests a cache of their own, which the workers of a session share."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="megatrain-cache-")
+        os.environ["MEGATRAIN_CACHE"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

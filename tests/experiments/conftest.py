@@ -157,6 +157,20 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
+def with_pictures() -> None:
+    """Makes a run draw its loss, for tests that look at the picture."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws no picture of the loss after a run, which takes longer than a run of a few steps."""
+    from megatrain.experiments.run_report import pictures
+
+    if "with_pictures" not in request.fixturenames:
+        monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
+
+
+@pytest.fixture
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches and explains each plan once, for tests that ask for it as text and as JSON."""
     from megatrain.simulator.planner import search
@@ -185,10 +199,10 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.runtime.calibration import calibrate, contention
     from megatrain.runtime.calibration import microbenchmarks as rates
 
-    monkeypatch.setattr(calibrate, "_SECONDS", 0.2)
-    monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.1)
-    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
-    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
     monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 

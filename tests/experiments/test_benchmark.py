@@ -51,7 +51,17 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         str(out),
     ]
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
+    started = benchmark.timed
+
+    def timed(system: str, *given: Any) -> dict[str, Any]:
+        """Times `ours` in a process of its own, as the command does, and others in this one."""
+        if system == "ours":
+            return started(system, *given)
+        found: dict[str, Any] = json.loads(msgspec.json.encode(child.attempt(system, *given)))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setattr(benchmark, "timed", timed)
         assert benchmark.main(words) == 0
     return shown.getvalue(), json.loads(out.read_text())
 
@@ -237,5 +247,5 @@ def test_parts_add_up() -> None:
         with parts.time("forward"):
             pass
     assert list(parts.seconds) == ["forward"]
-    assert 0 < parts.seconds["forward"] < 1
+    assert parts.seconds["forward"] > 0
     assert (host_peak_bytes() or 0) > 2**20

@@ -264,8 +264,7 @@ def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) 
     assert not [op.id for op in lower(measured).ops if op.shape and exact.extrapolated(op)]
 
 
-@pytest.mark.usefixtures("workplace", "fast_calibration")
-@pytest.mark.usefixtures("fast_calibration")
+@pytest.mark.usefixtures("workplace", "fast_calibration", "with_pictures")
 def test_from_calibration_to_comparison(command: Any) -> None:
     outcome = command(
         "calibrate",
@@ -316,7 +315,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     assert simulated["step_seconds"] == plan.prediction.step_seconds
     assert simulated["device_peak_bytes"] == plan.prediction.device_peak_bytes
     assert simulated["lower_bound_seconds"] <= simulated["step_seconds"]
-    assert 0 < simulated["evaluation_seconds"] < simulated["step_seconds"]
+    assert simulated["evaluation_seconds"] > 0
     assert list(lanes_by_process(Path("new/simulated.json"))) == ["predicted"]
 
     outcome = command(

@@ -538,7 +538,6 @@ def test_a_mistake_in_a_process_of_its_own(name: str, workplace: Path, files_in:
         [sys.executable, "-m", "megatrain.experiments.cli", *mistake.words],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == mistake.status
@@ -689,7 +688,7 @@ def folder_is_full(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(Path, "mkdir", fail)
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("workplace", "with_pictures")
 @pytest.mark.parametrize(
     ("fill", "status"), [(folder_is_full, 2), (metrics_are_full, 1), (picture_is_full, 1)]
 )

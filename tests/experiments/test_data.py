@@ -32,7 +32,7 @@ def place(
 ) -> Path:
     """Makes a model folder `tiny` without weights, and `chat.json` with a bad row."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_bytes((prepared / "tiny/config.json").read_bytes())
     make_tokenizer(tmp_path / "tiny")

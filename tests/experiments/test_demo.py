@@ -52,7 +52,7 @@ def check_output(out: Path, printed: str, steps: int) -> Plan:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("fast_calibration")
+@pytest.mark.usefixtures("fast_calibration", "with_pictures")
 def test_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,6 @@ def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
         input="".join(json.dumps(words) + "\n" for words in invocations),
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -71,8 +70,8 @@ def test_they_are_of_every_verb_and_differ() -> None:
     assert {words[0] for words in drawn} >= set(VALID)
 
 
-def test_200_wrong_invocations(place: Path, files_in: Any) -> None:
-    check_all(draw_mistakes(200), place, files_in)
+def test_100_wrong_invocations(place: Path, files_in: Any) -> None:
+    check_all(draw_mistakes(100), place, files_in)
 
 
 @pytest.mark.nightly
@@ -85,11 +84,7 @@ def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
     before = files_in(place)
     for words in draw_mistakes(4, seed=99):
         done = subprocess.run(
-            [sys.executable, "-m", "megatrain", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            [sys.executable, "-m", "megatrain", *words], capture_output=True, text=True, check=False
         )
         check_line(words, done.returncode, done.stdout, done.stderr)
     assert files_in(place) == before

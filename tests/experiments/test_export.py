@@ -289,7 +289,6 @@ def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
-from megatrain.experiments.run_report import pictures
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
@@ -54,11 +53,10 @@ TIMES = ("seconds", "tokens_per_second")
 
 
 @pytest.fixture(autouse=True)
-def small_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the corpus, half of which is evaluated several times a run, and draws no loss."""
+def small_workplace(workplace: Path) -> None:
+    """Shortens the corpus, half of which is evaluated several times a run."""
     for path in (workplace / "corpus").iterdir():
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
-    monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
 
 
 def rows(run: str) -> list[dict[str, Any]]:

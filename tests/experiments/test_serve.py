@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,7 +284,7 @@ def test_a_later_question_ends_the_job_of_an_earlier_one(jobs: Jobs) -> None:
     waiting = threading.Thread(target=wait)
     waiting.start()
     while ("answer", slow) not in jobs._kept:
-        pass
+        time.sleep(0.005)
     process = jobs._kept["answer", slow]._process
     assert jobs.answer("answer", "verdict", Question.read(SMALL), "impatient", 2)
     waiting.join(60)
@@ -311,7 +312,7 @@ def test_a_job_that_dies_is_an_error_and_is_not_kept(jobs: Jobs) -> None:
 def _kill(jobs: Jobs, key: tuple[str, Question]) -> None:
     """Kills the process of a job, as its limit of processor time does."""
     while key not in jobs._kept:
-        pass
+        time.sleep(0.005)
     jobs._kept[key]._process.kill()
 
 

@@ -37,7 +37,7 @@ def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(
     assert (outcome.status, outcome.err) == (0, "")
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("measured ")]
     assert re.match(
-        r"measured [\d.]+ m?s a step, predicted [\d.]+ [um]s \([\d,.]+ times\); device pools [\d.]+"
+        r"measured [\d.]+ \w+ a step, predicted [\d.]+ [um]s \([\d,.]+ times\); device pools [\d.]+"
         r" KiB, predicted [\d.]+ KiB; the largest part of the difference: \w+ on \w+, measured .*"
         r" a step, predicted .*; the plan is for a machine of the library: measure this one",
         line,

@@ -47,7 +47,7 @@ over_steps = 2
 """
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("workplace", "with_pictures")
 def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
     Path("train.toml").write_text(CONFIG)
     words = ("train", "plan.toml", "--config", "train.toml", "--out", "run", "--device", "cpu")

@@ -20,10 +20,15 @@ from typing import Any
 
 import tokenizers  # noqa: F401  # commands import it when they need it
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.conversion_mapping
+import transformers.convert_slow_tokenizer
+import transformers.models.auto.tokenization_auto
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli.training import progress  # noqa: F401
+from megatrain.experiments.cli.training import adaptation, progress, step_comparison  # noqa: F401
+from megatrain.experiments.run_report import compared_run, pictures  # noqa: F401
+from megatrain.runtime.files.checkpoint_names import CheckpointNames
+from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.training import exporting, trainer  # noqa: F401
 from megatrain.simulator.engine import discrete_event as engine  # noqa: F401
 from megatrain.simulator.verdict import verdict  # noqa: F401
@@ -78,9 +83,25 @@ def _say(word: object) -> None:
     sys.stdout.flush()
 
 
+def _warm_up() -> None:
+    """Does once what each command would do first, and leaves out the picture of the loss.
+
+    Loading a model makes tables of PyTorch and transformers. No thread may start here, because a
+    process with threads cannot be forked safely.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    meta_model(config, torch.float32, torch.device("cpu"))
+    CheckpointNames(config)
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    pictures.draw_loss = lambda *_: None
+
+
 def main() -> None:
     """Starts commands until standard input ends."""
     torch.set_num_threads(1)
+    _warm_up()
     child = 0
     _say("ready")
     for line in sys.stdin:

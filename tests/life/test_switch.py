@@ -29,7 +29,7 @@ OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
 MOMENTS = {
     "before its checkpoint is complete": ("megatrain.runtime.checkpoint.checkpoint:replace", 2),
     "while the state is read": ("megatrain.runtime.checkpoint.checkpoint:read_tensors", 1),
-    "before the folder has the plan": ("megatrain.runtime.training.run_folder:save_plan", 4),
+    "before the folder has the plan": ("megatrain.runtime.training.run_folder:save_plan", 3),
     "before the first step": ("megatrain.runtime.training.progress:Progress.on_switch", 1),
 }
 """function and number of its call, before which the kill comes"""

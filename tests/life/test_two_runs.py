@@ -5,10 +5,10 @@ The lock is gone when that process has ended, also when it was killed.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,9 @@ def test_a_run_that_is_refused_leaves_no_folder(
 
 
 def _until_stopped(pid: int) -> None:
-    """Waits until the process is stopped.
+    """Waits until the process is stopped or has ended.
 
     The process is a child of the driver, so this one cannot wait for it and reads its state.
     """
-    while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
-        os.sched_yield()
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
+        time.sleep(0.005)

@@ -21,6 +21,7 @@ from tiny_families import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.run_report import pictures
 
 SEQUENCE = 24
 ROWS = 4
@@ -199,7 +200,9 @@ def distances(ours: Weights, wanted: Weights, start: Weights) -> dict[str, float
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder with a model. Runs do not draw their loss, which takes longer than they."""
+    monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
     save_model(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     return tmp_path

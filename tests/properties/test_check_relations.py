@@ -65,6 +65,13 @@ class Case(msgspec.Struct, frozen=True):
     """Share of the machine's device memory that may be used."""
     host: float
     """Share of the machine's host memory that may be used."""
+    layers: int | None = None
+    """The number of decoder layers; None is that of the model."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        spec = ModelSpec.load(self.model)
+        return spec if self.layers is None else spec.with_layers(self.layers)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -76,9 +83,7 @@ class Case(msgspec.Struct, frozen=True):
 
     def judged(self, hardware: HardwareSpec | None = None, **changes: Any) -> Verdict:
         options = {"workload": self.work, "advise": False, **self.limits, **changes}
-        return judge(
-            ModelSpec.load(self.model), hardware or HardwareSpec.load(self.machine), **options
-        )
+        return judge(self.spec, hardware or HardwareSpec.load(self.machine), **options)
 
 
 workloads = st.builds(
@@ -94,7 +99,9 @@ workloads = st.builds(
 
 
 def cases(
-    models: tuple[str, ...], machines: tuple[str, ...] = STREAMING + UNIFIED
+    models: tuple[str, ...],
+    machines: tuple[str, ...] = STREAMING + UNIFIED,
+    layers: int | None = None,
 ) -> st.SearchStrategy[Case]:
     shares = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
     return st.builds(
@@ -104,6 +111,7 @@ def cases(
         work=workloads,
         device=shares,
         host=shares,
+        layers=st.just(layers),
     )
 
 
@@ -113,7 +121,8 @@ Relation = Callable[[st.DataObject, Case], None]
 def related(few: int = 3, **machines: Any) -> Callable[[Relation], Callable[..., None]]:
     """Makes two tests of a relation.
 
-    One has `few` examples of small models. The other, for the nightly run, has 200 of any model.
+    One has `few` examples of small models with a few of their layers, whose search is faster. The
+    other, for the nightly run, has 200 of any model.
     """
 
     def decorate(relation: Relation) -> Callable[..., None]:
@@ -125,7 +134,10 @@ def related(few: int = 3, **machines: Any) -> Callable[[Relation], Callable[...,
                 derandomize=not many,
                 phases=[Phase.explicit, Phase.reuse, Phase.generate],
             )  # no shrinking: each smaller example would take seconds
-            @given(st.data(), cases(SMALL + LARGER if many else SMALL, **machines))
+            @given(
+                st.data(),
+                cases(SMALL + LARGER, **machines) if many else cases(SMALL, layers=8, **machines),
+            )
             def drawn(data: st.DataObject, case: Case) -> None:
                 relation(data, case)
 
@@ -186,10 +198,10 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     assume(entries)
     entry = data.draw(st.sampled_from(entries))
     if entry.model or "hardware" in entry.options:
-        model, machine = entry.model or case.model, entry.options.get("hardware", case.machine)
+        spec = ModelSpec.load(entry.model) if entry.model else case.spec
         limits = case.limits if entry.model else {}
-        hardware = HardwareSpec.load(machine)
-        assert judge(ModelSpec.load(model), hardware, case.work, advise=False, **limits).feasible
+        hardware = HardwareSpec.load(entry.options.get("hardware", case.machine))
+        assert judge(spec, hardware, case.work, advise=False, **limits).feasible
         return
     fields = {
         "batch": "batch",
@@ -252,7 +264,7 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
 
     The choice is still the fastest policy that the runtime executes.
     """
-    hardware, model = HardwareSpec.load(case.machine), ModelSpec.load(case.model)
+    hardware, model = HardwareSpec.load(case.machine), case.spec
     own, peer = (
         data.draw(st.sampled_from(policies.contenders())),
         data.draw(st.sampled_from(policies.peers())),
@@ -287,7 +299,7 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
         policy="overlapped",
         hardware=case.machine,
         source=case.model,
-        model=ModelSpec.load(case.model),
+        model=case.spec,
         workload=case.work,
         knobs=Knobs(**verdict.knobs),
         device_limit_bytes=2**50,

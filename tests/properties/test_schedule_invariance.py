@@ -33,7 +33,8 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
-STEPS = 5
+STEPS = 3
+"""the first step, one with ignored labels, and one that ignores whole sequences"""
 RATE = 1e-2
 GROUPS = (
     GroupSettings(match="*self_attn.o_proj*", weight_decay=0.3),
@@ -349,7 +350,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 

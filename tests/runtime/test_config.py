@@ -401,4 +401,4 @@ def test_reading_a_config_loads_no_torch() -> None:
         "import sys, megatrain.runtime.training.config, megatrain.runtime.training.callback;"
         " sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

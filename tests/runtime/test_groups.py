@@ -52,9 +52,9 @@ SETTINGS = st.builds(
 
 def by_element(settings: AdamW) -> list[ParamGroup]:
     return [
-        param_group(settings, LAYER, tensor)
+        wanted
         for tensor in LAYER.tensors
-        for _ in range(tensor.padded)
+        for wanted in [param_group(settings, LAYER, tensor)] * tensor.padded
     ]
 
 

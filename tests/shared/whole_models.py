@@ -318,11 +318,10 @@ def gradients_of(running: Any) -> Tensors:
 
 def their_gradients(plan: Plan, model: Any) -> Tensors:
     found: Tensors = {}
+    stack = DecoderStack.of(model)
     for layer in plan.model.stack.values():
         for tensor in layer.tensors:
-            gradient = model.get_parameter(
-                hub_name(layer.name, tensor.name, DecoderStack.of(model))
-            ).grad
+            gradient = model.get_parameter(hub_name(layer.name, tensor.name, stack)).grad
             found[layer.name, tensor.name] = (
                 torch.zeros(tensor.shape) if gradient is None else gradient.float()
             )

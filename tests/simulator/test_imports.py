@@ -27,7 +27,6 @@ def loaded_by(tmp_path: Path, *names: str) -> list[str]:
         text=True,
         check=True,
         cwd=tmp_path,
-        timeout=120,
     )
     loaded: list[str] = json.loads(done.stdout)
     return loaded
