@@ -26,6 +26,7 @@ from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import (
@@ -356,10 +357,11 @@ class Trainer(TrainingRun):
         done = self._checkpoints.steps()
         if self._resume != "scratch" and not done:
             raise no_checkpoint(run)
-        if self._resume == "scratch" and (done or (run / "model").exists()):
+        model = newest_model(run)
+        if self._resume == "scratch" and (done or model):
             raise UserError(
                 f"{run}: --from-scratch",
-                found=f"a checkpoint of step {done[-1]}" if done else "a trained model in model/",
+                found=f"a checkpoint of step {done[-1]}" if done else f"a trained model, {model}",
                 allowed="a run without checkpoints and model",
                 fix="leave --from-scratch out" if done else "name another folder with --out",
             )

@@ -16,6 +16,7 @@ from counted_costs import write_machine
 from megatrain.experiments.cli.training import adaptation
 from megatrain.experiments.cli.training.adaptation import Adaptation, Proposal, described_change
 from megatrain.experiments.run_report.step_record import read_record
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.corrections import corrections
@@ -53,7 +54,9 @@ def schedules(run: str) -> list[str]:
 
 
 def weights(run: str) -> bytes:
-    return (Path(run) / "model" / "model.safetensors").read_bytes()
+    model = newest_model(Path(run))
+    assert model is not None
+    return (model / "model.safetensors").read_bytes()
 
 
 def good(outcome: Any) -> str:

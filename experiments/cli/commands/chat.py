@@ -126,15 +126,16 @@ def _show(text: str) -> None:
 
 
 def _model_folder(path: Path) -> Path:
-    """Returns the folder of the model of a run, or `path` if it is a model's folder itself.
+    """Returns the folder of the newest model of a run, or `path` if it is a model's folder itself.
 
     Raises UserError if there is no model.
     """
+    from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.training.stopped_run import command_to_continue, last_checkpoint
 
     if (path / "config.toml").is_file():
-        if (path / "model" / "config.json").is_file():
-            return path / "model"
+        if model := newest_model(path):
+            return model
         saved = last_checkpoint(path)
         raise UserError(
             str(path),

@@ -379,6 +379,7 @@ def _train(
     from megatrain.experiments.cli.training.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
+    from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 
@@ -442,7 +443,7 @@ def _train(
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    run, model = shlex.quote(str(folder)), folder / "model"
+    run, model = shlex.quote(str(folder)), newest_model(folder)
     if trainer.config.saving.export:
         print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
     elif last_checkpoint(folder):
@@ -452,5 +453,6 @@ def _train(
         from megatrain.experiments.run_report.model_card import model_card
 
         card = model_card(folder, args.push_to_hub, base=args.model)
+        assert model is not None, "a run that is to be uploaded exports its model"
         upload.upload(model, card, args, ["megatrain", "export", str(folder)])
     return 0
