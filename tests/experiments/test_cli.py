@@ -735,6 +735,12 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
     assert lines[0].startswith("YES     These models of the library can be fine-tuned in full")
     assert [line.split()[0] for line in lines[-3:-1]] == ["qwen2.5-1.5b", "qwen2.5-0.5b"]
     assert lines[-1] == "1 other model of the library does not fit."
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = command(*words).out.splitlines()
+    assert max(map(len, narrow)) <= 50
+    assert narrow[-5].split() == ["model", "size", "tokens/s", "RAM"]
+    assert narrow[-1] == "left out in 50 columns: batch, VRAM"
+    monkeypatch.delenv("COLUMNS")
     models = only_object(command(*words, "--json").out)["models"]
     assert [
         f"{model['tokens_per_second']:,.0f}" in line
