@@ -9,7 +9,7 @@ During the run:
 With each checkpoint, and when the run ends or is stopped:
     measured.json           timeline of the step with the median duration, without warm-up steps
     memory.json             bytes allocated
-When another plan replaces the one that the run has:
+After the first step under another plan:
     plans/SCHEDULE/         the former plan, its machine and its measurements
     hardware-DIGEST.toml    the machine of the other plan, if its file is another one
 At the end:
@@ -62,6 +62,7 @@ class RunFolder(Callback):
         """Takes the run folder `path`, which is new or empty unless its run is `resumed`."""
         self.path, self._resumed = path, resumed
         self._last_step, self._trained = 0, False
+        self._saved_digest = ""
 
     def on_start(self, trainer: TrainingRun) -> None:
         try:
@@ -92,11 +93,11 @@ class RunFolder(Callback):
             "All settings of this run. `megatrain train --config` reads this file.",
         )
 
-    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
-        self._save_plan(trainer)
-
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         self._last_step, self._trained = step.number, True
+        if trainer.plan.digest != self._saved_digest:
+            # Only now, so that a run that another plan ended goes on under one that worked.
+            self._save_plan(trainer)
         row = {
             "step": step.number,
             "loss": step.loss,
@@ -208,6 +209,7 @@ class RunFolder(Callback):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).replace(aside / name)
         save_plan(trainer.plan, trainer.origin, trainer.source, self.path)
+        self._saved_digest = trainer.plan.digest
 
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:

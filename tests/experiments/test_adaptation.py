@@ -242,6 +242,38 @@ def test_a_plan_that_is_refused_can_be_tried_when_the_run_is_resumed(
     assert len(run.switched) == 1
 
 
+@pytest.mark.parametrize("end", ["step", "stop", "kill", "signal"])
+def test_a_plan_that_was_chosen_but_never_used_can_be_tried_again(run: Run, end: str) -> None:
+    """The switch may not come, for want of a checkpoint, or because the run ends before it."""
+    adapting = Adaptation()
+    adapting.on_start(run)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        adapting.on_step(run, SimpleNamespace(number=number, seconds=2.0))  # type: ignore[arg-type]
+    (chosen,) = run.switched
+    assert (chosen.parent / "not_entered.txt").is_file()
+    if end == "step":
+        adapting.on_step(run, SimpleNamespace(number=6, seconds=2.0))  # type: ignore[arg-type]
+    elif end == "stop":
+        adapting.on_end(run, None)  # type: ignore[arg-type]
+    elif end == "signal":  # after the memory for the other plan was allocated
+        adapting.on_allocate(1, 1)
+        adapting.on_end(run, KeyboardInterrupt())  # type: ignore[arg-type]
+    else:
+        Adaptation().on_start(run)  # type: ignore[arg-type]
+    assert not chosen.parent.exists()
+
+
+def test_a_plan_whose_memory_was_allocated_counts_as_tried(run: Run) -> None:
+    adapting = Adaptation()
+    adapting.on_start(run)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        adapting.on_step(run, SimpleNamespace(number=number, seconds=2.0))  # type: ignore[arg-type]
+    adapting.on_allocate(1, 1)
+    Adaptation().on_start(run)  # type: ignore[arg-type]
+    adapting.on_end(run, RuntimeError())  # type: ignore[arg-type]
+    assert run.switched[0].is_file()
+
+
 def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(run: Run) -> None:
     adapting = Adaptation()
     adapting.on_start(run)  # type: ignore[arg-type]
