@@ -16,6 +16,7 @@ from megatrain.experiments.cli.commands import (
     chat,
     check,
     compare,
+    completion,
     data,
     evaluate,
     export,
@@ -47,6 +48,7 @@ VERBS = {
     "sweep": sweep,
     "figures": figures,
     "list": listing,
+    "completion": completion,
 }
 
 
