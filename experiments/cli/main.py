@@ -33,6 +33,7 @@ _MODULES = {
     "sweep": "sweep",
     "figures": "figures",
     "list": "listing",
+    "completion": "completion",
 }
 """Verb -> the name of its module in `commands`."""
 
@@ -66,8 +67,8 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def parser(verb: str | None) -> OneLineParser:
-    """Returns the parser for `verb` and its options, or for all verbs without their options."""
+def parser(*described: str) -> OneLineParser:
+    """Returns the parser of these verbs with their options, or of all verbs without options."""
     top = OneLineParser(
         prog="megatrain",
         description=(
@@ -79,12 +80,11 @@ def parser(verb: str | None) -> OneLineParser:
     verbs = top.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    if verb:
-        module = VERBS[verb]
-        module.describe(verbs.add_parser(verb, description=module.__doc__))
-        return top
-    for name in VERBS:
-        verbs.add_parser(name, help=_summary(name))
+    for name in VERBS if not described else described:
+        about = VERBS[name].__doc__ if described else None
+        verb = verbs.add_parser(name, help=_summary(name), description=about)
+        if described:
+            VERBS[name].describe(verb)
     return top
 
 
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """
     words = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in words if not word.startswith("-")), None)
-    top = parser(first if first in VERBS else None)
+    top = parser(first) if first and first in VERBS else parser()
     args, unknown = top.parse_known_args(arguments)
     if unknown:
         verb = OneLineParser(prog=f"megatrain {args.verb}")

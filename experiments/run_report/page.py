@@ -36,6 +36,7 @@ def write_page(run: ComparedRun, path: Path) -> None:
         curves=training_sections.curves(run),
         evaluations=training_sections.evaluations(run),
         data=training_sections.data(run),
+        samples=training_sections.samples(run),
         plan=sections.plan(run),
         errors=sections.errors(run),
         memory=sections.memory(run),

@@ -20,8 +20,8 @@ from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
 
-_LEFT_OUT = {"data.data", "data.cache", "data.evaluation_data", "logging.name"}
-"""Settings that are not compared: places, and names of runs."""
+_LEFT_OUT = {"data.data", "data.cache", "data.evaluation_data", "evaluation.ask", "logging.name"}
+"""Settings that are not compared: places, questions, and names of runs."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

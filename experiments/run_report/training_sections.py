@@ -1,16 +1,18 @@
 """The page's text and tables on the training itself: loss, learning rate, gradient norm,
-evaluations and data.
+evaluations, data, and answers of the trained model.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from html import escape
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.step_record import Evaluation
 from megatrain.experiments.run_report.tables import Cell, table
 from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.training.answers import Answer, read_answers
 from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.base.units import format_seconds
@@ -116,6 +118,24 @@ def data(run: ComparedRun) -> str:
     add(f"rows of {length:,} tokens", [f"{each.packed_rows:,}" for each in columns])
     add("padding", [f"{each.padding:.2%}".replace("%", " %") for each in columns])
     return f"<div><h3>Data</h3>{table(['', *found], rows)}</div>"
+
+
+def samples(run: ComparedRun) -> str:
+    """Returns the section with the answers of the run's models, if there are any."""
+    answers = read_answers(run.folder)
+    if not answers:
+        return ""
+    return (
+        "<section><h2>Samples</h2><p class=note>Answers of the trained model. Each token is the"
+        f" most likely one.</p><dl class=samples>{''.join(map(_sample, answers))}</dl></section>"
+    )
+
+
+def _sample(each: Answer) -> str:
+    return (
+        f"<dt>{escape(each.question)} (after step {each.step:,})</dt>"
+        f"<dd>{escape(each.answer.strip()) or '(no text)'}</dd>"
+    )
 
 
 def _share(each: DataSummary) -> str:

@@ -45,6 +45,9 @@ for a matrix product in bf16."""
 LARGE_DEVICE_BYTES, LARGE_HOST_BYTES = 64 * 2**30, 32 * 2**30
 """The memory that LARGE needs: its last model has all state on the device, and its first model all
 state on the host."""
+CPU_TOKENS, SMALL_TOKENS, LARGE_TOKENS = 512, 8192, 32768
+"""Tokens of the largest micro-batch of a named model that is measured: on a CPU, on a GPU, and on a
+GPU of `LARGE_DEVICE_BYTES`."""
 _HEAD_SIZE, _VOCABULARY = 128, 4096
 
 
@@ -55,6 +58,45 @@ def default_set(device_type: str, device_bytes: int, host_bytes: int) -> Default
     if device_type != "cuda":
         return CPU
     return LARGE if device_bytes >= LARGE_DEVICE_BYTES and host_bytes >= LARGE_HOST_BYTES else SMALL
+
+
+def most_tokens(device_type: str, device_bytes: int) -> int:
+    """Returns the tokens of the largest micro-batch that is measured for a named model."""
+    if device_type != "cuda":
+        return CPU_TOKENS
+    return LARGE_TOKENS if device_bytes >= LARGE_DEVICE_BYTES else SMALL_TOKENS
+
+
+def row_counts(tokens: int, sequence: int) -> list[int]:
+    """Returns the numbers of rows to measure: as many as `tokens` have, an eighth of them, and one.
+
+    >>> row_counts(8192, 1024), row_counts(512, 2048)
+    ([8, 1], [1])
+    """
+    most = max(tokens // sequence, 1)
+    return list(dict.fromkeys((most, max(most // 8, 1), 1)))
+
+
+def set_of_named(
+    device_type: str, device_bytes: int, *, sequence: int | None, longest: int | None
+) -> DefaultSet:
+    """Returns the workloads for models that the user names without a batch.
+
+    They are those that `megatrain train` would measure, and on a large GPU some more around them.
+
+    Args:
+        device_type: `cuda` or `cpu`.
+        device_bytes: memory of the device.
+        sequence: tokens of a row, if the user names them.
+        longest: the most tokens of a row by the model's config, or None.
+    """
+    cpu = device_type != "cuda"
+    usual = CPU.sequence if cpu else LARGE.sequence
+    length = sequence or min(usual, longest or usual)
+    tokens = most_tokens(device_type, device_bytes)
+    first, *others = row_counts(tokens, length)
+    grid = () if tokens == LARGE_TOKENS else tuple((rows, length) for rows in others)
+    return DefaultSet((), first, length, grid, "fp32" if cpu else "bf16")
 
 
 def model_of(name: str) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -45,8 +46,8 @@ def steps_to_export(run: Path, step: int | None) -> list[int]:
             found="no checkpoint" if run.is_dir() else "no such folder",
             allowed="the folder of a checkpoint, or of a run with a checkpoint",
             fix=(
-                f"use the trained model in {run / 'model'}"
-                if (run / "model").is_dir()
+                f"use the trained model in {model}"
+                if (model := newest_model(run))
                 else "check the path"
             ),
         )

@@ -76,7 +76,8 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the loss on the evaluation data is measured, and on how much of the data.
+    """When the loss on the evaluation data is measured, on how much of the data, and what the
+    trained model is asked.
 
     With evaluation data, there is always an evaluation after the last step.
     """
@@ -100,6 +101,15 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ),
         ),
     ] = 0
+    ask: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(
+            description=(
+                "question that `megatrain train` asks the trained model at the end; it prints the"
+                " answer and stores it in `answers.jsonl`"
+            )
+        ),
+    ] = ()
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from megatrain.runtime.data.opening import describe_packing, read_data
 from megatrain.runtime.data.sources import EVALUATION_SPLITS
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.layers.functional_layers import config_of
@@ -79,7 +80,7 @@ def evaluate_run(
         run: folder of the run.
         data: files and folders, each as `PATH` or `PATH:WEIGHT`.
         model: folder or hub name of other weights for the run's plan; None for those that the run
-            exported.
+            exported last.
         split: split of the data; empty for the first of validation, test and train that exists.
         cache: folder for tokenized data; None for that of the run.
         device: None for the default device.
@@ -88,7 +89,8 @@ def evaluate_run(
     Raises UserError if `run` has no exported model, or if plan, model or data cannot be used.
     """
     plan, config = Plan.load(run / "plan.toml"), Config.load(run / "config.toml")
-    if model is None and not (run / "model").is_dir():
+    source = model or newest_model(run)
+    if source is None:
         raise UserError(
             str(run),
             found="no exported model",
@@ -105,7 +107,7 @@ def evaluate_run(
         host_bytes=None if is_calibrated(run / plan.hardware) else host_bytes(),
         device_bytes=device_bytes(device),
     )
-    folder = find_model(model or str(run / "model"), plan.model, needed=True)
+    folder = find_model(str(source), plan.model, needed=True)
     assert folder is not None, "a model that is needed is found or refused"
     template = run / CHAT_TEMPLATE
     options = msgspec.structs.replace(

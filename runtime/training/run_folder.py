@@ -9,11 +9,12 @@ During the run:
 With each checkpoint, and when the run ends or is stopped:
     measured.json           timeline of the step with the median duration, without warm-up steps
     memory.json             bytes allocated
-When another plan replaces the one that the run has:
+After the first step under another plan:
     plans/SCHEDULE/         the former plan, its machine and its measurements
     hardware-DIGEST.toml    the machine of the other plan, if its file is another one
 At the end:
-    model/                  the model in Hugging Face format
+    model/                  the model in Hugging Face format; a later one of the same run is
+                            model-STEP/, and models.json lists them (`exported_models.py`)
 
 The trainer writes `checkpoints/` into the same folder. When a run is resumed, lines of
 `metrics.jsonl` for steps after the checkpoint are removed.
@@ -26,7 +27,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from megatrain.runtime.checkpoint.checkpoint import put_back, replace
 from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.files.exported_models import add_model, exported_models
 from megatrain.runtime.files.model_files import export
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
@@ -61,6 +61,8 @@ class RunFolder(Callback):
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
         """Takes the run folder `path`, which is new or empty unless its run is `resumed`."""
         self.path, self._resumed = path, resumed
+        self._last_step, self._trained = 0, False
+        self._saved_digest = ""
 
     def on_start(self, trainer: TrainingRun) -> None:
         try:
@@ -74,6 +76,7 @@ class RunFolder(Callback):
             ) from None
         if self._resumed:
             self._clean_up(trainer)
+        self._last_step = trainer.first_step - 1
         self._save_plan(trainer)
         # A copy, because exports must use the template as it was when the run began.
         if trainer.config.data.chat_template:
@@ -90,10 +93,11 @@ class RunFolder(Callback):
             "All settings of this run. `megatrain train --config` reads this file.",
         )
 
-    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
-        self._save_plan(trainer)
-
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        self._last_step, self._trained = step.number, True
+        if trainer.plan.digest != self._saved_digest:
+            # Only now, so that a run that another plan ended goes on under one that worked.
+            self._save_plan(trainer)
         row = {
             "step": step.number,
             "loss": step.loss,
@@ -137,20 +141,28 @@ class RunFolder(Callback):
             trainer.measured.save(self.path / "measured.json")
 
     def _export(self, trainer: TrainingRun) -> None:
-        """Exports the model, and replaces the one that the run exported before it was resumed."""
-        model, config = self.path / "model", trainer.config.saving
-        aside = self.path / "model.new" if model.exists() else model
+        """Exports the model next to those that the run exported before it was resumed.
+
+        A run that had no step left to do is not exported again.
+        """
+        before = exported_models(self.path)
+        if before and not self._trained and before[-1].step == self._last_step:
+            return
+        folder = add_model(self.path, self._last_step)
+        if before:
+            trainer.note(
+                f"the model after step {self._last_step} is in {folder}; earlier ones stay:"
+                f" {', '.join(each.folder for each in before)}"
+            )
         export(
             trainer.state,
             trainer.plan,
             trainer.exported_config,
-            aside,
-            dtype=config.export_dtype or None,
+            folder,
+            dtype=trainer.config.saving.export_dtype or None,
             source=trainer.folder,
             chat_template=self.path / CHAT_TEMPLATE,
         )
-        if aside != model:
-            replace(aside, model)
 
     def _leave_nothing(self) -> None:
         """Removes the files of `on_start` if there are no others.
@@ -168,10 +180,8 @@ class RunFolder(Callback):
         This is an incomplete model, damaged lines of the metrics, and lines for steps that will be
         repeated.
         """
-        put_back(self.path / "model")
-        shutil.rmtree(self.path / "model.new", ignore_errors=True)
-        for name in ("model", "model.new"):
-            remove_abandoned(self.path / name)
+        for path in self.path.glob(".model*"):
+            remove_abandoned(self.path / path.name[1:].partition(".aside-")[0])
         kept, damaged = readable(self.path / "metrics.jsonl")
         if damaged:
             lines = f"{damaged} damaged line{'s' * (damaged > 1)}"
@@ -199,6 +209,7 @@ class RunFolder(Callback):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).replace(aside / name)
         save_plan(trainer.plan, trainer.origin, trainer.source, self.path)
+        self._saved_digest = trainer.plan.digest
 
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:

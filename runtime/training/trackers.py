@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
     """Returns the logged values of a step by name.
 
-    `predicted` is the step time that the plan predicts, and `over_predicted` is the measured time
-    divided by it. Device memory is the peak so far. Without a GPU, it is the size of the pools.
+    `predicted` is the step time that the plan predicts, and `prediction_error` is that time divided
+    by the measured one, minus 1. Device memory is the peak so far. Without a GPU, it is the size of
+    the pools.
     """
     values = {
         "train/loss": step.loss,
@@ -41,7 +42,8 @@ def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
         values["train/gradient_norm"] = step.gradient_norm
     if trainer.plan.prediction is not None:
         predicted = trainer.plan.prediction.step_seconds
-        values |= {"step/predicted": predicted, "step/over_predicted": step.seconds / predicted}
+        error = predicted / step.seconds - 1
+        values |= {"step/predicted": predicted, "step/prediction_error": error}
     values["memory/device_GiB"] = _device_bytes(trainer) / 2**30
     values["memory/host_pools_GiB"] = trainer.executor.allocated("host") / 2**30
     if (process := host_peak_bytes()) is not None:

@@ -26,6 +26,7 @@ from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import (
@@ -60,7 +61,7 @@ from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
-from megatrain.runtime.training.stopped_run import no_checkpoint
+from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
@@ -356,10 +357,11 @@ class Trainer(TrainingRun):
         done = self._checkpoints.steps()
         if self._resume != "scratch" and not done:
             raise no_checkpoint(run)
-        if self._resume == "scratch" and (done or (run / "model").exists()):
+        model = newest_model(run)
+        if self._resume == "scratch" and (done or model):
             raise UserError(
                 f"{run}: --from-scratch",
-                found=f"a checkpoint of step {done[-1]}" if done else "a trained model in model/",
+                found=f"a checkpoint of step {done[-1]}" if done else f"a trained model, {model}",
                 allowed="a run without checkpoints and model",
                 fix="leave --from-scratch out" if done else "name another folder with --out",
             )
@@ -536,10 +538,10 @@ class Trainer(TrainingRun):
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
             raise
-        except UserError as error:  # out of memory, for example
+        except (UserError, RuntimeError) as error:  # out of memory, or an op that failed
             if self._former is None:
                 raise
-            failed = str(error)
+            failed = str(error).partition("\n")[0]
         if self._former is not None and failed:
             # After `except`, since the traceback of the error keeps the memory of its plan.
             self._return(self._former, number - 1, failed)
@@ -581,7 +583,9 @@ class Trainer(TrainingRun):
             return
         try:
             self._reopen(other, run.step)
-        except (UserError, torch.OutOfMemoryError) as error:
+        except CallbackError:
+            raise
+        except (UserError, RuntimeError) as error:
             failed = str(error).partition("\n")[0]
         if failed:  # after `except`, as in `_step`
             self._return(former, run.step, failed)
@@ -590,13 +594,29 @@ class Trainer(TrainingRun):
         self._notify("on_switch", self, time.monotonic() - begin)
 
     def _return(self, former: _Execution, step: int, reason: str) -> None:
-        """Continues under the plan `former` from the checkpoint of `step`, for `reason`."""
+        """Continues under the plan `former` from the checkpoint of `step`, for `reason`.
+
+        Raises RunError if that fails too, as after an error of the device that outlasts its plan.
+        The folder of the run still has the former plan then.
+        """
         self._former = None
         self.note(
             "the training continues under the former plan, since the other cannot be executed:"
             f" {reason}"
         )
-        self._reopen(former, step)
+        failed = ""
+        try:
+            self._reopen(former, step)
+        except CallbackError:
+            raise
+        except (UserError, RuntimeError) as error:
+            failed = str(error).partition("\n")[0]
+        if failed:
+            assert self.out is not None
+            raise RunError(
+                f"neither the other plan nor, after it, the former one can be executed: {failed};"
+                f" continue under the former one with: {command_to_continue(self.out)}"
+            )
 
     def _reopen(self, execution: _Execution, step: int) -> None:
         """Releases all memory, and restores the checkpoint of `step` under another plan."""

@@ -80,9 +80,11 @@ class TrainingRun(abc.ABC):
         """Continues under another plan after the current step. Called from a callback.
 
         The state is handed over by a checkpoint of that step. The result is the same, bit for bit.
-        If the checkpoint cannot be written, or if the other plan is refused or runs out of memory
-        before its first step has ended, a note says so and the training continues under the plan
-        that it has. Any other failure ends the training, which can be resumed from the checkpoint.
+        If the checkpoint cannot be written, or if the other plan is refused, runs out of memory or
+        fails in an op before its first step has ended, a note says so and the training continues
+        under the plan that it has. If that is not possible any more, the error names the command
+        that resumes the run from the checkpoint. The run folder has the other plan from the end of
+        its first step on.
 
         Args:
             plan: file of a plan of the same model and workload.

@@ -16,6 +16,7 @@ from counted_costs import write_machine
 from megatrain.experiments.cli.training import adaptation
 from megatrain.experiments.cli.training.adaptation import Adaptation, Proposal, described_change
 from megatrain.experiments.run_report.step_record import read_record
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.corrections import corrections
@@ -53,7 +54,9 @@ def schedules(run: str) -> list[str]:
 
 
 def weights(run: str) -> bytes:
-    return (Path(run) / "model" / "model.safetensors").read_bytes()
+    model = newest_model(Path(run))
+    assert model is not None
+    return (model / "model.safetensors").read_bytes()
 
 
 def good(outcome: Any) -> str:
@@ -237,6 +240,38 @@ def test_a_plan_that_is_refused_can_be_tried_when_the_run_is_resumed(
     resumed.on_start(run)  # type: ignore[arg-type]
     run.steps(resumed, 2.0)
     assert len(run.switched) == 1
+
+
+@pytest.mark.parametrize("end", ["step", "stop", "kill", "signal"])
+def test_a_plan_that_was_chosen_but_never_used_can_be_tried_again(run: Run, end: str) -> None:
+    """The switch may not come, for want of a checkpoint, or because the run ends before it."""
+    adapting = Adaptation()
+    adapting.on_start(run)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        adapting.on_step(run, SimpleNamespace(number=number, seconds=2.0))  # type: ignore[arg-type]
+    (chosen,) = run.switched
+    assert (chosen.parent / "not_entered.txt").is_file()
+    if end == "step":
+        adapting.on_step(run, SimpleNamespace(number=6, seconds=2.0))  # type: ignore[arg-type]
+    elif end == "stop":
+        adapting.on_end(run, None)  # type: ignore[arg-type]
+    elif end == "signal":  # after the memory for the other plan was allocated
+        adapting.on_allocate(1, 1)
+        adapting.on_end(run, KeyboardInterrupt())  # type: ignore[arg-type]
+    else:
+        Adaptation().on_start(run)  # type: ignore[arg-type]
+    assert not chosen.parent.exists()
+
+
+def test_a_plan_whose_memory_was_allocated_counts_as_tried(run: Run) -> None:
+    adapting = Adaptation()
+    adapting.on_start(run)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        adapting.on_step(run, SimpleNamespace(number=number, seconds=2.0))  # type: ignore[arg-type]
+    adapting.on_allocate(1, 1)
+    Adaptation().on_start(run)  # type: ignore[arg-type]
+    adapting.on_end(run, RuntimeError())  # type: ignore[arg-type]
+    assert run.switched[0].is_file()
 
 
 def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(run: Run) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
-from megatrain.runtime.calibration.presets import LARGE, model_of
+from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
 from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -180,6 +180,49 @@ def test_without_a_model_a_default_set_is_measured(
     (names, workloads), *more = heard
     assert (names, more) == (["llama-256", "llama-512", "llama-768"], [])
     assert [(work.batch, work.sequence, work.dtype) for work in workloads] == points
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("options", "points", "said"),
+    [
+        ((), [(8, 64, "fp32"), (1, 64, "fp32")], "up to 8 x 64 tokens in fp32, as for `megatrain"),
+        (("--seq", 16), [(32, 16, "fp32"), (4, 16, "fp32"), (1, 16, "fp32")], "up to 32 x 16 "),
+        (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "bf16"), (2, 16, "bf16")], ""),
+    ],
+)
+def test_a_named_model_is_measured_with_what_suits_the_machine(
+    command: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[object, ...],
+    points: list[Any],
+    said: str,
+) -> None:
+    heard: list[Workload] = []
+
+    def calibrate(*told: Any, grid: list[Workload], **_: Any) -> HardwareSpec:
+        heard.extend([told[2], *grid])
+        return HardwareSpec.load("h200")
+
+    monkeypatch.setattr("megatrain.runtime.calibration.calibrate.calibrate", calibrate)
+    machine = HardwareSpec.load("h200")
+    rates = msgspec.structs.replace(machine, peak_tflops={"bf16": 1.0, "fp32": 1.0})
+    monkeypatch.setattr(HardwareSpec, "load", lambda _: rates)
+    outcome = command("calibrate", "tiny", "--device", "cpu", *options, "--out", "new.toml")
+    assert outcome.status == 0, outcome.err
+    assert [(work.batch, work.sequence, work.dtype) for work in heard] == points
+    assert said in outcome.out
+    assert outcome.out.startswith("measured are" if said else "wrote")
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"), [(24, (8, 1024, ((1, 1024),))), (140, (32, 1024, ()))]
+)
+def test_the_workload_of_a_named_model_suits_the_gpu(gib: int, expected: Any) -> None:
+    found = set_of_named("cuda", gib * 2**30, sequence=None, longest=32_768)
+    assert (found.batch, found.sequence, found.grid) == expected
+    short = set_of_named("cuda", gib * 2**30, sequence=None, longest=512)
+    assert (short.batch, short.sequence) == (2 * expected[0], 512)
 
 
 @pytest.mark.usefixtures("workplace")
@@ -734,6 +777,12 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
     assert lines[0].startswith("YES     These models of the library can be fine-tuned in full")
     assert [line.split()[0] for line in lines[-3:-1]] == ["qwen2.5-1.5b", "qwen2.5-0.5b"]
     assert lines[-1] == "1 other model of the library does not fit."
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = command(*words).out.splitlines()
+    assert max(map(len, narrow)) <= 50
+    assert narrow[-5].split() == ["model", "size", "tokens/s", "RAM"]
+    assert narrow[-1] == "left out in 50 columns: batch, VRAM"
+    monkeypatch.delenv("COLUMNS")
     models = only_object(command(*words, "--json").out)["models"]
     assert [
         f"{model['tokens_per_second']:,.0f}" in line

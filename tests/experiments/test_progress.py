@@ -50,7 +50,7 @@ class Morning(datetime):
                 "load  100% of 7,615.6 M parameters",
                 "train  342/12000  13.9 h left, until 20:05",
                 "loss 2.2183  lr 1e-5  7,547 tokens/s  evaluation 2.7611 at step 300",
-                "21.00 GiB device + 92.78 GiB host  step time +1.3 % against prediction",
+                "21.00 GiB device + 92.78 GiB host  step time predicted with error -1.3 %",
             ],
         ),
         (
@@ -62,7 +62,7 @@ class Morning(datetime):
                 "lr 1e-5  7,547 tokens/s",
                 "evaluation 2.7611 at step 300",
                 "21.00 GiB device + 92.78 GiB host",
-                "step time +1.3 % against prediction",
+                "step time predicted with error -1.3 %",
             ],
         ),
     ],
@@ -87,7 +87,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(
     bars.on_load(7_615_616_512)
     bars.on_start(trainer)
     bars.on_evaluation(trainer, EvaluationResult(number=300, loss=2.7611, tokens=3, seconds=1))
-    bars.compared("step time +1.3 % against prediction")
+    bars.compared("step time predicted with error -1.3 %")
     bars.on_step(trainer, Step(number=342, loss=2.2183, gradient_norm=1.0, rate=1e-5, **speed))
     bars.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
@@ -112,7 +112,7 @@ def test_below_the_bar_are_rate_memory_the_evaluation_s_step_and_the_prediction(
     last = text[text.rindex("7/7") :]
     assert re.search(
         r"loss \d\.\d{4}  lr [\d.]+e-\d  [\d,]+ tokens/s  evaluation \d\.\d{4} at step 4\n"
-        r"[\d.]+ KiB device \+ [\d.]+ [KM]iB host  step time [\d,.]+ times against prediction",
+        r"[\d.]+ KiB device \+ [\d.]+ [KM]iB host  step time [\d,.]+ times the prediction",
         last,
     ), last
     assert "100% of 0.1 M parameters\n" in text

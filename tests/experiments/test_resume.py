@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
@@ -78,7 +79,9 @@ def losses(run: str) -> list[dict[str, Any]]:
 
 
 def weights(run: str) -> bytes:
-    return (Path(run) / "model" / "model.safetensors").read_bytes()
+    model = newest_model(Path(run))
+    assert model is not None
+    return (model / "model.safetensors").read_bytes()
 
 
 def saved(run: str) -> list[int]:
@@ -98,15 +101,18 @@ def test_going_on_is_never_having_stopped(command: Command) -> None:
     good(command(*NEW, "--steps", 4, "--out", "run"))
     assert saved("run") == [2, 4]
     first = weights("run")
-    assert "continues after step 4\n" in good(
-        command("train", "--resume", "run", "--steps", 9, "--device", "cpu")
-    )
+    out = good(command("train", "--resume", "run", "--steps", 9, "--device", "cpu"))
+    assert "continues after step 4\n" in out
     # The first part was also evaluated after step 4, because that was its last step.
     assert [row for row in rows("run") if row["step"] != 4 or "loss" in row] == rows("straight")
     assert weights("run") == weights("straight") != first
     assert saved("run") == saved("straight") == [8, 9]
+    assert "the model after step 9 is in run/model-9; earlier ones stay: model\n" in out
+    assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model-9")\n' in out
+    assert (Path("run") / "model" / "model.safetensors").read_bytes() == first
     assert {path.name for path in Path("run").iterdir()} == {
-        path.name for path in Path("straight").iterdir()
+        "model-9",
+        *(path.name for path in Path("straight").iterdir()),
     }
     assert command("compare", "run").status == 0
 
@@ -213,11 +219,14 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_finished_run_with_default_settings_goes_on_for_longer(command: Command) -> None:
+def test_a_finished_run_goes_on_for_longer_and_keeps_its_models(
+    command: Command, files_in: Any
+) -> None:
     words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "run")
     out = good(command(*words, "--steps", 2))
     assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model")\n' in out
     before = rows("run"), weights("run")
+    files = files_in(Path("run/model"))
     out = good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
     assert "continues after step 2\nthe learning rate now decays over 4 steps, not 2" in out
     assert "step 3/4  loss " in out
@@ -225,6 +234,17 @@ def test_a_finished_run_with_default_settings_goes_on_for_longer(command: Comman
     assert rows("run")[:2] == before[0]
     assert weights("run") != before[1]
     assert saved("run") == [2, 4]
+    assert newest_model(Path("run")) == Path("run/model-4")
+
+    # a run with no step left is not exported again
+    models = [*Path("run").glob("model*")]
+    out = good(command("train", "--resume", "run", "--device", "cpu"))
+    assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model-4")\n' in out
+    assert [*Path("run").glob("model*")] == models
+    # steps that are repeated do not replace their model either
+    good(command("train", "--resume", "run", "--from-step", 2, "--device", "cpu"))
+    assert newest_model(Path("run")) == Path("run/model-4-2")
+    assert files_in(Path("run/model")) == files
 
 
 @pytest.mark.usefixtures("workplace")
@@ -257,7 +277,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_if_told_
     )
     outcome = command(*resume, "--from-scratch")
     assert outcome.status == 2
-    assert "found a trained model in model/" in outcome.err
+    assert "found a trained model, run/model;" in outcome.err
     assert files_in(Path("run")) == before
     shutil.rmtree("run/model")
     with Path("run/metrics.jsonl").open("a") as file:

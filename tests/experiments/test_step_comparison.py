@@ -10,9 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatrain.experiments.cli.training.step_comparison import advice_on, describe_difference
+from megatrain.experiments.cli.training.step_comparison import (
+    advice_on,
+    compared,
+    describe_difference,
+)
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
+from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import HardwareSpec, library
@@ -37,8 +42,9 @@ def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(
     assert (outcome.status, outcome.err) == (0, "")
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("measured ")]
     assert re.match(
-        r"measured [\d.]+ \w+ a step, predicted [\d.]+ [um]s \([\d,.]+ times\); device pools [\d.]+"
-        r" KiB, predicted [\d.]+ KiB; the largest part of the difference: \w+ on \w+, measured .*"
+        r"measured [\d.]+ \w+ a step, predicted [\d.]+ [um]s \([\d,.]+ times the prediction\);"
+        r" device pools [\d.]+ KiB, predicted [\d.]+ KiB;"
+        r" the largest part of the difference: \w+ on \w+, measured .*"
         r" a step, predicted .*; the plan is for a machine of the library: measure this one",
         line,
     ), line
@@ -88,12 +94,31 @@ def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
     memory = (peak_error("device pools", 2**20, 2**20),)
     report = compare(predicted, measured, schedule, step_seconds=seconds, memory=memory)
     line = describe_difference(report, schedule, advice="the advice")
-    assert ("(+0.0 %); device pools 1.00 MiB, predicted 1.00 MiB" in line) == (not explained)
+    assert ("(error +0.0 %); device pools 1.00 MiB, predicted 1.00 MiB" in line) == (not explained)
     assert (
         f"the largest part of the difference: forward on {lane}, measured " in line
     ) == explained
     assert line.endswith("; the advice") == explained
     assert json.dumps(line).isascii()
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1.25, "error -20.0 %"), (0.8, "error +25.0 %"), (2.5, "2.5 times the")]
+)
+def test_the_sign_is_that_of_compare(
+    prediction: tuple[Plan, Any, Timeline], share: float, text: str
+) -> None:
+    """An error is predicted / measured - 1, everywhere."""
+    _, schedule, predicted = prediction
+    seconds = {3: share * predicted.makespan_ns / 1e9}
+    report = compare(predicted, predicted, schedule, step_seconds=seconds)
+    assert report.steps is not None
+    assert compared(report).startswith(text)
+    if share < 2:
+        assert text == f"error {signed_percent(report.steps.median_error)}"
+    assert (describe_difference(report, schedule, advice="the advice").endswith("the advice")) == (
+        share > 1
+    )
 
 
 def test_a_step_that_is_much_faster_gets_no_advice(prediction: tuple[Plan, Any, Timeline]) -> None:

@@ -311,6 +311,47 @@ def test_a_calibrated_machine_says_when_it_was_measured() -> None:
     assert "outside the measured range: norm (3 ops)" in flat(text)
 
 
+@pytest.mark.parametrize(
+    ("width", "missing"),
+    [(80, []), (60, ["step", "limited by"]), (50, ["step", "RAM", "limited by"])],
+)
+def test_a_narrow_table_of_policies_has_whole_columns(width: int, missing: list[str]) -> None:
+    slow = changed(
+        policy="fsdp2_offload", prediction_only=True, feasible=False, host_limit_bytes=GIB
+    )
+    lines = policy_table.table([FITS, slow], width).splitlines()
+    assert max(map(len, lines)) <= width
+    names = ("step", "hours", "VRAM", "RAM", "limited by")
+    assert [name for name in names if f" {name}" not in lines[0]] == missing
+    assert lines[1].split()[:2] == (["overlapped", "1,360"] if missing else ["overlapped", "6.02"])
+    assert "OOM" in lines[2]
+    said = [f"left out in {width} columns: {', '.join(missing)}"] if missing else []
+    assert lines[3:-1] == said
+
+
+def test_a_bar_is_shorter_where_the_numbers_are_long() -> None:
+    large = changed(
+        device_peak_bytes=24 * GIB, host_peak_bytes=20_000 * GIB, host_limit_bytes=10_000 * GIB
+    )
+    for width, bar in ((80, 20), (50, 16)):
+        lines = verdict_text.memory(large, width)
+        assert max(map(len, lines)) <= width
+        assert [line.count("#") for line in lines if "##" in line] == [bar, bar]
+
+
+def test_a_row_that_is_too_wide_is_broken_between_its_cells() -> None:
+    cells = [
+        ("--hardware rtx-pro-6000-of-somebody", "+404%", "1,910 tokens/s", "a note"),
+        ("b",) * 4,
+    ]
+    assert layout.rows(cells, 50) == [
+        "        --hardware rtx-pro-6000-of-somebody",
+        "            +404%  1,910 tokens/s  a note",
+        "        b",
+        "            b  b  b",
+    ]
+
+
 def test_the_table_of_policies_is_no_wider_than_a_terminal() -> None:
     peer = changed(policy="zero3_offload", prediction_only=True, host_limit_bytes=GIB)
     peer = msgspec.structs.replace(peer, feasible=False, training=None)

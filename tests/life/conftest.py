@@ -236,7 +236,7 @@ def leftovers() -> Any:
     """
 
     def find(folder: Path) -> list[str]:
-        marks = (".aside-", ".saving-", ".removing-", ".replaced-", ".lock", "model.new")
+        marks = (".aside-", ".saving-", ".removing-", ".replaced-", ".lock")
         return sorted(
             path.name for path in folder.rglob("*") if any(mark in path.name for mark in marks)
         )

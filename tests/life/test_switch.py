@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from counted_costs import write_machine
 
+from megatrain.simulator.schedule.plan import Plan
+
 TRAIN = (
     "train",
     "double_buffer.toml",
@@ -30,6 +32,7 @@ MOMENTS = {
     "before its checkpoint is complete": ("megatrain.runtime.checkpoint.checkpoint:replace", 2),
     "while the state is read": ("megatrain.runtime.checkpoint.checkpoint:read_tensors", 1),
     "before the folder has the plan": ("megatrain.runtime.training.run_folder:save_plan", 3),
+    "in the first step": ("megatrain.runtime.execution.executor:Executor.step", 6),
     "before the first step": ("megatrain.runtime.training.progress:Progress.on_switch", 1),
 }
 """function and number of its call, before which the kill comes"""
@@ -65,6 +68,7 @@ def straight(driver: Any, prepared: Path, tmp_path_factory: pytest.TempPathFacto
     [
         "while the state is read",
         "before the folder has the plan",
+        "in the first step",
         pytest.param("before its checkpoint is complete", marks=pytest.mark.nightly),
         pytest.param("before the first step", marks=pytest.mark.nightly),
     ],
@@ -76,8 +80,13 @@ def test_a_run_that_is_killed_in_a_switch_continues_with_the_same_bits(
     at = (*MOMENTS[moment], "SIGKILL")
     killed = driver.run(workplace, *TRAIN, "--adapt", "--out", "run", at=at)
     assert killed.status == -signal.SIGKILL, killed.text
+    first = Plan.load(workplace / "double_buffer.toml").digest
+    assert Plan.load(workplace / "run" / "plan.toml").digest == first
     ended = driver.run(workplace, "train", "--resume", "run", "--device", "cpu")
     assert ended.status == 0, ended.text
+    if moment == "in the first step":
+        lines = (workplace / "run" / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(line)["schedule"] for line in lines} == {first}
     last = 4 if moment == "before its checkpoint is complete" else 5
     assert f"continues after step {last}\n" in ended.text
     run, model = workplace / "run", Path("model") / "model.safetensors"

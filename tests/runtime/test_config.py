@@ -238,6 +238,7 @@ DEFAULTS: dict[str, Any] = {
     "data.cache": "",
     "evaluation.every_steps": 0,
     "evaluation.over_steps": 0,
+    "evaluation.ask": (),
     "saving.every_steps": 0,
     "saving.every_minutes": 30.0,
     "saving.keep_last": 2,

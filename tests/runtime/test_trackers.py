@@ -101,7 +101,7 @@ def test_a_tracker_gets_every_number(
         "train/gradient_norm": 0.5,
         "step/seconds": 2.0,
         "step/predicted": 1.6,
-        "step/over_predicted": 1.25,
+        "step/prediction_error": pytest.approx(-0.2),
         "memory/device_GiB": 3.0,
         "memory/host_pools_GiB": 12.0,
     }
@@ -237,5 +237,5 @@ def test_tensorboard_files_hold_every_number(tmp_path: Path, trainer: Any) -> No
     }
     assert found["train/loss"] == [(7, 2.5)]
     assert found["evaluation/loss"] == [(7, 2.0)]
-    assert found["step/over_predicted"] == [(7, 1.25)]
+    assert found["step/prediction_error"] == [(7, pytest.approx(-0.2))]
     assert {name.partition("/")[0] for name in found} == {"train", "step", "memory", "evaluation"}

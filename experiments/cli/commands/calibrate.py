@@ -54,7 +54,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " 16x1024, 8x4096. On a GPU below 64 GiB, or a host below 32 GiB, it is qwen3-0.6b,"
             " qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it is Llama layers"
             " 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. The set's batch, sequence and"
-            " dtype are used unless --batch, --seq or --dtype is given"
+            " dtype are used unless --batch, --seq or --dtype is given. With MODEL alone, they are"
+            " 32x1024 in bf16, 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
         ),
     )
     parser.add_argument(
@@ -137,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     if not models:
         usual = _default_set(args)
         models = [model_of(name) for name in usual.models]
+    elif args.batch is None:
+        usual = _set_of_named(args, models[0])
     workload, points = _wanted(args, models[0], usual)
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
@@ -217,6 +220,31 @@ def _default_set(args: argparse.Namespace) -> DefaultSet:
     )
 
 
+def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> DefaultSet:
+    """Returns the workloads for a model that is named without a batch, and prints them."""
+    # Mistakes are reported before PyTorch is loaded.
+    sized = {"batch": 1, "seq": args.seq or 1, "dtype": args.dtype or "bf16"}
+    options.workload(argparse.Namespace(**{**vars(args), **sized}), model, quiet=True)
+
+    from megatrain.runtime import machine
+    from megatrain.runtime.calibration.presets import LARGE_DEVICE_BYTES, set_of_named
+    from megatrain.simulator.base.units import format_bytes
+
+    device = options.device(args)
+    memory = args.device_memory or machine.usable_device_bytes(device)
+    found = set_of_named(device.type, memory, sequence=args.seq, longest=model.longest_row)
+    size = format_bytes(LARGE_DEVICE_BYTES)
+    gpu = f"a GPU of {size} or more" if memory >= LARGE_DEVICE_BYTES else f"a GPU below {size}"
+    place = gpu if device.type == "cuda" else "a CPU"
+    print(
+        f"measured are micro-batches of up to {found.batch} x {found.sequence:,} tokens in"
+        f" {args.dtype or found.dtype}, as for `megatrain train` on {place}; --batch, --seq and"
+        " --dtype choose others",
+        flush=True,
+    )
+    return found
+
+
 def _wanted(
     args: argparse.Namespace, model: ModelSpec, usual: DefaultSet
 ) -> tuple[Workload, list[Workload]]:
@@ -225,7 +253,7 @@ def _wanted(
 
     from megatrain.runtime.calibration.presets import usual_grid
 
-    around = () if args.batch or args.seq else usual.grid
+    around = () if args.batch or (args.seq and usual.models) else usual.grid
     args.batch, args.seq, args.dtype = (
         args.batch or usual.batch,
         args.seq or usual.sequence,

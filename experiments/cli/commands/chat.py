@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
-from megatrain.simulator.base.errors import DoesNotFit, Interrupted, UserError
-from megatrain.simulator.base.units import format_bytes
+from megatrain.simulator.base.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from megatrain.runtime.training.conversation import Conversation
 
 
@@ -58,18 +55,17 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.files.model_folder import weight_files
+    from megatrain.experiments.cli.training import generation
 
     # Checked before PyTorch is loaded.
     folder = _model_folder(args.model)
-    files = weight_files(folder, otherwise="name a folder with weights")
-    needed = sum(file.stat().st_size for file in files)
+    needed = generation.weight_bytes(folder)
     prompt = args.prompt
     if prompt is not None and not prompt:
         raise UserError("--prompt", found="no text", allowed="a text", fix='write --prompt "Hello"')
     options.refuse_missing_gpu(args)
     if args.device == "cpu":
-        _refuse_large(folder, needed, _free_host_bytes(), "host memory")
+        generation.refuse_larger_than_host(folder, needed)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
         if not prompt:
@@ -79,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 allowed="a prompt",
                 fix="pass one with --prompt, or type it in a terminal",
             )
-    device = _device(args, folder, needed)
+    device = generation.generation_device(args, folder, needed)
 
     from megatrain.runtime.training.conversation import Conversation, Sampling
 
@@ -126,15 +122,16 @@ def _show(text: str) -> None:
 
 
 def _model_folder(path: Path) -> Path:
-    """Returns the folder of the model of a run, or `path` if it is a model's folder itself.
+    """Returns the folder of the newest model of a run, or `path` if it is a model's folder itself.
 
     Raises UserError if there is no model.
     """
+    from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.training.stopped_run import command_to_continue, last_checkpoint
 
     if (path / "config.toml").is_file():
-        if (path / "model" / "config.json").is_file():
-            return path / "model"
+        if model := newest_model(path):
+            return model
         saved = last_checkpoint(path)
         raise UserError(
             str(path),
@@ -157,45 +154,3 @@ def _model_folder(path: Path) -> Path:
             fix="check the path",
         )
     return path
-
-
-def _device(args: argparse.Namespace, folder: Path, needed: int) -> torch.device:
-    """Returns the device on which the model fits. Without `--device`, a GPU is preferred.
-
-    Raises DoesNotFit if there is none.
-    """
-    import torch
-
-    from megatrain.runtime.machine import usable_device_bytes
-
-    device = options.device(args)
-    if device.type == "cuda":
-        free = usable_device_bytes(device)
-        if needed <= free:
-            return device
-        if args.device == "cuda":
-            _refuse_large(folder, needed, free, "device memory")
-        print(
-            f"on the CPU: the model has {format_bytes(needed)}, and {format_bytes(free)} of device"
-            " memory are free",
-            file=sys.stderr,
-        )
-    _refuse_large(folder, needed, _free_host_bytes(), "host memory")
-    return torch.device("cpu")
-
-
-def _refuse_large(folder: Path, needed: int, free: int, place: str) -> None:
-    """Raises DoesNotFit if the weights need more than the `free` bytes of `place`."""
-    if needed > free:
-        raise DoesNotFit(
-            f"model {folder}",
-            found=f"weights of {format_bytes(needed)}",
-            allowed=f"{format_bytes(free)}, the {place} that is free",
-            fix="close other programs, or use a machine with more memory",
-        )
-
-
-def _free_host_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         print(
             json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]})
             if args.json
-            else policy_table.table(verdicts)
+            else policy_table.table(verdicts, layout.terminal_width())
         )
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else DoesNotFit.status

@@ -1,7 +1,7 @@
 """Compute the loss of a trained model on other data.
 
-The run's plan is executed with the weights in RUN/model, and the data is read as in the run. It
-takes as much memory as the training.
+The run's plan is executed with the model that the run exported last, and the data is read as in
+the run. It takes as much memory as the training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="SOURCE",
         help="a folder or hub name with other weights, such as those the run began with (default:"
-        " RUN/model)",
+        " the model that the run exported last)",
     )
     parser.add_argument(
         "--data-cache", metavar="FOLDER", help="folder for tokenized data (default: the run's)"

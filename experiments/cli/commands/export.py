@@ -2,7 +2,7 @@
 
 The folder has the config, the tokenizer, the generation config, and the weights as safetensors.
 Given a run's folder, the newest checkpoint that passes its checksums is written. This needs no GPU
-and little memory. With --push-to-hub alone, the model that the run exported is uploaded.
+and little memory. With --push-to-hub alone, the model that the run exported last is uploaded.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.checkpoint.stored_steps import steps_to_export
+    from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.files.model_source import name_on_hub
 
     # Checked before PyTorch is loaded.
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     of_checkpoint = os.path.exists(args.run / "manifest.json")
     home = args.run.parent.parent if of_checkpoint else args.run  # RUN/checkpoints/step-00000123
     chosen = args.out or args.from_step or args.dtype or args.model or of_checkpoint
-    done = not chosen and (home / "model" / "config.json").is_file()
+    done = None if chosen else newest_model(home)
     if not (of_checkpoint or done):
         steps_to_export(args.run, args.from_step)
     if args.out is not None:
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     upload.check(args)
     with contextlib.ExitStack() as stack:
         if done:
-            folder, step = home / "model", None
+            folder, step = done, None
         else:
             folder = args.out or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix=".upload-", dir=home)),

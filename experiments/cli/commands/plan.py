@@ -81,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
     verdicts = [summarize(choice, hardware) for choice in found]
     # Advice is a search for another plan, which the user of --from does not want.
     verdict = explain(best, hardware, names, advise=not args.source_plan)
-    print(verdict_text.text(verdict, layout.terminal_width(), why=args.why))
+    width = layout.terminal_width()
+    print(verdict_text.text(verdict, width, why=args.why))
     if len(found) > 1:
-        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts))
+        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts, width))
     if not best.feasible:
         raise DoesNotFit(
             str(args.out),

@@ -43,6 +43,13 @@ def _rate(text: str) -> float:
         ) from None
 
 
+def _question(text: str) -> str:
+    """Returns `text`, or raises UserError if it is empty."""
+    if text:
+        return text
+    raise UserError("--ask", found="no text", allowed="a text", fix='write --ask "Who are you?"')
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "training.steps": {"type": options.whole("--steps"), "metavar": "N"},
     "training.epochs": {"type": options.real("--epochs", 1e-6)},
@@ -66,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "data.evaluation_split": {"metavar": "NAME"},
     "data.cache": {"metavar": "FOLDER"},
     "evaluation.every_steps": {"type": options.whole("--evaluate-every", 0)},
+    "evaluation.ask": {"type": _question, "action": "append", "metavar": "TEXT"},
     "saving.every_steps": {"type": options.whole("--save-every", 0)},
     "saving.every_minutes": {"type": options.real("--save-every-minutes")},
     "saving.export": {"action": "store_false"},
@@ -175,7 +183,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
             option, dest=key, default=None, help=text.replace("%", "%%"), **given
         )
         hidden: dict[str, Any] = {"dest": key, "default": None, "help": argparse.SUPPRESS}
-        if "action" in given:
+        if given.get("action", "append") != "append":
             given = {"type": parse_value, "nargs": "?", "const": True}
         hidden |= {name: value for name, value in given.items() if name != "metavar"}
         earlier = [option for option, field_name in _EARLIER.items() if field_name == key]
@@ -326,6 +334,13 @@ def run(args: argparse.Namespace) -> int:
             allowed="a run that exports its model",
             fix="leave one of the two out",
         )
+    if config.evaluation.ask and not config.saving.export:
+        raise UserError(
+            "--ask",
+            found="no model to ask, because of --no-export or saving.export",
+            allowed="a run that exports its model",
+            fix="leave one of the two out, or pass --set ask=[]",
+        )
     if model:
         prepare.check(args, config)
 
@@ -379,6 +394,7 @@ def _train(
     from megatrain.experiments.cli.training.step_comparison import StepComparison
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
+    from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 
@@ -442,7 +458,7 @@ def _train(
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")
-    run, model = shlex.quote(str(folder)), folder / "model"
+    run, model = shlex.quote(str(folder)), newest_model(folder)
     if trainer.config.saving.export:
         print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
     elif last_checkpoint(folder):
@@ -452,5 +468,10 @@ def _train(
         from megatrain.experiments.run_report.model_card import model_card
 
         card = model_card(folder, args.push_to_hub, base=args.model)
+        assert model is not None, "a run that is to be uploaded exports its model"
         upload.upload(model, card, args, ["megatrain", "export", str(folder)])
+    if questions := trainer.config.evaluation.ask:
+        from megatrain.experiments.cli.training.answers import answer_questions
+
+        answer_questions(folder, questions, args, seed=trainer.config.training.seed)
     return 0

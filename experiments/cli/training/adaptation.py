@@ -26,6 +26,7 @@ from megatrain.runtime.training.run_folder import PLANS, save_plan
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_text
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.corrections import corrections, durations
 from megatrain.simulator.costs import cost_model
@@ -42,6 +43,8 @@ LEAST_GAIN = 0.03
 _PROBE_BYTES = 64 * 2**20
 _KINDS_NAMED = 2
 _HARDWARE = "hardware.toml"
+_NOT_ENTERED = "not_entered.txt"
+"""mark in the folder of a plan that was accepted, until memory is allocated for it"""
 
 
 class Proposal(NamedTuple):
@@ -67,6 +70,8 @@ class Adaptation(Callback):
         self._phase: Literal["measure", "switch", "judge", "return", "done"] = "measure"
         self._seconds: list[float] = []
         self._folder = Path()
+        self._untried: Path | None = None
+        """folder of the plan that was accepted, until its first step has begun and ended"""
         self._former, self._former_seconds = "", 0.0
         self._began: float | None = None
         self._opening_seconds = self._switch_seconds = 0.0
@@ -74,6 +79,8 @@ class Adaptation(Callback):
     def on_allocate(self, done: int, total: int) -> None:
         if self._began is None:
             self._began = time.monotonic()
+        if self._untried is not None:
+            (self._untried / _NOT_ENTERED).unlink(missing_ok=True)
 
     def on_start(self, trainer: TrainingRun) -> None:
         if trainer.out is None:
@@ -84,6 +91,8 @@ class Adaptation(Callback):
                 fix="pass out",
             )
         self._folder = trainer.out
+        for mark in list((self._folder / PLANS).glob(f"*/{_NOT_ENTERED}")):
+            shutil.rmtree(mark.parent, ignore_errors=True)  # of a run that ended before the switch
         if self._began is not None:
             self._opening_seconds = time.monotonic() - self._began
 
@@ -98,7 +107,20 @@ class Adaptation(Callback):
                 f" switching took {format_seconds(seconds)}"
             )
 
+    def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
+        if self._untried is not None and isinstance(error, KeyboardInterrupt):
+            # A signal came before the first step. It says nothing against the plan.
+            shutil.rmtree(self._untried, ignore_errors=True)
+        self._forget_untried()
+
+    def _forget_untried(self) -> None:
+        """Removes the folder of a plan to which the training did not switch."""
+        if self._untried is not None and (self._untried / _NOT_ENTERED).exists():
+            shutil.rmtree(self._untried, ignore_errors=True)
+        self._untried = None
+
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        self._forget_untried()
         if self._phase not in ("measure", "judge"):
             return
         if step.number < trainer.first_step + WARM_UP_STEPS:
@@ -145,6 +167,8 @@ class Adaptation(Callback):
         else:
             place.mkdir(parents=True)
             try:
+                mark = "The run has not switched to this plan.\n"
+                write_text(place / _NOT_ENTERED, mark)
                 write_hardware(place / _HARDWARE, found.hardware, "megatrain train --adapt")
                 save_plan(plan, place, trainer.source, place)
                 trainer.switch(place / "plan.toml")
@@ -153,7 +177,7 @@ class Adaptation(Callback):
                 shutil.rmtree(place, ignore_errors=True)
                 raise
             self._former, self._former_seconds = trainer.plan.digest, measured
-            self._phase = "switch"
+            self._phase, self._untried = "switch", place
             trainer.note(f"{text}the training switches to this plan")
 
     def _judge(self, trainer: TrainingRun, measured: float, left: int) -> None:

@@ -18,7 +18,7 @@ from megatrain.experiments.cli.training.measuring import measuring
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.calibrate import calibrate
-from megatrain.runtime.calibration.presets import LARGE_DEVICE_BYTES
+from megatrain.runtime.calibration.presets import most_tokens, row_counts
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
@@ -30,9 +30,6 @@ from megatrain.simulator.model.workload import Workload
 
 _LONGEST_NAME = 200
 """The most characters of a file's name, less than the 255 that file systems allow."""
-_CPU_TOKENS, _SMALL_TOKENS, _LARGE_TOKENS = 512, 8192, 32768
-"""Tokens of the largest micro-batch that is measured: on a CPU, on a GPU, and on a GPU of
-`LARGE_DEVICE_BYTES`."""
 
 
 def calibration(
@@ -85,17 +82,10 @@ def _measured(workload: Workload, device: torch.device) -> list[Workload]:
     """Returns the workloads to measure: one with many tokens, one with an eighth of its rows, and
     one with a single row. The planner interpolates between them.
     """
-    tokens = (
-        _CPU_TOKENS
-        if device.type != "cuda"
-        else _LARGE_TOKENS
-        if machine.device_bytes(device) >= LARGE_DEVICE_BYTES
-        else _SMALL_TOKENS
-    )
-    most = max(tokens // workload.sequence, 1)
+    tokens = most_tokens(device.type, machine.device_bytes(device))
     return [
         msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT)
-        for rows in dict.fromkeys((most, max(most // 8, 1), 1))
+        for rows in row_counts(tokens, workload.sequence)
     ]
 
 

@@ -17,6 +17,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport
+from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import is_calibrated
@@ -25,7 +26,7 @@ from megatrain.simulator.schedule import Schedule
 COMPARED_STEPS = 3
 """number of steps after the warm-up that are compared"""
 LARGE = 0.05
-"""share of the predicted step from which on a difference is explained"""
+"""error of the predicted step from which on it is explained"""
 _LEAST_SHARE = 0.1
 """least share of the difference that a kind of operation explains if it is named"""
 
@@ -41,10 +42,10 @@ class StepComparison(Callback):
     def __init__(
         self, show: Callable[[str], object] | None = None, *, recalibrates: bool = False
     ) -> None:
-        """Takes how the difference of the step time is shown, and what the advice depends on.
+        """Takes how the error of the step time is shown, and what the advice depends on.
 
         Args:
-            show: receives the difference of the step time as a short text, if given.
+            show: receives the error of the predicted step time as a short text, if given.
             recalibrates: whether the command measures the machine itself, with `--recalibrate`.
         """
         self._show, self._recalibrates = show, recalibrates
@@ -74,7 +75,7 @@ class StepComparison(Callback):
         )
         trainer.note(describe_difference(report, trainer.executor.schedule, advice=advice))
         if self._show is not None and report.steps is not None:
-            self._show(f"step time {difference(report)} against prediction")
+            self._show(f"step time {compared(report, 'predicted with ')}")
 
     def _compare(self, trainer: TrainingRun) -> ErrorReport:
         plan, schedule = trainer.plan, trainer.executor.schedule
@@ -91,11 +92,16 @@ class StepComparison(Callback):
         )
 
 
-def difference(report: ErrorReport) -> str:
-    """Returns how the measured step differs from the predicted one: `+1.3 %`, or `2.5 times`."""
+def compared(report: ErrorReport, before: str = "") -> str:
+    """Returns the error of the predicted step, `error -1.3 %`, after the words `before`.
+
+    A step that took twice the prediction or more is `2.5 times the prediction`.
+    """
     assert report.steps is not None
     ratio = report.steps.median_seconds / report.steps.predicted_seconds
-    return f"{ratio:,.1f} times" if ratio >= 2 else f"{100 * (ratio - 1):+.1f} %"
+    if ratio >= 2:
+        return f"{ratio:,.1f} times the prediction"
+    return f"{before}error {signed_percent(1 / ratio - 1)}"
 
 
 def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str) -> str:
@@ -107,17 +113,17 @@ def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str)
     whole = [each for each in memory if each.what == "whole device peak"] or list(memory)[:1]
     parts = [
         f"measured {format_seconds(steps.median_seconds)} a step, predicted"
-        f" {format_seconds(steps.predicted_seconds)} ({difference(report)})"
+        f" {format_seconds(steps.predicted_seconds)} ({compared(report)})"
     ]
     parts += [
         f"{each.what} {format_bytes(each.measured_bytes)}, predicted"
         f" {format_bytes(each.predicted_bytes)}"
         for each in whole
     ]
-    ratio = steps.median_seconds / steps.predicted_seconds
-    if ratio < 1 - LARGE:
+    error = steps.predicted_seconds / steps.median_seconds - 1
+    if error > LARGE:
         parts.append("faster than predicted")
-    elif ratio > 1 + LARGE:
+    elif error < -LARGE:
         parts += [_explained(report, schedule), advice]
     return "; ".join(parts)
 

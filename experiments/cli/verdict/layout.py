@@ -7,14 +7,15 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatrain.simulator.base.units import format_count
 
 LABEL = 8
 """Columns of the label before each line."""
 _MOST, _LEAST = 80, 50
-_BAR = 20
+BAR = 20
+"""Characters of a bar, unless the terminal is too narrow."""
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[kMBT]|m?s)\b)")
 
 
@@ -82,7 +83,8 @@ def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
 
 def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
     """Returns a table behind an empty label. The first and the last column are aligned to the left,
-    the others to the right. If the last column is too wide, it goes into lines of its own.
+    the others to the right. If the last column is too wide, it goes into lines of its own. So do
+    the others of a row that is too wide without it.
     """
     columns = range(len(cells[0]) - 1)
     sizes = [max(len(row[column]) for row in cells) for column in columns]
@@ -94,6 +96,9 @@ def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
         )
         line = "  ".join([" " * LABEL + first, *others])
         note = row[-1]
+        if len(line) > width:
+            lines.append(" " * LABEL + row[0])
+            line = " " * (LABEL + 4) + "  ".join(filter(None, row[1:-1]))
         if note and len(line) + 2 + len(note) <= width:
             lines.append(f"{line}  {note}")
         else:
@@ -103,14 +108,39 @@ def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
     return lines
 
 
-def bar(part: float, whole: float) -> str:
-    """Returns a bar of 20 characters that shows `part` of `whole`.
+def shown_columns(sizes: Mapping[str, int], width: int, droppable: Sequence[str]) -> list[str]:
+    """Returns the names of the columns to show in `width`. `sizes` has the characters of each. If
+    they are too wide, the `droppable` ones are left out, the first of them first.
+
+    >>> shown_columns({"model": 20, "VRAM": 12, "RAM": 12}, 40, ["VRAM", "RAM"])
+    ['model', 'RAM']
+    """
+    names = list(sizes)
+    for name in droppable:
+        if sum(sizes[each] for each in names) <= width:
+            break
+        names = [each for each in names if each != name]
+    return names
+
+
+def left_out(sizes: Iterable[str], shown: Iterable[str], width: int) -> list[str]:
+    """Returns a line on the columns that are not shown, if there are any.
+
+    >>> left_out(["model", "VRAM", "RAM"], ["model", "RAM"], 50)
+    ['left out in 50 columns: VRAM']
+    """
+    names = [name for name in sizes if name not in shown]
+    return [f"left out in {width} columns: {', '.join(names)}"] if names else []
+
+
+def bar(part: float, whole: float, size: int = BAR) -> str:
+    """Returns a bar of `size` characters that shows `part` of `whole`.
 
     >>> bar(30, 40)
     '###############.....'
     """
-    filled = min(round(_BAR * part / whole), _BAR) if whole else 0
-    return "#" * filled + "." * (_BAR - filled)
+    filled = min(round(size * part / whole), size) if whole else 0
+    return "#" * filled + "." * (size - filled)
 
 
 def unit_of(size: float) -> tuple[str, int]:

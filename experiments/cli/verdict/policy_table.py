@@ -10,30 +10,48 @@ if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
 
 
-def table(found: list[Verdict]) -> str:
-    """Returns a table with one line per policy, of at most 80 columns.
+_SIZES = {"policy": 17, "step": 8, "tokens/s": 10, "hours": 9, "VRAM": 10, "RAM": 10}
+_LIMIT = "limited by"
+_DROPPED = (_LIMIT, "step", "RAM", "VRAM")
+"""Columns that a narrow terminal does not show, the first of them first."""
+
+
+def table(found: list[Verdict], width: int = 80) -> str:
+    """Returns a table with one line per policy, of at most `width` columns.
 
     Other systems are marked with a star. A plan that does not fit is marked OOM (out of memory),
-    with the memory that it lacks.
+    with the memory that it lacks. A narrow table has fewer columns.
     """
-    hours = 9 if any(verdict.training for verdict in found) else 0
-    head = f"{'policy':<17}{'step':>8}{'tokens/s':>10}{'hours' if hours else '':>{hours}}"
-    lines = [f"{head}{'VRAM':>10}{'RAM':>10}  limited by"]
-    for verdict in found:
-        name = f"{verdict.policy}{' *' if verdict.prediction_only else ''}"
-        speed = (
-            f"{layout.seconds(verdict.step_seconds):>8}{layout.speed(verdict.tokens_per_second):>10}"
-            if verdict.feasible
-            else f"{'OOM':>18}"
-        )
-        time = f"{verdict.training.hours:,.1f}" if verdict.training else ""
-        peaks = (verdict.device_peak_bytes, verdict.host_peak_bytes)
-        memory = "".join(f"{layout.size(peak):>10}" for peak in peaks)
-        limit = verdict.binding if verdict.feasible else lacking(verdict)
-        lines.append(f"{name:<17}{speed}{time:>{hours}}{memory}  {limit}")
+    rows = [_cells(verdict) for verdict in found]
+    sizes = {**_SIZES, _LIMIT: 2 + max(len(row[_LIMIT]) for row in [{_LIMIT: _LIMIT}, *rows])}
+    if not any(verdict.training for verdict in found):
+        del sizes["hours"]
+    shown = layout.shown_columns(sizes, width, _DROPPED)
+
+    def line(row: dict[str, str]) -> str:
+        cells = [row["policy"].ljust(sizes["policy"])]
+        cells += [row[name].rjust(sizes[name]) for name in shown if name not in ("policy", _LIMIT)]
+        return "".join([*cells, *([f"  {row[_LIMIT]}"] if _LIMIT in shown else [])])
+
+    lines = [line({name: name for name in sizes}), *map(line, rows)]
+    lines += layout.left_out(sizes, shown, width)
     if any(verdict.prediction_only for verdict in found):
         lines.append("* another system, for prediction only")
     return "\n".join(lines)
+
+
+def _cells(verdict: Verdict) -> dict[str, str]:
+    """Returns the cells of a policy's line, by column."""
+    fits = verdict.feasible
+    return {
+        "policy": f"{verdict.policy}{' *' if verdict.prediction_only else ''}",
+        "step": layout.seconds(verdict.step_seconds) if fits else "",
+        "tokens/s": layout.speed(verdict.tokens_per_second) if fits else "OOM",
+        "hours": f"{verdict.training.hours:,.1f}" if verdict.training else "",
+        "VRAM": layout.size(verdict.device_peak_bytes),
+        "RAM": layout.size(verdict.host_peak_bytes),
+        _LIMIT: verdict.binding if fits else lacking(verdict),
+    }
 
 
 def lacking(verdict: Verdict) -> str:

@@ -195,10 +195,11 @@ def memory(verdict: Verdict, width: int = 80) -> list[str]:
     used = [layout.beside(peak, limit) for _, _, peak, limit in places]
     limits = [layout.fixed(limit) for *_, limit in places]
     for index, (label, place, peak, limit) in enumerate(places):
-        lines.append(
+        line = (
             f"{label:<{layout.LABEL}}{used[index]:>{max(map(len, used))}} of"
-            f" {limits[index]:>{max(map(len, limits))}}  {layout.bar(peak, limit)}"
+            f" {limits[index]:>{max(map(len, limits))}}  "
         )
+        lines.append(line + layout.bar(peak, limit, min(layout.BAR, width - len(line))))
         if peak > limit:
             lines += layout.flowed([f"{layout.size(peak - limit)} too little"], width)
         _, factor = layout.unit_of(peak)

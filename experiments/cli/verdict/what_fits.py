@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
 
 
+_SIZES = {"model": 19, "size": 8, "batch": 6, "tokens/s": 10, "VRAM": 11, "RAM": 11}
+_DROPPED = ("VRAM", "batch")
+"""Columns that a narrow terminal does not show, the first of them first."""
+
+
 def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     """Prints one line for each model of the library that fits, the largest first, and returns the
     exit status. Each line is printed as soon as its model was searched.
@@ -48,6 +53,8 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     elif found:
         others = "1 other model of the library does" if rest == 1 else f"{rest} others do"
         print(f"{others} not fit.")
+        for line in layout.left_out(_SIZES, _shown(), layout.terminal_width()):
+            print(line)
     else:
         print("NO      No model of the library fits.")
     return 0 if found else DoesNotFit.status
@@ -86,14 +93,30 @@ def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:
             layout.terminal_width(),
         ),
         "",
-        f"{'model':<19}{'size':>8}{'batch':>6}{'tokens/s':>10}{'VRAM':>11}{'RAM':>11}",
+        _line({name: name for name in _SIZES}),
     ]
 
 
 def _row(verdict: Verdict) -> str:
-    host = "" if verdict.unified else layout.size(verdict.host_peak_bytes)
-    return (
-        f"{verdict.model:<19}{layout.count(verdict.parameters):>8}{verdict.workload.batch:>6}"
-        f"{layout.speed(verdict.tokens_per_second):>10}{layout.size(verdict.device_peak_bytes):>11}"
-        f"{host:>11}"
+    return _line(
+        {
+            "model": verdict.model,
+            "size": layout.count(verdict.parameters),
+            "batch": str(verdict.workload.batch),
+            "tokens/s": layout.speed(verdict.tokens_per_second),
+            "VRAM": layout.size(verdict.device_peak_bytes),
+            "RAM": "" if verdict.unified else layout.size(verdict.host_peak_bytes),
+        }
     )
+
+
+def _line(cells: dict[str, str]) -> str:
+    """Returns a line of the table, with the columns that the terminal has room for."""
+    first, *others = _shown()
+    return cells[first].ljust(_SIZES[first]) + "".join(
+        cells[name].rjust(_SIZES[name]) for name in others
+    )
+
+
+def _shown() -> list[str]:
+    return layout.shown_columns(_SIZES, layout.terminal_width(), _DROPPED)

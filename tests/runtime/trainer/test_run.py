@@ -164,7 +164,7 @@ def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, ru
         .steps
         == 2
     )
-    between, end = (place / name / "model" / "model.safetensors" for name in ("long", "short"))
+    between, end = (place / name / "model.safetensors" for name in ("long/model-2", "short/model"))
     assert between.read_bytes() == end.read_bytes()
 
 

@@ -16,11 +16,13 @@ import torch
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import OpFailed
 from megatrain.runtime.memory import host_memory
 from megatrain.runtime.training import trainer as training
 from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
@@ -100,13 +102,15 @@ def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Pa
     assert_same(straight, "run", "straight")
 
 
-@pytest.mark.parametrize("where", ["step", "opening", "activations"])
+@pytest.mark.parametrize("where", ["step", "operation", "opening", "activations"])
 def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     error: Exception = UserError("memory", found="too little", allowed="more", fix="none")
     if where == "activations":  # the framework's own error, for what is outside of the pools
         error = torch.OutOfMemoryError("memory: none left\nmore than one line")
+    if where == "operation":
+        error = OpFailed("F0.m0", "memory", ValueError("planted"))
     step = Executor.step
 
     def fail(self: Executor, *given: Any, **named: Any) -> Any:
@@ -119,7 +123,7 @@ def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
             raise error
         return Executor(plan, *given, **named)
 
-    if where == "step":
+    if where in ("step", "operation"):
         monkeypatch.setattr(Executor, "step", fail)
     else:
         monkeypatch.setattr(training, "Executor", fail_to_open)
@@ -127,10 +131,45 @@ def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     prepare(straight, "run", callbacks=[switch], steps=5).fit()
     notes = "\n".join(switch.notes)
     assert "the training continues under the former plan, since the other cannot be" in notes
-    assert " executed: memory: " in notes
-    assert switch.switches == ([("overlapped", 3), (first.policy, 3)] if where == "step" else [])
+    found = "F0.m0 on lane memory: " if where == "operation" else "memory: "
+    assert f" executed: {found}" in notes
+    back = [("overlapped", 3), (first.policy, 3)]
+    assert switch.switches == (back if where in ("step", "operation") else [])
     assert_same(straight, "run", "straight")
     assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
+
+
+def test_if_the_former_plan_fails_too_the_error_says_how_to_go_on(
+    prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error of the GPU that outlasts its plan. The run folder has the former plan."""
+    opened: list[str] = []
+    step = Executor.step
+
+    def broken(plan: Plan, *given: Any, **named: Any) -> Executor:
+        opened.append(plan.policy)
+        if len(opened) == 3:
+            raise RuntimeError("CUDA error: an illegal memory access\nmore than one line")
+        return Executor(plan, *given, **named)
+
+    def fail(self: Executor, *given: Any, **named: Any) -> Any:
+        if self.plan.policy == "overlapped":
+            raise OpFailed("F0.m0", "compute", ValueError("planted"))
+        return step(self, *given, **named)
+
+    first, switch = Plan.load(straight / "plan.toml"), Switch(after_2=other(straight))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "Executor", broken)
+        patch.setattr(Executor, "step", fail)
+        with pytest.raises(RunError, match="illegal memory access; continue under") as failure:
+            prepare(straight, "run", callbacks=[switch], steps=5).fit()
+    assert str(failure.value).endswith(f"megatrain train --resume {straight / 'run'}")
+    assert opened == [first.policy, "overlapped", first.policy]
+    assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
+    run = straight / "run"
+    config, device = Config.load(run / "config.toml"), torch.device("cpu")
+    Trainer(run / "plan.toml", None, None, config, out=run, resume="newest", device=device).fit()
+    assert_same(straight, "run", "straight")
 
 
 @pytest.mark.parametrize("where", ["step", "opening"])
