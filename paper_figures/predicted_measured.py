@@ -206,11 +206,6 @@ def draw(results: Results) -> Drawn:
     ]
     style.legend(figure, [*entries, Patch(facecolor="#d5dbe1", label="within 3 %")], 4)
     dates = " and ".join(sorted({case.date for case in found}))
-    made = (
-        f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
-        " Hollow: beyond the panel."
-    )
-    style.footer(figure, made)
     rows = [
         TableRow(
             item=case.item,
@@ -240,7 +235,10 @@ def draw(results: Results) -> Drawn:
             " largest error of a device peak is that of"
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),
-        made=made,
+        made=(
+            f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
+            " Hollow: beyond the panel."
+        ),
     )
 
 

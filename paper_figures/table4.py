@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import msgspec
@@ -112,7 +111,6 @@ def draw(results: Results) -> Drawn:
         f"Predictions of {date}: the library's GH200, an H200's measured costs. Measured"
         f" {results.benchmark(FULL)['date']} on one H200, 32 x 1024: {', '.join(stars)}."
     )
-    style.footer(figure, textwrap.fill(made, 135))
     return _drawn(data, found, figure, made)
 
 

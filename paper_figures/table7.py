@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from typing import Any, NamedTuple
 
 from megatrain.paper_figures import style
@@ -116,7 +115,6 @@ def draw(results: Results) -> Drawn:
         " accumulation 1,"
         f" {run} tokens per step, scaled to the paper's number of tokens."
     )
-    style.footer(figure, textwrap.fill(made, 135))
     rows = rows_of(records)
     for name, record in zip(names, steps, strict=True):
         if name in found:

@@ -10,8 +10,6 @@ model of the machine does.
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,6 +17,7 @@ import msgspec
 
 from megatrain.experiments.validation.predict import Predicted
 from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, PublishedRow
+from megatrain.simulator.base.csv_text import csv_text
 
 MISSED = 0.20
 STATED, ASSUMED, SINGLE, DOUBTFUL = (
@@ -238,8 +237,4 @@ def records(results: Sequence[ValidationResult]) -> list[dict[str, object]]:
 
 def as_csv(results: Sequence[ValidationResult]) -> str:
     """Returns every row as CSV, with a line of column names."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records(results))
-    return text.getvalue()
+    return csv_text(records(results))
