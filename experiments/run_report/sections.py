@@ -13,7 +13,7 @@ from megatrain.experiments.run_report.tables import Cell, OpRow, table
 from megatrain.experiments.run_report.why import reasons, rivals
 from megatrain.simulator.base.files import read_json, read_text
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
-from megatrain.simulator.compare.error_table import signed_percent
+from megatrain.simulator.compare.error_table import format_times, signed_percent, two_decimals
 from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner.search import plan_account
@@ -210,7 +210,7 @@ def errors(run: ComparedRun) -> str:
             "end to end",
             format_seconds(found.predicted_seconds),
             format_seconds(found.measured_seconds),
-            _fine(found.error),
+            two_decimals(found.error),
         ]
     ]
     if found.replayed_seconds is not None:
@@ -220,7 +220,7 @@ def errors(run: ComparedRun) -> str:
                 "engine: measured durations, replayed",
                 replayed,
                 format_seconds(found.measured_seconds),
-                _fine(found.engine_error),
+                two_decimals(found.engine_error),
             ]
         )
         rows.append(
@@ -228,7 +228,7 @@ def errors(run: ComparedRun) -> str:
                 "cost model: errors of all durations",
                 format_seconds(found.predicted_seconds),
                 replayed,
-                _fine(found.cost_model_error),
+                two_decimals(found.cost_model_error),
             ]
         )
     if found.steps:
@@ -238,14 +238,14 @@ def errors(run: ComparedRun) -> str:
                 name,
                 format_seconds(found.steps.predicted_seconds),
                 format_seconds(found.steps.median_seconds),
-                _fine(found.steps.median_error),
+                two_decimals(found.steps.median_error),
             ]
         )
     called = {"compute": "compute busy", "waiting": "no lane busy"}
     parts = [
         [
             called.get(part.name, f"{part.name}, exposed"),
-            *_pair(part.predicted_seconds, part.measured_seconds),
+            *format_times(part.predicted_seconds, part.measured_seconds),
             signed_percent(part.of_step),
         ]
         for part in found.parts
@@ -255,7 +255,7 @@ def errors(run: ComparedRun) -> str:
         [
             kind.kind,
             f"{kind.count:,}",
-            *_pair(kind.predicted_seconds, kind.measured_seconds),
+            *format_times(kind.predicted_seconds, kind.measured_seconds),
             signed_percent(kind.error),
             signed_percent(kind.of_step),
             *_spread(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op),
@@ -266,7 +266,7 @@ def errors(run: ComparedRun) -> str:
         [
             lane.lane,
             f"{lane.count:,}",
-            *_pair(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+            *format_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
             signed_percent(lane.busy_error),
             format_seconds(lane.measured_stalled_seconds),
             *_spread(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op),
@@ -422,14 +422,6 @@ def machine(run: ComparedRun) -> str:
         "<div><h3>Commands to repeat the run from this folder's files</h3>"
         f"<pre class=commands>{escape(commands)}</pre>{files}</div></div>"
     )
-
-
-def _pair(*seconds: float) -> list[str]:
-    return [format_seconds(value) for value in seconds]
-
-
-def _fine(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.2f} %"
 
 
 def _spread(median: float | None, p95: float | None, worst: float | None, op: str) -> list[Cell]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.schedule.plan import Placement
 
 _MEANINGS = {
@@ -121,13 +122,4 @@ def _lines(rows: Sequence[SweepRow]) -> list[str]:
                 row.decided_by,
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for line in cells
-    ]
+    return [line.rstrip() for line in align(cells)]
