@@ -68,13 +68,6 @@ def errors(bases: list[Base]) -> dict[int, tuple[float, int, int]]:
     return found
 
 
-def best_of(bases: list[Base]) -> int:
-    """Returns the width x1.0 with the most correct predictions of fit, and among those the least
-    deviation.
-    """
-    return min(errors(bases).items(), key=lambda entry: (-entry[1][1], entry[1][0]))[0]
-
-
 def draw(results: Results) -> Drawn:
     data, date = results.typed("figure6", Figure6Data)
     figure, (left, right) = style.canvas(style.PAGE, 3.2, ncols=2, sharey=True)
@@ -154,7 +147,9 @@ def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
         )
         for entry in data.bases
     ]
-    spread, best = errors(data.bases), best_of(data.bases)
+    spread = errors(data.bases)
+    # the most correct predictions of fit, and among those the least deviation
+    best = min(spread, key=lambda base: (-spread[base][1], spread[base][0]))
     return Drawn(
         figure,
         rows,

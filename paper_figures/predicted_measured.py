@@ -101,7 +101,7 @@ def cases(results: Results) -> list[MeasuredCase]:
         for record in file["systems"]:
             if record["system"] == "ours" and not record["failure"] and prediction:
                 kind = OURS if _calibrated(file) else DATASHEET
-                found.append(
+                found += [
                     MeasuredCase(
                         f"{path}: step",
                         kind,
@@ -109,17 +109,15 @@ def cases(results: Results) -> list[MeasuredCase]:
                         prediction["step_seconds"],
                         record["step_seconds_median"],
                         date,
-                    )
-                )
-                found.append(
+                    ),
                     _device(
                         path, prediction["device_peak_bytes"], record["device_peak_bytes"], date
-                    )
-                )
+                    ),
+                ]
     for name, rows in results.heldout_rows().items():
         for row in rows:
             prediction, item = row["plan"]["prediction"], f"{name}/{row['name']}"
-            found.append(
+            found += [
                 MeasuredCase(
                     f"{item}: step",
                     HELD_OUT,
@@ -127,13 +125,11 @@ def cases(results: Results) -> list[MeasuredCase]:
                     prediction["step_seconds"],
                     row["step_seconds"],
                     row["date"],
-                )
-            )
-            found.append(
+                ),
                 _device(
                     item, prediction["device_peak_bytes"], row["device_peak_bytes"], row["date"]
-                )
-            )
+                ),
+            ]
     return [
         case for case in [*found, *_of_others(results)] if case.measured > 0 and case.predicted > 0
     ]

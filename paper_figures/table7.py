@@ -123,24 +123,22 @@ def draw(results: Results) -> Drawn:
                 f"measured: {context.seconds:.3f} s for 1 x {context.batch} x {context.sequence}"
                 " tokens, accumulation 1"
             )
-            rows.append(
+            rows += [
                 TableRow(
                     item=item,
                     quantity="step_s",
                     unit="s",
                     measured=context.seconds_of(record),
                     note=note,
-                )
-            )
-            rows.append(
+                ),
                 TableRow(
                     item=item,
                     quantity="device_gib",
                     unit="GiB",
                     measured=context.device_gib,
                     note=note,
-                )
-            )
+                ),
+            ]
     for record in steps:
         for rule, rate in zip(
             ("6N", "6N + 12 L h S"), rules(record, record.paper or 1), strict=True

@@ -305,8 +305,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
     axes.set_xlim(-_reach(rows), _reach(rows))
     _percents(axes.xaxis)
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     canvas.add_heading(axes, "error of the step, plan by plan", "")
     for name, place in _COLUMNS.items():
         axes.annotate(

@@ -215,22 +215,20 @@ def errors(run: ComparedRun) -> str:
     ]
     if found.replayed_seconds is not None:
         replayed = format_seconds(found.replayed_seconds)
-        rows.append(
+        rows += [
             [
                 "engine: measured durations, replayed",
                 replayed,
                 format_seconds(found.measured_seconds),
                 two_decimals(found.engine_error),
-            ]
-        )
-        rows.append(
+            ],
             [
                 "cost model: errors of all durations",
                 format_seconds(found.predicted_seconds),
                 replayed,
                 two_decimals(found.cost_model_error),
-            ]
-        )
+            ],
+        ]
     if found.steps:
         name = f"median wall time of {found.steps.count:,} steady steps"
         rows.append(
@@ -353,14 +351,14 @@ def memory(run: ComparedRun) -> str:
         if place == "device":
             grown = sum(size for pool, size in account.pools.items() if pool in dynamic)
             peak = measured.get("device_peak_bytes")
-            rows.append(
+            rows += [
                 _bytes_row(
                     "activations and workspace of running ops",
                     grown,
                     None if peak is None else peak - measured["device_pool_bytes"],
-                )
-            )
-            rows.append(_bytes_row("whole device", account.device_peak_bytes, peak))
+                ),
+                _bytes_row("whole device", account.device_peak_bytes, peak),
+            ]
         elif rows:
             rows.append(_bytes_row("all pools", sum(fixed.values()), measured["host_pool_bytes"]))
         if rows:

@@ -113,12 +113,10 @@ def _steps(report: ErrorReport) -> list[str]:
             steps.median_error, steps.p95_abs_error, steps.worst_error, f"step {steps.worst_step}"
         )
         times = format_times(steps.predicted_seconds, steps.median_seconds)
-        lines.append(
-            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}"
-        )
-        lines.append(
-            f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})"
-        )
+        lines += [
+            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}",
+            f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})",
+        ]
     return lines
 
 
