@@ -66,7 +66,7 @@ def cases(results: Results) -> list[MeasuredCase]:
     found = []
     for name, run in results.runs().items():
         comparison, date = run.comparison, run.date
-        found.append(
+        found += [
             MeasuredCase(
                 f"{name}: step",
                 OURS,
@@ -74,18 +74,18 @@ def cases(results: Results) -> list[MeasuredCase]:
                 comparison["predicted_seconds"],
                 comparison["measured_seconds"],
                 date,
-            )
-        )
-        found += [
-            MeasuredCase(
-                f"{name}: {kind['kind']}",
-                KIND,
-                "s",
-                kind["predicted_seconds"],
-                kind["measured_seconds"],
-                date,
-            )
-            for kind in comparison["kinds"]
+            ),
+            *(
+                MeasuredCase(
+                    f"{name}: {kind['kind']}",
+                    KIND,
+                    "s",
+                    kind["predicted_seconds"],
+                    kind["measured_seconds"],
+                    date,
+                )
+                for kind in comparison["kinds"]
+            ),
         ]
         if run.plan.prediction and "device_peak_bytes" in run.memory:
             found.append(

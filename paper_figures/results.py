@@ -96,17 +96,6 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The width as a multiple of x1.0, in figure 6."""
 
 
-class Stored(NamedTuple):
-    """The stored result of a simulation."""
-
-    data: Any
-    """The data as plain values."""
-    date: str
-    """Day of the simulation."""
-    path: Path
-    """The file."""
-
-
 class StoredRun(NamedTuple):
     """A measured run of this project."""
 
@@ -140,28 +129,12 @@ class Results:
     ) -> None:
         self.folder, self.published = folder, published
 
-    def stored(self, name: str) -> Stored:
-        """Returns the contents of `figures/NAME.json`."""
-        path, fix = (
-            self.folder / "figures" / f"{name}.json",
-            f"make it with `megatrain figures {name} --rerun`",
-        )
-        found = _object(fix, path, "data", "date", "command")
-        return Stored(found["data"], str(found["date"]), path)
-
     def typed(self, name: str, into: type[T]) -> tuple[T, str]:
         """Returns the data of `figures/NAME.json` as a checked `into`, and its date."""
-        stored = self.stored(name)
-        return (
-            _or(
-                f"make it with `megatrain figures {name} --rerun`",
-                convert,
-                stored.data,
-                into,
-                str(stored.path),
-            ),
-            stored.date,
-        )
+        path = self.folder / "figures" / f"{name}.json"
+        fix = f"make it with `megatrain figures {name} --rerun`"
+        found = _object(fix, path, "data", "date", "command")
+        return _or(fix, convert, found["data"], into, str(path)), str(found["date"])
 
     def run(self, name: str) -> StoredRun:
         """Returns a run from the folder that `megatrain train` and `compare` wrote."""

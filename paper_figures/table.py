@@ -81,17 +81,16 @@ def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float |
     """
     if answer is None or quantity == "state_gb":
         return None
-    if quantity in ("device_gib", "host_gib", "rss_gib"):
-        return answer.device_gib if quantity == "device_gib" else answer.host_gib
-    if quantity == "runs":
-        return float(answer.fits)
     own_tokens = answer.batch * answer.accumulation * answer.sequence
-    speeds = {
-        "tflops": answer.tflops,
-        "tokens_per_s": answer.tokens_per_s,
-        "step_s": answer.step_s * tokens / own_tokens,
-    }
-    return speeds[quantity] if answer.fits else None
+    return {
+        "device_gib": answer.device_gib,
+        "host_gib": answer.host_gib,
+        "rss_gib": answer.host_gib,
+        "runs": float(answer.fits),
+        "tflops": answer.tflops if answer.fits else None,
+        "tokens_per_s": answer.tokens_per_s if answer.fits else None,
+        "step_s": answer.step_s * tokens / own_tokens if answer.fits else None,
+    }[quantity]
 
 
 def rows_of(

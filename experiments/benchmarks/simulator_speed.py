@@ -88,8 +88,12 @@ def main() -> int:
 def print_speeds(model: str, policy: str) -> None:
     """Prints the table for a model and a policy."""
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=_MEMORY)
-    head = ["micro-batches", "ops", "lower us/op", "compile us/op", "check us/op"]
-    head += [
+    head = [
+        "micro-batches",
+        "ops",
+        "lower us/op",
+        "compile us/op",
+        "check us/op",
         "evaluator M ops/s",
         "engine, free",
         "engine, contended",

@@ -155,29 +155,29 @@ def _steady(run: ComparedRun) -> str:
 def plan(run: ComparedRun) -> str:
     """Returns the chosen plan, the reasons for it, and the best plans of other policies."""
     knobs = run.plan.knobs
-    rows: list[Sequence[Cell]] = [
-        ["policy", run.plan.policy],
-        ["copies", format_bytes(knobs.chunk_bytes)],
-    ]
-    rows += [
-        [field.replace("_", " "), str(getattr(knobs, field))]
-        for field in knobs.__struct_fields__
-        if field not in ("placement", "chunk_bytes", "weights_ahead")
-    ]
     placed = [
         (field, getattr(knobs.placement, field)) for field in knobs.placement.__struct_fields__
     ]
-    rows += [
-        [
-            verdict_reasons.PLACEMENT_LABELS[field]
-            .format("")
-            .replace("  ", " ")
-            .replace(" of ", " ")
-            .strip(),
-            layers,
-        ]
-        for field, layers in placed
-        if layers
+    rows: list[Sequence[Cell]] = [
+        ["policy", run.plan.policy],
+        ["copies", format_bytes(knobs.chunk_bytes)],
+        *(
+            [field.replace("_", " "), str(getattr(knobs, field))]
+            for field in knobs.__struct_fields__
+            if field not in ("placement", "chunk_bytes", "weights_ahead")
+        ),
+        *(
+            [
+                verdict_reasons.PLACEMENT_LABELS[field]
+                .format("")
+                .replace("  ", " ")
+                .replace(" of ", " ")
+                .strip(),
+                layers,
+            ]
+            for field, layers in placed
+            if layers
+        ),
     ]
     others = rivals(run)
     named = (
@@ -396,11 +396,13 @@ def machine(run: ComparedRun) -> str:
     """
     found = read_json(run.folder / "environment.json")
     rows: list[Sequence[Cell]] = [
-        [name, format_bytes(int(found[key])) if key.endswith("_bytes") else str(found[key])]
-        for key, name in _MACHINE.items()
-        if found.get(key) is not None
+        *(
+            [name, format_bytes(int(found[key])) if key.endswith("_bytes") else str(found[key])]
+            for key, name in _MACHINE.items()
+            if found.get(key) is not None
+        ),
+        ["costs", run.hardware.source or run.hardware.name],
     ]
-    rows.append(["costs", run.hardware.source or run.hardware.name])
     config = run.folder / "config.toml"
     train = (
         "megatrain train plan.toml --config config.toml --out RUN"

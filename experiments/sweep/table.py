@@ -27,21 +27,19 @@ _LEAST_GAIN = 0.01  # a printed row of the front is faster than the one before b
 def table(rows: Sequence[SweepRow]) -> str:
     """Returns the text. The rows themselves are in the JSONL file."""
     counts = Counter[str](row.decided_by for row in rows)
+    reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
+    others = len(reasons) - _REASONS
     lines = [
         f"{len(rows):,} plans: "
         + ", ".join(
             f"{counts[name]:,} {meaning}" for name, meaning in _MEANINGS.items() if counts[name]
-        )
+        ),
+        *(
+            f"  refused, {count:,} plans: {reason}"
+            for reason, count in reasons.most_common(_REASONS)
+        ),
+        *([f"  refused for {others:,} other reasons"] if others > 0 else []),
     ]
-    reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
-    lines += [
-        f"  refused, {count:,} plans: {reason}" for reason, count in reasons.most_common(_REASONS)
-    ]
-    lines += (
-        [f"  refused for {len(reasons) - _REASONS:,} other reasons"]
-        if len(reasons) > _REASONS
-        else []
-    )
     if not any(row.timed for row in rows):
         return "\n".join(lines)
     for title, chosen in (

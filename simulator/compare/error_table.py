@@ -35,8 +35,13 @@ def format_report(report: ErrorReport) -> str:
         align(_kinds(report), left=(0, 9)),
         [""],
         align(_lanes(report), left=(0, 9)),
+        [""],
+        align(_parts(report)),
+        [""],
+        _LEGEND,
+        [""],
+        _order(report),
     ]
-    tables += [[""], align(_parts(report)), [""], _LEGEND, [""], _order(report)]
     if report.memory:
         tables += [[""], align(_memory(report))]
     return "".join(f"{line.rstrip()}\n" for table in tables for line in table)

@@ -53,12 +53,12 @@ def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any
             if names[timeline.name] == 1
             else f"{timeline.name} {names[timeline.name]}"
         )
-        events += _headings(process, name, timeline, schedule)
-        events += _slices(
-            process, timeline, schedule, measured if measured is not timeline else None
-        )
-        events += _arrows(process, timeline, schedule)
-        events += _counters(process, timeline, schedule)
+        events += [
+            *_headings(process, name, timeline, schedule),
+            *_slices(process, timeline, schedule, None if measured is timeline else measured),
+            *_arrows(process, timeline, schedule),
+            *_counters(process, timeline, schedule),
+        ]
     persistent: dict[str, int] = defaultdict(int)
     for buffer in schedule.buffers:
         persistent[buffer.place] += buffer.allocated if buffer.persistent else 0
