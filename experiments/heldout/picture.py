@@ -239,7 +239,7 @@ def _legend(axes: Axes, rows: Sequence[HeldoutRow]) -> None:
                 [], [], linestyle="none", marker=marker, color=colour, markersize=5, label=policy
             )
         )
-    entries.append(
+    entries += [
         Line2D(
             [],
             [],
@@ -249,9 +249,7 @@ def _legend(axes: Axes, rows: Sequence[HeldoutRow]) -> None:
             markerfacecolor="none",
             markeredgecolor=canvas.INK,
             label="the planner's choice",
-        )
-    )
-    entries += [
+        ),
         Patch(facecolor=_NARROW, label=f"within {targets.STEP_MEAN:.0%}"),
         Patch(facecolor=_WIDE, label=f"within {targets.STEP_WORST:.0%}"),
     ]
