@@ -29,6 +29,7 @@ from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import write_json
 from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import metrics
 from megatrain.simulator.model.optimizer import ADAMW
@@ -298,18 +299,10 @@ def table(records: list[dict[str, Any]]) -> str:
                 ratio,
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
+    width = max(len(row[0]) for row in rows)
+    lines = align(rows)
     lines += [
-        f"{record['system'].ljust(widths[0])}  {record['failure']}"
+        f"{record['system'].ljust(width)}  {record['failure']}"
         for record in records
         if record["failure"]
     ]

@@ -159,14 +159,12 @@ def run_plain(
 
 def class_of(name: str) -> str:
     """Returns the class of a tensor from its name in a checkpoint."""
-    if "norm" in name:
-        return "norms"
-    if name.endswith("bias"):
-        return "biases"
     return next(
         (
             kind
             for part, kind in (
+                ("norm", "norms"),
+                ("bias", "biases"),
                 ("embed_tokens", "embedding"),
                 ("lm_head", "head"),
                 ("self_attn", "attention"),

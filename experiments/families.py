@@ -30,10 +30,10 @@ def table(causal: list[str]) -> str:
     rows = [
         (f"**supported**, {len(FAMILIES)}", sorted(FAMILIES)),
         ("**supported**, the language model inside", sorted(INSIDE)),
-    ]
-    rows += [
-        (f"refused: {reason}", sorted(families))
-        for reason, families in sorted(refused.items(), key=lambda entry: -len(entry[1]))
+        *(
+            (f"refused: {reason}", sorted(families))
+            for reason, families in sorted(refused.items(), key=lambda entry: -len(entry[1]))
+        ),
     ]
     return "\n".join(
         [

@@ -111,5 +111,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    NAME = "python -m megatrain.experiments.readers_questions"
-    sys.exit(run_without_options(NAME, __doc__, main))
+    sys.exit(
+        run_without_options("python -m megatrain.experiments.readers_questions", __doc__, main)
+    )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.validation.predict import predict
 from megatrain.experiments.validation.report import (
     ValidationResult,
@@ -24,7 +25,7 @@ from megatrain.experiments.validation.report import (
     summary,
 )
 from megatrain.experiments.validation.rows import load_rows, load_settings
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_text
 from megatrain.simulator.hardware.shared import library_only
 
 
@@ -46,28 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all rows as CSV")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    try:
+
+    def run() -> int:
         args = parser.parse_args(arguments)
         results = validate()
         if args.csv:
-            try:
-                args.csv.write_text(as_csv(results))
-            except OSError as error:
-                raise UserError(
-                    str(args.csv),
-                    found=(error.strerror or "error").lower(),
-                    allowed="a writable path",
-                    fix="choose another path",
-                ) from None
-    except UserError as error:
-        print(f"validate_published: {error}", file=sys.stderr)
-        return 2
-    print(
-        json.dumps({"summary": summary(results), "rows": records(results)})
-        if args.json
-        else as_text(results)
-    )
-    return 0
+            write_text(args.csv, as_csv(results))
+        print(
+            json.dumps({"summary": summary(results), "rows": records(results)})
+            if args.json
+            else as_text(results)
+        )
+        return 0
+
+    return run_program("validate_published", run)
 
 
 if __name__ == "__main__":

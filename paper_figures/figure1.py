@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any, NamedTuple
 
-from megatrain.paper_figures import style
+from megatrain.paper_figures import curves, style
 from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of, value_of
+from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 from megatrain.simulator.model.metrics import tflops_6n
 
 SYSTEMS = (
@@ -138,7 +137,6 @@ def draw(results: Results) -> Drawn:
         " of host memory: compiled layers. Left of 7B: less device memory (by update: how gradients"
         " are clipped), or one long sequence."
     )
-    style.footer(figure, textwrap.fill(made, 122))
     return _drawn(records, measured, figure, made)
 
 
@@ -174,34 +172,14 @@ def _panel(axes: Any, records: list[BenchmarkRecord], title: str) -> None:
     axes.set_xticks([3, *SIZES.values()], ["3", *(f"{size}" for size in SIZES.values())])
     axes.minorticks_off()
     speeds = [record for record in records if record.quantity == "tflops"]
-    crosses: dict[str, list[float]] = {}
-    for name in SYSTEMS:
-        points = {}
-        for record in speeds:
-            if record.system != (
-                name if name.endswith(("_code", "_offload")) else "megatrain_code"
-            ):
-                continue
-            share, size = record.active_parameters / record.parameters, SIZES[record.model]
-            own = record.code if name == record.system else None
-            answer = record.ours if name == "ours" else record.paper_schedule
-            fits = own.fits if own else answer is not None and answer.fits
-            value = own.value if own else value_of(answer, "tflops", 1)
-            points[size] = value * share if fits and value is not None else None
-            if not fits:
-                crosses.setdefault(name, []).append(size)
-        sizes = sorted(points)
-        style.predicted(axes, sizes, [points[size] for size in sizes], name)
-    for row, name in enumerate(SYSTEMS):
-        style.no_room(axes, crosses.get(name, []), row, len(SYSTEMS), style.LOOKS[name].colour)
-    for record in records:
-        marker, size = style.LOOKS[record.system].marker, SIZES[record.model]
-        if record.quantity == "tflops" and record.paper is not None:
-            style.reported(axes, [size], [record.paper], [record.sure], marker)
-        elif record.quantity == "runs" and record.paper == 0:
-            style.no_room(axes, [size * 0.9], SYSTEMS.index(record.system), len(SYSTEMS), "black")
-        elif record.quantity == "runs":
-            style.reported(axes, [size], [5], ["++"], "|")
+    curves.predictions(
+        axes, SYSTEMS, speeds, _size, lambda record: record.active_parameters / record.parameters
+    )
+    curves.papers_values(axes, SYSTEMS, records, _size, lambda record: 0.9 * _size(record))
+
+
+def _size(record: BenchmarkRecord) -> float:
+    return SIZES[record.model]
 
 
 def _drawn(records: list[BenchmarkRecord], measured: list[Star], figure: Any, made: str) -> Drawn:
@@ -253,4 +231,5 @@ def _drawn(records: list[BenchmarkRecord], measured: list[Star], figure: Any, ma
             f" reaches {larger:.0f} at 14B."
         ),
         made=made,
+        footer_columns=122,
     )

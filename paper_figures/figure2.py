@@ -48,11 +48,6 @@ def draw(results: Results) -> Drawn:
     figure, (left, right) = style.canvas(style.PAGE, 4.6, nrows=2, height_ratios=(1.35, 1))
     _boxes(left)
     kinds = _lanes(right, run)
-    made = (
-        f"Folders of the code; ops counted in the schedule of {run.plan.model.name} on 24 GiB of"
-        f" one {run.where}."
-    )
-    style.footer(figure, made)
     rows = [
         TableRow(item=f"{lane}: {kind}", quantity="ops", unit="ops per step", measured=float(count))
         for lane, counted in kinds.items()
@@ -73,7 +68,10 @@ def draw(results: Results) -> Drawn:
             f" device and {sum(kinds['d2h'].values())} leave it, and the optimizer runs on the"
             " device (lane `update`), not on the CPU."
         ),
-        made=made,
+        made=(
+            f"Folders of the code; ops counted in the schedule of {run.plan.model.name} on 24 GiB"
+            f" of one {run.where}."
+        ),
     )
 
 

@@ -52,11 +52,6 @@ def draw(results: Results) -> Drawn:
     axes[-1].set_xlabel("time from the start of the step (s)")
     axes[1].set_ylabel("lane")
     style.legend(figure, kind_handles(timelines), 6)
-    made = (
-        f"{run.plan.model.name}, {work.batch} x {work.sequence} tokens,"
-        f" {run.plan.device_limit_bytes / 2**30:.0f} GiB of one {run.where}; simulated {date}."
-    )
-    style.footer(figure, made)
     fits = data.device_gib <= run.plan.device_limit_bytes / 2**30
     rows = [
         TableRow(
@@ -105,7 +100,10 @@ def draw(results: Results) -> Drawn:
             f" pass: compute is idle for {ours_idle:.0%} of the measured step. Its predicted time"
             f" has an error of {run.comparison['error']:+.1%}."
         ),
-        made=made,
+        made=(
+            f"{run.plan.model.name}, {work.batch} x {work.sequence} tokens,"
+            f" {run.plan.device_limit_bytes / 2**30:.0f} GiB of one {run.where}; simulated {date}."
+        ),
     )
 
 

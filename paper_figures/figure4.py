@@ -94,11 +94,6 @@ def draw(results: Results) -> Drawn:
     axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
     axes.minorticks_off()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
-    made = (
-        f"Accounts of {date} with every pool of the schedules. Decimal GB. Dotted lines are the"
-        " memory of real machines; no limit is applied."
-    )
-    style.footer(figure, made)
     return Drawn(
         figure,
         _rows(sizes),
@@ -108,14 +103,17 @@ def draw(results: Results) -> Drawn:
             " bf16 weights and gradients, and fp32 moments."
         ),
         finding=_finding(sizes),
-        made=made,
+        made=(
+            f"Accounts of {date} with every pool of the schedules. Decimal GB. Dotted lines are the"
+            " memory of real machines; no limit is applied."
+        ),
     )
 
 
 def _rows(sizes: list[Size]) -> list[TableRow]:
     rows = []
     for size in sizes:
-        rows.append(
+        rows += [
             TableRow(
                 item=f"{size.model}: state",
                 quantity="state_gb",
@@ -125,9 +123,7 @@ def _rows(sizes: list[Size]) -> list[TableRow]:
                 published_code=size.code_state_gb,
                 ours=size.ours_state_gb,
                 note="weights, gradients and moments alone",
-            )
-        )
-        rows.append(
+            ),
             TableRow(
                 item=f"{size.model}: all of the host",
                 quantity="host_gb",
@@ -135,16 +131,16 @@ def _rows(sizes: list[Size]) -> list[TableRow]:
                 paper_schedule=size.host_gb["paper_schedule"],
                 published_code=size.host_gb["code"],
                 ours=size.host_gb["ours"],
-            )
-        )
-        rows += [
-            TableRow(
-                item=f"{name}, {size.model}: all of the host",
-                quantity="host_gb",
-                unit="GB",
-                published_code=size.host_gb[name],
-            )
-            for name in ("zero3_offload", "fsdp2_offload", "zero_offload")
+            ),
+            *(
+                TableRow(
+                    item=f"{name}, {size.model}: all of the host",
+                    quantity="host_gb",
+                    unit="GB",
+                    published_code=size.host_gb[name],
+                )
+                for name in ("zero3_offload", "fsdp2_offload", "zero_offload")
+            ),
         ]
     return rows
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatrain.paper_figures import style
+from megatrain.paper_figures import curves, style
 from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, rows_of, value_of
+from megatrain.paper_figures.table import Drawn, rows_of
 
 SYSTEMS = ("megatrain_code", "paper_schedule", "ours", "zero3_offload", "fsdp2_offload")
 GH200_GIB = 447
@@ -16,41 +16,10 @@ def draw(results: Results) -> Drawn:
     style.plain(speed, "speed", "decoder layers", "TFLOPS (6N)")
     speed.set_ylim(0, 460)
     layers = sorted({record.layers for record in records})
-    crosses: dict[str, list[float]] = {}
-    for name in SYSTEMS:
-        points: dict[int, float | None] = {}
-        for record in records:
-            system = name if name in ("zero3_offload", "fsdp2_offload") else "megatrain_code"
-            if record.system != system or record.quantity not in ("tflops", "runs"):
-                continue
-            answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
-            fits = answer.fits if answer else record.code is not None and record.code.fits
-            value = (
-                value_of(answer, "tflops", 1)
-                if answer
-                else record.code.value
-                if record.code and record.quantity == "tflops"
-                else None
-            )
-            points[record.layers] = value if fits else None
-            if record.code and not fits:
-                crosses.setdefault(name, []).append(record.layers)
-        style.predicted(speed, sorted(points), [points[count] for count in sorted(points)], name)
-    for row, name in enumerate(SYSTEMS):
-        style.no_room(speed, crosses.get(name, []), row, len(SYSTEMS), style.LOOKS[name].colour)
-    for record in records:
-        if record.quantity == "tflops" and record.paper is not None:
-            style.reported(
-                speed,
-                [record.layers],
-                [record.paper],
-                [record.sure],
-                style.LOOKS[record.system].marker,
-            )
-        elif record.quantity == "runs":
-            style.no_room(
-                speed, [record.layers - 4], SYSTEMS.index(record.system), len(SYSTEMS), "black"
-            )
+    curves.predictions(speed, SYSTEMS, records, lambda record: record.layers)
+    curves.papers_values(
+        speed, SYSTEMS, records, lambda record: record.layers, lambda record: record.layers - 4
+    )
     style.plain(memory, "host memory", "decoder layers", "host memory (GiB)")
     hosts = sorted(
         (record for record in records if record.quantity == "rss_gib"),
@@ -81,8 +50,6 @@ def draw(results: Results) -> Drawn:
     for axes in (speed, memory):
         axes.set_xticks(layers)
     style.legend(figure, style.handles(SYSTEMS, crosses=True), 4)
-    made = f"Predictions of {date} from the library's GH200; nothing was measured."
-    style.footer(figure, made)
     rows = rows_of(records)
     found = {(row.item, row.quantity): row for row in rows}
     first, last = found["MegaTrain 28 layers", "tflops"], found["MegaTrain 132 layers", "tflops"]
@@ -113,5 +80,5 @@ def draw(results: Results) -> Drawn:
             " property of the baselines' schedules. By our account, 84 layers of ZeRO-3 and 180 of"
             " MegaTrain exceed the host's memory, so the host must have swapped."
         ),
-        made=made,
+        made=f"Predictions of {date} from the library's GH200; nothing was measured.",
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from megatrain.paper_figures import style
+from megatrain.paper_figures import curves, style
 from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of, value_of
+from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 
 SYSTEMS = ("megatrain_code", "paper_schedule", "ours", "zero3_offload", "fsdp2_offload")
 
@@ -68,55 +68,21 @@ def errors(bases: list[Base]) -> dict[int, tuple[float, int, int]]:
     return found
 
 
-def best_of(bases: list[Base]) -> int:
-    """Returns the width x1.0 with the most correct predictions of fit, and among those the least
-    deviation.
-    """
-    return min(errors(bases).items(), key=lambda entry: (-entry[1][1], entry[1][0]))[0]
-
-
 def draw(results: Results) -> Drawn:
     data, date = results.typed("figure6", Figure6Data)
     figure, (left, right) = style.canvas(style.PAGE, 3.2, ncols=2, sharey=True)
     style.plain(left, "width x1.0 = 1,792 (half of 7B's)", "width factor", "TFLOPS (6N)")
     left.set_ylim(0, 540)
-    for row, name in enumerate(SYSTEMS):
-        points: dict[float, float | None] = {}
-        crosses = []
-        for record in data.rows:
-            if (
-                record.system != (name if name.endswith("_offload") else "megatrain_code")
-                or record.code is None
-            ):
-                continue
-            answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
-            fits = answer.fits if answer else record.code.fits
-            value = value_of(answer, "tflops", 1) if answer else record.code.value
-            points[record.factor] = value if fits and record.quantity == "tflops" else None
-            crosses += [] if fits else [record.factor]
-        style.predicted(left, sorted(points), [points[factor] for factor in sorted(points)], name)
-        style.no_room(left, crosses, row, len(SYSTEMS), style.LOOKS[name].colour)
-    for record in data.rows:
-        if record.quantity == "tflops" and record.paper is not None:
-            style.reported(
-                left,
-                [record.factor],
-                [record.paper],
-                [record.sure],
-                style.LOOKS[record.system].marker,
-            )
-        else:
-            style.no_room(
-                left, [record.factor - 0.12], SYSTEMS.index(record.system), len(SYSTEMS), "black"
-            )
+    curves.predictions(left, SYSTEMS, data.rows, lambda record: record.factor)
+    curves.papers_values(
+        left, SYSTEMS, data.rows, lambda record: record.factor, lambda record: record.factor - 0.12
+    )
     _bases(right, data)
-    handles = [*style.handles(SYSTEMS, crosses=True)]
-    style.legend(figure, handles, 4)
+    style.legend(figure, style.handles(SYSTEMS, crosses=True), 4)
     made = (
         f"Predictions of {date} from the library's GH200 with batches that fill the device; nothing"
         " was measured."
     )
-    style.footer(figure, made)
     return _drawn(data, figure, made)
 
 
@@ -181,7 +147,9 @@ def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
         )
         for entry in data.bases
     ]
-    spread, best = errors(data.bases), best_of(data.bases)
+    spread = errors(data.bases)
+    # the most correct predictions of fit, and among those the least deviation
+    best = min(spread, key=lambda base: (-spread[base][1], spread[base][0]))
     return Drawn(
         figure,
         rows,

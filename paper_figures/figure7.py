@@ -55,8 +55,6 @@ def draw(results: Results) -> Drawn:
         style.bar_handles(("megatrain_code", "zero3_offload", "gemini", "paper_schedule", "ours")),
         2,
     )
-    made = f"Predictions of {date}, library's A100; nothing was measured."
-    style.footer(figure, made)
     rows = rows_of(records)
     found = {row.item: row for row in rows}
     big, zero3 = found["MegaTrain 14b on an A100"], found["ZeRO-3 14b on an A100"]
@@ -76,5 +74,5 @@ def draw(results: Results) -> Drawn:
             f" from the schedule. Ours is predicted at {big.ours:.0f}. There is no policy for"
             " Gemini."
         ),
-        made=made,
+        made=f"Predictions of {date}, library's A100; nothing was measured.",
     )

@@ -93,9 +93,13 @@ def known(names: Sequence[str], allowed: Sequence[str] = tuple(FIGURES)) -> list
 
 
 def draw(name: str, results: Results) -> Drawn:
-    """Returns one figure. Raises UserError if a result is missing or malformed."""
+    """Returns one figure, with machines and dates above it. Raises UserError if a result is missing
+    or malformed.
+    """
     with matplotlib.rc_context(style.RC):
-        return FIGURES[name](results)
+        drawn = FIGURES[name](results)
+        style.footer(drawn.figure, textwrap.fill(drawn.made, drawn.footer_columns))
+        return drawn
 
 
 @library_only()

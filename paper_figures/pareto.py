@@ -76,8 +76,6 @@ def draw(results: Results) -> Drawn:
     axes.set_xlim(0, 145)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     style.legend(figure, axes.get_legend_handles_labels()[0], 3)
-    made = f"Predictions of {date}, library's H200 (64 cores)."
-    style.footer(figure, made)
     rows = [
         TableRow(
             item=(
@@ -114,5 +112,5 @@ def draw(results: Results) -> Drawn:
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."
         ),
-        made=made,
+        made=f"Predictions of {date}, library's H200 (64 cores).",
     )

@@ -66,7 +66,7 @@ def cases(results: Results) -> list[MeasuredCase]:
     found = []
     for name, run in results.runs().items():
         comparison, date = run.comparison, run.date
-        found.append(
+        found += [
             MeasuredCase(
                 f"{name}: step",
                 OURS,
@@ -74,18 +74,18 @@ def cases(results: Results) -> list[MeasuredCase]:
                 comparison["predicted_seconds"],
                 comparison["measured_seconds"],
                 date,
-            )
-        )
-        found += [
-            MeasuredCase(
-                f"{name}: {kind['kind']}",
-                KIND,
-                "s",
-                kind["predicted_seconds"],
-                kind["measured_seconds"],
-                date,
-            )
-            for kind in comparison["kinds"]
+            ),
+            *(
+                MeasuredCase(
+                    f"{name}: {kind['kind']}",
+                    KIND,
+                    "s",
+                    kind["predicted_seconds"],
+                    kind["measured_seconds"],
+                    date,
+                )
+                for kind in comparison["kinds"]
+            ),
         ]
         if run.plan.prediction and "device_peak_bytes" in run.memory:
             found.append(
@@ -101,7 +101,7 @@ def cases(results: Results) -> list[MeasuredCase]:
         for record in file["systems"]:
             if record["system"] == "ours" and not record["failure"] and prediction:
                 kind = OURS if _calibrated(file) else DATASHEET
-                found.append(
+                found += [
                     MeasuredCase(
                         f"{path}: step",
                         kind,
@@ -109,17 +109,15 @@ def cases(results: Results) -> list[MeasuredCase]:
                         prediction["step_seconds"],
                         record["step_seconds_median"],
                         date,
-                    )
-                )
-                found.append(
+                    ),
                     _device(
                         path, prediction["device_peak_bytes"], record["device_peak_bytes"], date
-                    )
-                )
+                    ),
+                ]
     for name, rows in results.heldout_rows().items():
         for row in rows:
             prediction, item = row["plan"]["prediction"], f"{name}/{row['name']}"
-            found.append(
+            found += [
                 MeasuredCase(
                     f"{item}: step",
                     HELD_OUT,
@@ -127,13 +125,11 @@ def cases(results: Results) -> list[MeasuredCase]:
                     prediction["step_seconds"],
                     row["step_seconds"],
                     row["date"],
-                )
-            )
-            found.append(
+                ),
                 _device(
                     item, prediction["device_peak_bytes"], row["device_peak_bytes"], row["date"]
-                )
-            )
+                ),
+            ]
     return [
         case for case in [*found, *_of_others(results)] if case.measured > 0 and case.predicted > 0
     ]
@@ -206,11 +202,6 @@ def draw(results: Results) -> Drawn:
     ]
     style.legend(figure, [*entries, Patch(facecolor="#d5dbe1", label="within 3 %")], 4)
     dates = " and ".join(sorted({case.date for case in found}))
-    made = (
-        f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
-        " Hollow: beyond the panel."
-    )
-    style.footer(figure, made)
     rows = [
         TableRow(
             item=case.item,
@@ -240,7 +231,10 @@ def draw(results: Results) -> Drawn:
             " largest error of a device peak is that of"
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),
-        made=made,
+        made=(
+            f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
+            " Hollow: beyond the panel."
+        ),
     )
 
 

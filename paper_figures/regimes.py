@@ -67,7 +67,6 @@ def draw(results: Results) -> Drawn:
             )
         )
         if cell.fits:
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
             axes.text(
                 x,
                 y,
@@ -75,7 +74,7 @@ def draw(results: Results) -> Drawn:
                 ha="center",
                 va="center",
                 fontsize=7,
-                bbox=box,
+                bbox=style.PLATE,
             )
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(-0.5, len(lines) - 0.5)
@@ -100,11 +99,6 @@ def draw(results: Results) -> Drawn:
         ],
         3,
     )
-    made = (
-        f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"
-        " memory, eager layers; nothing was measured."
-    )
-    style.footer(figure, made)
     rows = [
         TableRow(
             item=f"{data.model}, {cell.tokens} tokens, {cell.device_limit_gib} GiB",
@@ -146,5 +140,8 @@ def draw(results: Results) -> Drawn:
             " updates layers that are not resident, so their optimizer state does not cross the"
             " link."
         ),
-        made=made,
+        made=(
+            f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"
+            " memory, eager layers; nothing was measured."
+        ),
     )

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import csv
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import convert, read_json, read_text
+from megatrain.simulator.base.files import convert, read_json, read_text, read_toml
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -97,17 +96,6 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The width as a multiple of x1.0, in figure 6."""
 
 
-class Stored(NamedTuple):
-    """The stored result of a simulation."""
-
-    data: Any
-    """The data as plain values."""
-    date: str
-    """Day of the simulation."""
-    path: Path
-    """The file."""
-
-
 class StoredRun(NamedTuple):
     """A measured run of this project."""
 
@@ -141,32 +129,12 @@ class Results:
     ) -> None:
         self.folder, self.published = folder, published
 
-    def stored(self, name: str) -> Stored:
-        """Returns the contents of `figures/NAME.json`."""
-        path, fix = (
-            self.folder / "figures" / f"{name}.json",
-            f"make it with `megatrain figures {name} --rerun`",
-        )
-        found = _or(fix, read_json, path)
-        if not isinstance(found, dict) or not {"data", "date", "command"} <= set(found):
-            raise UserError(
-                str(path), found="other content", allowed="data, date and command", fix=fix
-            )
-        return Stored(found["data"], str(found["date"]), path)
-
     def typed(self, name: str, into: type[T]) -> tuple[T, str]:
         """Returns the data of `figures/NAME.json` as a checked `into`, and its date."""
-        stored = self.stored(name)
-        return (
-            _or(
-                f"make it with `megatrain figures {name} --rerun`",
-                convert,
-                stored.data,
-                into,
-                str(stored.path),
-            ),
-            stored.date,
-        )
+        path = self.folder / "figures" / f"{name}.json"
+        fix = f"make it with `megatrain figures {name} --rerun`"
+        found = _object(fix, path, "data", "date", "command")
+        return _or(fix, convert, found["data"], into, str(path)), str(found["date"])
 
     def run(self, name: str) -> StoredRun:
         """Returns a run from the folder that `megatrain train` and `compare` wrote."""
@@ -179,22 +147,14 @@ class Results:
             _or(fix, Timeline.load, folder / f"{kind}.json") for kind in ("predicted", "measured")
         )
         machine, comparison, memory = (
-            _or(fix, read_json, folder / f"{kind}.json")
-            for kind in ("environment", "comparison", "memory")
+            _object(fix, folder / f"{name}.json", key)
+            for name, key in (
+                ("environment", "device"),
+                ("comparison", "measured_seconds"),
+                ("memory", "pools"),
+            )
         )
         hardware = _or(fix, HardwareSpec.load, str(folder / "hardware.toml"))
-        for path, found, key in (
-            ("environment", machine, "device"),
-            ("comparison", comparison, "measured_seconds"),
-            ("memory", memory, "pools"),
-        ):
-            if not isinstance(found, dict) or key not in found:
-                raise UserError(
-                    str(folder / f"{path}.json"),
-                    found="other content",
-                    allowed=f"an object with `{key}`",
-                    fix=fix,
-                )
         return StoredRun(
             plan,
             predicted,
@@ -208,21 +168,8 @@ class Results:
     def benchmark(self, path: str) -> dict[str, Any]:
         """Returns a file that `megatrain.experiments.benchmark --out` wrote."""
         fix = f"make it with the command that {(self.folder / path).parent / 'README.md'} names"
-        found = _or(fix, read_json, self.folder / path)
-        if not isinstance(found, dict) or not {
-            "systems",
-            "machine",
-            "plan",
-            "arguments",
-            "date",
-        } <= set(found):
-            raise UserError(
-                str(self.folder / path),
-                found="other content",
-                allowed="systems, machine, plan, arguments, date",
-                fix=fix,
-            )
-        return found
+        keys = ("systems", "machine", "plan", "arguments", "date")
+        return _object(fix, self.folder / path, *keys)
 
     def runs(self) -> dict[str, StoredRun]:
         """Returns every compared run on an H200 by the name of its folder."""
@@ -321,15 +268,18 @@ class Results:
     def facts(self) -> dict[str, Any]:
         """Returns values of the paper that no policy predicts."""
         path = self.published / "facts.toml"
-        try:
-            return tomllib.loads(read_text(path))
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(
-                str(path),
-                found=str(error),
-                allowed="a TOML file",
-                fix="restore it from the repository",
-            ) from None
+        found: dict[str, Any] = _or("restore it from the repository", read_toml, path, dict)
+        return found
+
+
+def _object(fix: str, path: Path, *keys: str) -> dict[str, Any]:
+    """Returns the JSON object of a file. Raises UserError with `fix` if it lacks one of `keys`."""
+    found = _or(fix, read_json, path)
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
+        raise UserError(
+            str(path), found="other content", allowed=f"an object with {', '.join(keys)}", fix=fix
+        )
+    return found
 
 
 def _or(fix: str, reader: Any, *arguments: Any) -> Any:

@@ -193,10 +193,8 @@ def handles(
         for name in systems
     ]
     if paper:
-        made.append(
-            Line2D([], [], color="black", marker="o", linestyle="none", label="the paper's value")
-        )
-        made.append(
+        made += [
+            Line2D([], [], color="black", marker="o", linestyle="none", label="the paper's value"),
             Line2D(
                 [],
                 [],
@@ -205,8 +203,8 @@ def handles(
                 markerfacecolor="none",
                 linestyle="none",
                 label="the paper's, doubtful",
-            )
-        )
+            ),
+        ]
     if stars:
         made.append(
             Line2D(

@@ -4,8 +4,6 @@ signed deviations from the paper's value.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +11,7 @@ import msgspec
 from matplotlib.figure import Figure
 
 from megatrain.paper_figures.results import BenchmarkRecord, StoredAnswer
+from megatrain.simulator.base.csv_text import csv_text
 
 PREDICTIONS = ("paper_schedule", "published_code", "ours")
 
@@ -72,6 +71,8 @@ class Drawn(NamedTuple):
     """Our finding, and the reason for a difference if it is known."""
     made: str
     """Machines and dates."""
+    footer_columns: int = 135
+    """Width at which `made` is wrapped in the picture."""
 
 
 def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float | None:
@@ -80,17 +81,16 @@ def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float |
     """
     if answer is None or quantity == "state_gb":
         return None
-    if quantity in ("device_gib", "host_gib", "rss_gib"):
-        return answer.device_gib if quantity == "device_gib" else answer.host_gib
-    if quantity == "runs":
-        return float(answer.fits)
     own_tokens = answer.batch * answer.accumulation * answer.sequence
-    speeds = {
-        "tflops": answer.tflops,
-        "tokens_per_s": answer.tokens_per_s,
-        "step_s": answer.step_s * tokens / own_tokens,
-    }
-    return speeds[quantity] if answer.fits else None
+    return {
+        "device_gib": answer.device_gib,
+        "host_gib": answer.host_gib,
+        "rss_gib": answer.host_gib,
+        "runs": float(answer.fits),
+        "tflops": answer.tflops if answer.fits else None,
+        "tokens_per_s": answer.tokens_per_s if answer.fits else None,
+        "step_s": answer.step_s * tokens / own_tokens if answer.fits else None,
+    }[quantity]
 
 
 def rows_of(
@@ -131,23 +131,20 @@ def rows_of(
 def as_csv(rows: Sequence[TableRow]) -> str:
     """Returns one line for each row, with numbers to six digits and deviations to four places."""
     fields = [name for name in TableRow.__struct_fields__ if name not in ("does_not_fit", "note")]
-    deviations = (*PREDICTIONS, "measured")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [*fields, *(f"deviation_{name}" for name in deviations), "does_not_fit", "note"]
+    return csv_text(
+        [
+            {
+                **{name: _cell(getattr(row, name), "g") for name in fields},
+                **{
+                    f"deviation_{name}": _cell(row.deviation(name), "+.4f")
+                    for name in (*PREDICTIONS, "measured")
+                },
+                "does_not_fit": row.does_not_fit,
+                "note": row.note,
+            }
+            for row in rows
+        ]
     )
-    for row in rows:
-        cells: list[Any] = [_cell(getattr(row, name), "g") for name in fields]
-        writer.writerow(
-            [
-                *cells,
-                *(_cell(row.deviation(name), "+.4f") for name in deviations),
-                row.does_not_fit,
-                row.note,
-            ]
-        )
-    return text.getvalue()
 
 
 def _cell(value: Any, form: str) -> str:

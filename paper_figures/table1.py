@@ -54,11 +54,6 @@ def draw(results: Results) -> Drawn:
         ha="center",
         fontsize=7,
     )
-    made = (
-        "Rates that one process reaches, from simulator/library/hardware, with their sources; the"
-        " H200's were measured 2026-11-21."
-    )
-    style.footer(figure, made)
     rows = _rows(machines, facts)
     found = {row.item: row for row in rows if row.quantity == "bandwidth"}
     hbm, link = found["gh200-96: HBM"], found["h200: link, both ways"]
@@ -76,7 +71,10 @@ def draw(results: Results) -> Drawn:
             f" {link.paper:g} GB/s of an H200's PCIe in both directions together, as measured. The"
             " library plans with the rates that are reached. Prices are from the paper alone."
         ),
-        made=made,
+        made=(
+            "Rates that one process reaches, from simulator/library/hardware, with their sources;"
+            " the H200's were measured 2026-11-21."
+        ),
     )
 
 

@@ -92,11 +92,6 @@ def draw(results: Results) -> Drawn:
                 markerfacecolor="none" if name == PLAIN else colour,
             )
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    made = (
-        f"{job.parameters / 1e6:.1f} M parameters, {job.batch} x {job.sequence} bytes per step,"
-        f" rate {job.rate:g}; {job.machine}, torch {job.torch}, {date}."
-    )
-    style.footer(figure, made)
     (_, before, share_before), *_, (_, after, share) = job.runs[PLAIN].evaluations
     _, lost, lost_share = job.runs[BF16].evaluations[-1]
     bits = "the same bits in every loss and weight" if same else "DIFFERENT losses or weights"
@@ -116,33 +111,29 @@ def draw(results: Results) -> Drawn:
         step, loss, right_share = job.runs[name].evaluations[-1]
         where = f"step {step}; weights {job.runs[name].weights_digest}"
         last = statistics.mean(job.runs[name].losses[-MEAN_OF:])
-        rows.append(
+        rows += [
             TableRow(
                 item=f"substitute, {name}",
                 quantity="training_loss",
                 unit="nats per byte",
                 measured=last,
                 note=f"mean of the last {MEAN_OF} steps",
-            )
-        )
-        rows.append(
+            ),
             TableRow(
                 item=f"substitute, {name}",
                 quantity="held_out_loss",
                 unit="nats per byte",
                 measured=loss,
                 note=where,
-            )
-        )
-        rows.append(
+            ),
             TableRow(
                 item=f"substitute, {name}",
                 quantity="held_out_right",
                 unit="%",
                 measured=100 * right_share,
                 note=where,
-            )
-        )
+            ),
+        ]
     return Drawn(
         figure,
         rows,
@@ -161,5 +152,8 @@ def draw(results: Results) -> Drawn:
             f" {job.rate:g}. This is {(before - lost) / (before - after):.0%} of the gain, because"
             " most updates are smaller than half a bf16 step of the weight."
         ),
-        made=made,
+        made=(
+            f"{job.parameters / 1e6:.1f} M parameters, {job.batch} x {job.sequence} bytes per step,"
+            f" rate {job.rate:g}; {job.machine}, torch {job.torch}, {date}."
+        ),
     )

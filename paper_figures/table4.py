@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import msgspec
@@ -96,23 +95,23 @@ def draw(results: Results) -> Drawn:
     entries = [
         *style.bar_handles(("megatrain_code", "paper_schedule")),
         Patch(facecolor=PALE, edgecolor=style.INK, linewidth=0.4, label="ours, 14B, GH200"),
+        *(
+            Patch(
+                facecolor=style.LOOKS["ours"].colour,
+                edgecolor=style.INK,
+                linewidth=0.4,
+                hatch=hatch,
+                label=f"ours, 7B, H200{text}",
+            )
+            for hatch, text in (("", ""), ("....", ", modelled"))
+        ),
+        *style.handles((), paper=False, stars=True),
     ]
-    entries += [
-        Patch(
-            facecolor=style.LOOKS["ours"].colour,
-            edgecolor=style.INK,
-            linewidth=0.4,
-            hatch=hatch,
-            label=f"ours, 7B, H200{text}",
-        )
-        for hatch, text in (("", ""), ("....", ", modelled"))
-    ]
-    style.legend(figure, [*entries, *style.handles((), paper=False, stars=True)], 4)
+    style.legend(figure, entries, 4)
     made = (
         f"Predictions of {date}: the library's GH200, an H200's measured costs. Measured"
         f" {results.benchmark(FULL)['date']} on one H200, 32 x 1024: {', '.join(stars)}."
     )
-    style.footer(figure, textwrap.fill(made, 135))
     return _drawn(data, found, figure, made)
 
 

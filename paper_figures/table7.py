@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from typing import Any, NamedTuple
 
 from megatrain.paper_figures import style
@@ -116,7 +115,6 @@ def draw(results: Results) -> Drawn:
         " accumulation 1,"
         f" {run} tokens per step, scaled to the paper's number of tokens."
     )
-    style.footer(figure, textwrap.fill(made, 135))
     rows = rows_of(records)
     for name, record in zip(names, steps, strict=True):
         if name in found:
@@ -125,24 +123,22 @@ def draw(results: Results) -> Drawn:
                 f"measured: {context.seconds:.3f} s for 1 x {context.batch} x {context.sequence}"
                 " tokens, accumulation 1"
             )
-            rows.append(
+            rows += [
                 TableRow(
                     item=item,
                     quantity="step_s",
                     unit="s",
                     measured=context.seconds_of(record),
                     note=note,
-                )
-            )
-            rows.append(
+                ),
                 TableRow(
                     item=item,
                     quantity="device_gib",
                     unit="GiB",
                     measured=context.device_gib,
                     note=note,
-                )
-            )
+                ),
+            ]
     for record in steps:
         for rule, rate in zip(
             ("6N", "6N + 12 L h S"), rules(record, record.paper or 1), strict=True

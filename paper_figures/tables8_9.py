@@ -74,7 +74,6 @@ def draw(results: Results) -> Drawn:
         f"Predictions of {date} from the library's cards; nothing was measured. Lower panel: 4 x"
         " 1024 tokens per step, the library's hosts."
     )
-    style.footer(figure, made)
     return _drawn(data, figure, made)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import platform
-from pathlib import Path
 
 import psutil
 import torch
 import transformers
+
+from megatrain.runtime.host import cores, host_bytes, processor
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -33,11 +34,6 @@ def grow_segments() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-
-
-def cores() -> int:
-    """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_bytes(device: torch.device) -> int:
@@ -65,21 +61,6 @@ def usable_device_bytes(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - _SLACK * total)
 
 
-def host_bytes() -> int:
-    """Returns the host memory in bytes that this process may use: that of the machine, or the limit
-    of its control group if that is lower.
-
-    For a virtual machine that gets memory only when it uses it, the result is too low. In that case
-    pass the limit to the command.
-    """
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return min(total, int(limit)) if limit.isdigit() else total
-    except OSError:
-        return total
-
-
 def make_deterministic() -> None:
     """Makes PyTorch use only deterministic algorithms in this process, so that results have the
     same bits in every run. With CUDA, the backward pass of attention and cuBLAS otherwise may not.
@@ -100,17 +81,6 @@ def forget_device_memory(device: torch.device) -> None:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def processor() -> str:
-    """Returns the name of the processor, as reported by the system."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def describe(device: torch.device) -> dict[str, object]:

@@ -20,6 +20,7 @@ import msgspec
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.program import run_program
 from megatrain.simulator import policies
+from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine import discrete_event as engine
 from megatrain.simulator.engine import evaluator
@@ -87,8 +88,12 @@ def main() -> int:
 def print_speeds(model: str, policy: str) -> None:
     """Prints the table for a model and a policy."""
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), host_memory=_MEMORY)
-    head = ["micro-batches", "ops", "lower us/op", "compile us/op", "check us/op"]
-    head += [
+    head = [
+        "micro-batches",
+        "ops",
+        "lower us/op",
+        "compile us/op",
+        "check us/op",
         "evaluator M ops/s",
         "engine, free",
         "engine, contended",
@@ -107,10 +112,7 @@ def print_speeds(model: str, policy: str) -> None:
             knobs=Knobs(),
         )
         rows.append(row(plan, hardware))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print(f"{model}, {policy}, 64 MiB copies")
-    for cells in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    print("\n".join([f"{model}, {policy}, 64 MiB copies", *align(rows, left=())]))
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _machine() -> str:
     """Returns the processor's name, its cores and the version of Python."""
-    from megatrain.runtime.machine import cores, processor
+    from megatrain.runtime.host import cores, processor
 
     return f"{processor()}, {cores()} cores, Python {platform.python_version()}"
 

@@ -80,7 +80,7 @@ def parser(*described: str) -> OneLineParser:
     verbs = top.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    for name in VERBS if not described else described:
+    for name in described or VERBS:
         about = VERBS[name].__doc__ if described else None
         verb = verbs.add_parser(name, help=_summary(name), description=about)
         if described:

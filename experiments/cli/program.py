@@ -86,12 +86,9 @@ def run_program(name: str, run: Callable[[], int]) -> int:
             status = run()
         sys.stdout.flush()
         return status
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.status
-    except RunError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         # The reader has gone, as in `megatrain ... | head`. Buffered output goes to /dev/null, so
         # that Python's final flush does not fail.

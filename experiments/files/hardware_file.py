@@ -93,7 +93,8 @@ def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
 
     Empty fields are left out. `HardwareSpec.load` returns an equal value.
     """
-    content = _without_empty(msgspec.to_builtins(hardware))
+    plain = msgspec.to_builtins(hardware)
+    content = _without_empty({"name": hardware.name, "source": hardware.source, **plain})
     if "costs" in content:
         content["costs"] = _without_empty(content["costs"])
     heading = _CORRECTED if hardware.corrections else _HEADING
@@ -102,7 +103,9 @@ def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
 
 def write_shared(path: Path, machine: SharedMachine) -> None:
     """Writes what may be shared of a calibration to the file `path` in one atomic operation."""
-    write_toml(path, _without_empty(msgspec.to_builtins(machine)), _SHARED, _COMMENTS)
+    plain = msgspec.to_builtins(machine)
+    first = {name: plain[name] for name in ("format", "gpu", "cpu", "date", "megatrain")}
+    write_toml(path, _without_empty({**first, **plain}), _SHARED, _COMMENTS)
 
 
 def _without_empty(table: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_visits
 from megatrain.experiments.heldout.suites import HeldoutCase, Suite, refuse_grid, suite
-from megatrain.experiments.heldout.summary import format_summary, summarize
+from megatrain.experiments.heldout.summary import summarize
+from megatrain.experiments.heldout.table import markdown
 from megatrain.runtime.calibration.calibrate import Subject, calibrate
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
@@ -305,10 +306,9 @@ def _twin(case: HeldoutCase, choice: Choice, rows: Iterable[HeldoutRow]) -> Held
 
 
 def report(folder: Path, rows: list[HeldoutRow]) -> int:
-    """Writes and prints the summary of the rows."""
-    summary = summarize(rows)
-    write_json(folder / SUMMARY, summary)
-    print("\n" + format_summary(rows, summary))
+    """Writes the summary of the rows, and prints their tables."""
+    write_json(folder / SUMMARY, summarize(rows))
+    print("\n" + markdown(rows))
     return 0
 
 

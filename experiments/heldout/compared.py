@@ -4,14 +4,19 @@ includes the machine's dispatch time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from megatrain.experiments.heldout.rows import HeldoutRow
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport, PeakError
-from megatrain.simulator.costs import CostModel, Replayed
+from megatrain.simulator.costs import CostModel, Replayed, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.timeline import Timeline
+from megatrain.simulator.verdict.verdict import summarize
 
 
 class Compared(NamedTuple):
@@ -32,11 +37,20 @@ def compared(
     )
 
 
-def replay_error(schedule: Schedule, measured: Timeline, costs: CostModel) -> float:
-    """Returns the signed error of the engine: the step time simulated from the measured durations,
-    against the measured step time.
+def within_range(rows: Iterable[HeldoutRow], hardware: HardwareSpec) -> tuple[int, int]:
+    """Returns (number of measured steps within the range that the calibration's spreads give,
+    number of measured steps).
     """
-    step_ns = measured.makespan_ns
-    return (
-        simulate(schedule, Replayed(measured, costs.dispatch_ns)).makespan_ns - step_ns
-    ) / step_ns
+    found = []
+    for row in rows:
+        if row.failure or row.same_as or row.step_seconds is None:
+            continue
+        verdict = summarize(
+            assess(row.plan, cost_model(hardware, row.plan.model, row.plan.workload)), hardware
+        )
+        found.append(
+            verdict.step_seconds_low is not None
+            and verdict.step_seconds_high is not None
+            and verdict.step_seconds_low <= row.step_seconds <= verdict.step_seconds_high
+        )
+    return sum(found), len(found)

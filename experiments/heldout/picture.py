@@ -239,7 +239,7 @@ def _legend(axes: Axes, rows: Sequence[HeldoutRow]) -> None:
                 [], [], linestyle="none", marker=marker, color=colour, markersize=5, label=policy
             )
         )
-    entries.append(
+    entries += [
         Line2D(
             [],
             [],
@@ -249,9 +249,7 @@ def _legend(axes: Axes, rows: Sequence[HeldoutRow]) -> None:
             markerfacecolor="none",
             markeredgecolor=canvas.INK,
             label="the planner's choice",
-        )
-    )
-    entries += [
+        ),
         Patch(facecolor=_NARROW, label=f"within {targets.STEP_MEAN:.0%}"),
         Patch(facecolor=_WIDE, label=f"within {targets.STEP_WORST:.0%}"),
     ]
@@ -305,8 +303,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
     axes.set_xlim(-_reach(rows), _reach(rows))
     _percents(axes.xaxis)
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     canvas.add_heading(axes, "error of the step, plan by plan", "")
     for name, place in _COLUMNS.items():
         axes.annotate(

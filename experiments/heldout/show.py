@@ -15,9 +15,8 @@ from pathlib import Path
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
-from megatrain.experiments.heldout.compared import compared
+from megatrain.experiments.heldout.compared import compared, within_range
 from megatrain.experiments.heldout.picture import draw
-from megatrain.experiments.heldout.regression import within_range
 from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
 from megatrain.experiments.heldout.summary import summarize
 from megatrain.experiments.heldout.table import markdown

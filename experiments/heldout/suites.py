@@ -128,37 +128,39 @@ def _h200() -> Suite:
     }
     cap = 16 * 2**30
     first, second, last = models
-    cases = [
-        HeldoutCase(model, 16, 1024, policy, cap)
-        for model in models
-        for policy in (BEST, *POLICIES)
-    ]  # compares the order of the policies, and the planner's choice
-    cases += [HeldoutCase(model, 1, 4096, BEST, cap) for model in models] + [
+    cases = (
+        # These compare the order of the policies, and the planner's choice.
+        *(
+            HeldoutCase(model, 16, 1024, policy, cap)
+            for model in models
+            for policy in (BEST, *POLICIES)
+        ),
+        *(HeldoutCase(model, 1, 4096, BEST, cap) for model in models),
         HeldoutCase(first, 8, 1024, BEST, cap, 4),
         HeldoutCase(second, 32, 4096, BEST),
-    ]
-    for model in models:  # plans that the planner could have chosen instead
-        cases += [
+        # The planner could have chosen these plans instead.
+        *(
             HeldoutCase(model, 16, 1024, policy, cap, variant=variant)
+            for model in models
             for policy, variants in ALTERNATIVES.items()
             for variant in variants
-        ]
-    # The cases above cover every target, in case the machine's time runs out. The next ones have
-    # few tokens, an odd number of loss chunks, and many tokens on the whole device.
-    cases += [
-        HeldoutCase(model, 4, 1024, policy, cap)
-        for model in models
-        for policy in ("overlapped", "k_buffer", "sequential")
-    ]
-    cases += [HeldoutCase(model, 5, 1024, BEST, cap) for model in models] + [
-        HeldoutCase(model, 16, 1024, "resident") for model in models
-    ]
-    cases += [HeldoutCase(model, 8, 1024, BEST, cap, 4) for model in (second, last)] + [
-        HeldoutCase(model, 32, 4096, BEST) for model in (first, last)
-    ]
-    cases += [HeldoutCase(last, 4, 4096, "overlapped", cap, 4), HeldoutCase(first, 40, 3072, BEST)]
+        ),
+        # The cases above cover every target, in case the machine's time runs out. The next ones
+        # have few tokens, an odd number of loss chunks, and many tokens on the whole device.
+        *(
+            HeldoutCase(model, 4, 1024, policy, cap)
+            for model in models
+            for policy in ("overlapped", "k_buffer", "sequential")
+        ),
+        *(HeldoutCase(model, 5, 1024, BEST, cap) for model in models),
+        *(HeldoutCase(model, 16, 1024, "resident") for model in models),
+        *(HeldoutCase(model, 8, 1024, BEST, cap, 4) for model in (second, last)),
+        *(HeldoutCase(model, 32, 4096, BEST) for model in (first, last)),
+        HeldoutCase(last, 4, 4096, "overlapped", cap, 4),
+        HeldoutCase(first, 40, 3072, BEST),
+    )
     grid = ((1, 2048), (3, 2048), (6, 2048), (24, 2048), (72, 2048), (48, 512), (3, 8192))
-    return Suite(models, Workload(batch=12, sequence=2048, loss_chunk=2048), grid, tuple(cases))
+    return Suite(models, Workload(batch=12, sequence=2048, loss_chunk=2048), grid, cases)
 
 
 def _tiny_model(name: str, **changes: object) -> ModelSpec:
@@ -182,19 +184,17 @@ def _tiny() -> Suite:
         "tiny": _tiny_model("tiny"),
         "tiny-heads": _tiny_model("tiny-heads", num_attention_heads=8, num_key_value_heads=4),
     }
-    cases = [HeldoutCase("tiny", 4, 16, policy) for policy in (BEST, *POLICIES)]
-    cases += [
-        HeldoutCase("tiny", 4, 16, "overlapped", variant=variant)
-        for variant in ("one slot", "nothing stays")
-    ]
-    cases += [
+    cases = (
+        *(HeldoutCase("tiny", 4, 16, policy) for policy in (BEST, *POLICIES)),
+        *(
+            HeldoutCase("tiny", 4, 16, "overlapped", variant=variant)
+            for variant in ("one slot", "nothing stays")
+        ),
         HeldoutCase("tiny-heads", 3, 16, "k_buffer", 2**27, accumulation=2),
         HeldoutCase("tiny-heads", 2, 24, BEST),
-    ]
-    base = Workload(batch=2, sequence=16, loss_chunk=32, dtype="fp32")
-    return Suite(
-        models, base, ((8, 16), (2, 32)), tuple(cases), host_bytes=2**32, device_bytes=2**31
     )
+    base = Workload(batch=2, sequence=16, loss_chunk=32, dtype="fp32")
+    return Suite(models, base, ((8, 16), (2, 32)), cases, host_bytes=2**32, device_bytes=2**31)
 
 
 def suite(name: str) -> Suite:

@@ -14,7 +14,6 @@ import msgspec
 
 from megatrain.experiments.heldout.rows import HeldoutRow
 from megatrain.experiments.heldout.suites import BEST
-from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.compare.error_table import signed_percent
 
 TIE = 0.01
@@ -242,51 +241,6 @@ def _regret(rows: list[HeldoutRow]) -> float | None:
 def _mean(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.mean(found) if found else None
-
-
-def format_summary(rows: Sequence[HeldoutRow], summary: ErrorSummary) -> str:
-    """Returns the summary as text: one line for each case, then the targets."""
-    width = max([len(row.name) for row in rows], default=4)
-    lines = [
-        f"{'case':<{width}} {'predicted':>11} {'measured':>11} {'step':>8} {'device':>8}"
-        f" {'replay':>8}"
-    ]
-    for row in rows:
-        if row.failure:
-            lines.append(f"{row.name:<{width}} failed: {row.failure}")
-        elif row.plan.prediction and row.step_seconds:
-            times = (
-                f"{format_seconds(row.plan.prediction.step_seconds):>11}"
-                f" {format_seconds(row.step_seconds):>11}"
-            )
-            errors = " ".join(
-                f"{signed_percent(error):>8}"
-                for error in (step_error(row), device_error(row), row.replay_error)
-            )
-            lines.append(
-                f"{row.name:<{width}} {times} {errors}"
-                + (f"  the plan of {row.same_as}" if row.same_as else "")
-            )
-    lines += [
-        "",
-        f"{summary.cases} cases, {summary.executed} plans executed, {summary.failed} failed",
-    ]
-    for what, value, target, met in summary.targets():
-        lines.append(
-            f"{what:<34} {format_value(what, value):>9}   target {target:<9} {judged(value, met)}"
-        )
-    if summary.spread_between_visits is not None:
-        worst = signed_percent(summary.spread_between_visits_worst)
-        lines.append(
-            f"executed again: {summary.visited_again} of the plans; repetitions lie"
-            f" {signed_percent(summary.spread_between_visits)} apart in the median, {worst} at most"
-        )
-    lines += [
-        f"tau {name}: {value:.2f}, {summary.tau_strict[name]:.2f} without ties"
-        for name, value in summary.tau.items()
-    ]
-    lines += [f"regret {name}: {signed_percent(value)}" for name, value in summary.regret.items()]
-    return "\n".join(lines)
 
 
 def format_value(what: str, value: float | None) -> str:

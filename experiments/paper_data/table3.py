@@ -3,7 +3,7 @@ MetaMathQA and its models are not available here. Takes about 3 min.
 
 A Qwen2-style model of 0.1 M parameters is trained on the sources of Python's email package. It is
 then fine-tuned on the text of Python's help topics (English prose) at a learning rate of 1e-5. The
-six ways are plain PyTorch with fp32 masters (`runtime/execution/reference.py`), this runtime under
+six ways are plain PyTorch with fp32 masters (`Plain`), this runtime under
 three plans, and bf16 weights alone with fp32 moments, as in the published code. The last 16 KiB of
 the text are held out for the loss and the share of correctly predicted bytes.
 """
@@ -27,10 +27,15 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.execution.executor import Executor, lane_threads
-from megatrain.runtime.execution.reference import Masters, Reference
 from megatrain.runtime.files.model_files import hub_name, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.optimizer.adamw import AdamW, round_to_bf16
+from megatrain.runtime.optimizer.adamw import (
+    AdamW,
+    clip_coefficient,
+    round_to_bf16,
+    rounded_sqrt,
+    sum_of_squares,
+)
 from megatrain.simulator import policies
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.specs import ModelSpec
@@ -70,22 +75,87 @@ PLANS = {
         ),
     ),
 }
+Masters = Mapping[str, Mapping[str, torch.Tensor]]
+"""fp32 weights by layer and tensor name."""
 Run = Iterator[tuple[float, Callable[[], Masters]]]
 """Yields the loss of each step and a function that returns its weights."""
 
 
-class Bf16Only(Reference):
-    """The same step with bf16 weights alone: the part of an update that
-    rounding removes is lost.
+class Plain:
+    """Trains in plain PyTorch: transformers' whole model in bf16, one autograd graph, clipping by
+    the norm of all gradients, and AdamW on the masters.
+
+    It rounds where the runtime does: each gradient to bf16, and a master to bf16 for the forward
+    pass. With `rounded`, masters are bf16 too, so the part of an update that rounding removes is
+    lost.
     """
 
-    def step(self, *args: Any, **options: Any) -> tuple[float, float | None]:
-        """Runs a step, then rounds every master to bf16."""
-        found = super().step(*args, **options)
-        for tensors in self.masters.values():
-            for master in tensors.values():
-                master.copy_(round_to_bf16(master).float())
-        return found
+    def __init__(self, masters: Masters, *, rounded: bool = False) -> None:
+        self.rounded = rounded
+        self.masters = {
+            layer: {name: tensor.clone() for name, tensor in tensors.items()}
+            for layer, tensors in masters.items()
+        }
+        self.moments = {
+            layer: {name: torch.zeros(2, *tensor.shape) for name, tensor in tensors.items()}
+            for layer, tensors in masters.items()
+        }
+        self.model: Any = AutoModelForCausalLM.from_config(
+            config_of(MODEL), dtype=torch.bfloat16
+        ).train()
+
+    def step(self, batch: Batch, rate: float, number: int) -> float:
+        """Runs one step and returns its loss."""
+        read_masters(self.model, self.masters)
+        table = self.model.get_input_embeddings().weight
+        # The gradients of a token that occurs several times are summed in fp32.
+        rows = torch.nn.functional.embedding(batch.ids, table.float()).to(table.dtype)
+        logits = self.model(inputs_embeds=rows).logits.float().flatten(0, 1)
+        labels = batch.labels.flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        (loss / labels.numel()).backward()
+        gradients = {
+            layer.name: {
+                tensor.name: self.model.get_parameter(hub_name(layer.name, tensor.name)).grad
+                for tensor in layer.tensors
+            }
+            for layer in MODEL.stack.values()
+        }
+        self.model.zero_grad()
+        sums = [
+            sum_of_squares(torch.cat([gradient.flatten() for gradient in tensors.values()]))
+            for tensors in gradients.values()
+        ]
+        factor, _ = clip_coefficient(sums, SETTINGS.max_norm)
+        for layer, tensors in gradients.items():
+            for name, gradient in tensors.items():
+                master, moments = self.masters[layer][name], self.moments[layer][name]
+                self._update(master, moments, gradient.float() * factor, rate, number)
+        return float(loss.detach() / labels.numel())
+
+    def _update(
+        self,
+        master: torch.Tensor,
+        moments: torch.Tensor,
+        gradient: torch.Tensor,
+        rate: float,
+        number: int,
+    ) -> None:
+        (first, second), (beta1, beta2) = moments, SETTINGS.betas
+        first.copy_(first * beta1 + gradient * (1 - beta1))
+        second.copy_(second * beta2 + gradient * gradient * (1 - beta2))
+        root = rounded_sqrt(second) * (1 - beta2**number) ** -0.5 + SETTINGS.epsilon
+        master -= first * (rate / (1 - beta1**number)) / root
+        if self.rounded:
+            master.copy_(round_to_bf16(master))
+
+
+@torch.no_grad()
+def read_masters(model: Any, masters: Masters) -> None:
+    """Sets the weights of `model` to `masters`, rounded to bf16."""
+    for layer, tensors in masters.items():
+        for name, tensor in tensors.items():
+            model.get_parameter(hub_name(layer, name)).copy_(round_to_bf16(tensor))
 
 
 def texts() -> tuple[Documents, Documents, Documents, str]:
@@ -128,14 +198,10 @@ def planned(policy: str, knobs: Knobs) -> Plan:
     )
 
 
-def reference(
-    kind: type[Reference], start: Masters, corpus: Corpus, steps: int, rate: float
-) -> Run:
+def plain(trainer: Plain, corpus: Corpus, steps: int, rate: float) -> Run:
     """Trains with plain PyTorch."""
-    trainer = kind(MODEL, WORK, config_of(MODEL), SETTINGS, start, torch.device("cpu"))
     for number in range(1, steps + 1):
-        loss, _ = trainer.step(corpus.step(number), rate=rate, number=number)
-        yield loss, lambda: trainer.masters
+        yield trainer.step(corpus.step(number)[0], rate, number), lambda: trainer.masters
 
 
 def own(plan: Plan, start: Masters, corpus: Corpus) -> Run:
@@ -158,10 +224,7 @@ def evaluate(judge: PreTrainedModel, masters: Masters, held: Corpus) -> tuple[fl
     """Returns the loss and the share of correctly predicted bytes of the held-out text, with the
     weights rounded to bf16.
     """
-    names: Mapping[str, torch.Tensor] = dict(judge.named_parameters())
-    for layer, tensors in masters.items():
-        for name, tensor in tensors.items():
-            names[hub_name(layer, name)].copy_(round_to_bf16(tensor))
+    read_masters(judge, masters)
     losses, right = [], []
     for number in range(1, held.rows // WORK.batch + 1):
         batch: Batch = held.step(number)[0]
@@ -217,7 +280,7 @@ def simulate() -> Any:
             layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
             for layer in MODEL.stack.values()
         }
-        for _, masters in reference(Reference, start, corpora[0], BEFORE, RATE_BEFORE):
+        for _, masters in plain(Plain(start), corpora[0], BEFORE, RATE_BEFORE):
             trained = masters
         # Fine-tuning starts from bf16 weights, as from a published checkpoint.
         start = {
@@ -226,12 +289,12 @@ def simulate() -> Any:
         }
         judge = AutoModelForCausalLM.from_config(config_of(MODEL), dtype=torch.bfloat16).eval()
         runs = {
-            "plain PyTorch, fp32 masters": reference(Reference, start, corpora[1], STEPS, RATE),
+            "plain PyTorch, fp32 masters": plain(Plain(start), corpora[1], STEPS, RATE),
             **{
                 f"ours, {name}": own(planned(*chosen), start, corpora[1])
                 for name, chosen in PLANS.items()
             },
-            "bf16 weights alone": reference(Bf16Only, start, corpora[1], STEPS, RATE),
+            "bf16 weights alone": plain(Plain(start, rounded=True), corpora[1], STEPS, RATE),
         }
         found = {name: followed(run, judge, corpora[2], start) for name, run in runs.items()}
     return {

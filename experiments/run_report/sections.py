@@ -13,7 +13,7 @@ from megatrain.experiments.run_report.tables import Cell, OpRow, table
 from megatrain.experiments.run_report.why import reasons, rivals
 from megatrain.simulator.base.files import read_json, read_text
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
-from megatrain.simulator.compare.error_table import signed_percent
+from megatrain.simulator.compare.error_table import format_times, signed_percent, two_decimals
 from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner.search import plan_account
@@ -155,30 +155,30 @@ def _steady(run: ComparedRun) -> str:
 def plan(run: ComparedRun) -> str:
     """Returns the chosen plan, the reasons for it, and the best plans of other policies."""
     knobs = run.plan.knobs
-    rows: list[Sequence[Cell]] = [
-        ["policy", run.plan.policy],
-        ["copies", format_bytes(knobs.chunk_bytes)],
-    ]
-    rows += [
-        [field.replace("_", " "), str(getattr(knobs, field))]
-        for field in knobs.__struct_fields__
-        if field not in ("placement", "chunk_bytes", "weights_ahead")
-        and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
-    ]
     placed = [
         (field, getattr(knobs.placement, field)) for field in knobs.placement.__struct_fields__
     ]
-    rows += [
-        [
-            verdict_reasons.PLACEMENT_LABELS[field]
-            .format("")
-            .replace("  ", " ")
-            .replace(" of ", " ")
-            .strip(),
-            layers,
-        ]
-        for field, layers in placed
-        if layers
+    rows: list[Sequence[Cell]] = [
+        ["policy", run.plan.policy],
+        ["copies", format_bytes(knobs.chunk_bytes)],
+        *(
+            [field.replace("_", " "), str(getattr(knobs, field))]
+            for field in knobs.__struct_fields__
+            if field not in ("placement", "chunk_bytes", "weights_ahead")
+            and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
+        ),
+        *(
+            [
+                verdict_reasons.PLACEMENT_LABELS[field]
+                .format("")
+                .replace("  ", " ")
+                .replace(" of ", " ")
+                .strip(),
+                layers,
+            ]
+            for field, layers in placed
+            if layers
+        ),
     ]
     others = rivals(run)
     named = (
@@ -211,27 +211,25 @@ def errors(run: ComparedRun) -> str:
             "end to end",
             format_seconds(found.predicted_seconds),
             format_seconds(found.measured_seconds),
-            _fine(found.error),
+            two_decimals(found.error),
         ]
     ]
     if found.replayed_seconds is not None:
         replayed = format_seconds(found.replayed_seconds)
-        rows.append(
+        rows += [
             [
                 "engine: measured durations, replayed",
                 replayed,
                 format_seconds(found.measured_seconds),
-                _fine(found.engine_error),
-            ]
-        )
-        rows.append(
+                two_decimals(found.engine_error),
+            ],
             [
                 "cost model: errors of all durations",
                 format_seconds(found.predicted_seconds),
                 replayed,
-                _fine(found.cost_model_error),
-            ]
-        )
+                two_decimals(found.cost_model_error),
+            ],
+        ]
     if found.steps:
         name = f"median wall time of {found.steps.count:,} steady steps"
         rows.append(
@@ -239,14 +237,14 @@ def errors(run: ComparedRun) -> str:
                 name,
                 format_seconds(found.steps.predicted_seconds),
                 format_seconds(found.steps.median_seconds),
-                _fine(found.steps.median_error),
+                two_decimals(found.steps.median_error),
             ]
         )
     called = {"compute": "compute busy", "waiting": "no lane busy"}
     parts = [
         [
             called.get(part.name, f"{part.name}, exposed"),
-            *_pair(part.predicted_seconds, part.measured_seconds),
+            *format_times(part.predicted_seconds, part.measured_seconds),
             signed_percent(part.of_step),
         ]
         for part in found.parts
@@ -256,7 +254,7 @@ def errors(run: ComparedRun) -> str:
         [
             kind.kind,
             f"{kind.count:,}",
-            *_pair(kind.predicted_seconds, kind.measured_seconds),
+            *format_times(kind.predicted_seconds, kind.measured_seconds),
             signed_percent(kind.error),
             signed_percent(kind.of_step),
             *_spread(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op),
@@ -267,7 +265,7 @@ def errors(run: ComparedRun) -> str:
         [
             lane.lane,
             f"{lane.count:,}",
-            *_pair(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+            *format_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
             signed_percent(lane.busy_error),
             format_seconds(lane.measured_stalled_seconds),
             *_spread(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op),
@@ -354,14 +352,14 @@ def memory(run: ComparedRun) -> str:
         if place == "device":
             grown = sum(size for pool, size in account.pools.items() if pool in dynamic)
             peak = measured.get("device_peak_bytes")
-            rows.append(
+            rows += [
                 _bytes_row(
                     "activations and workspace of running ops",
                     grown,
                     None if peak is None else peak - measured["device_pool_bytes"],
-                )
-            )
-            rows.append(_bytes_row("whole device", account.device_peak_bytes, peak))
+                ),
+                _bytes_row("whole device", account.device_peak_bytes, peak),
+            ]
         elif rows:
             rows.append(_bytes_row("all pools", sum(fixed.values()), measured["host_pool_bytes"]))
         if rows:
@@ -399,11 +397,13 @@ def machine(run: ComparedRun) -> str:
     """
     found = read_json(run.folder / "environment.json")
     rows: list[Sequence[Cell]] = [
-        [name, format_bytes(int(found[key])) if key.endswith("_bytes") else str(found[key])]
-        for key, name in _MACHINE.items()
-        if found.get(key) is not None
+        *(
+            [name, format_bytes(int(found[key])) if key.endswith("_bytes") else str(found[key])]
+            for key, name in _MACHINE.items()
+            if found.get(key) is not None
+        ),
+        ["costs", run.hardware.source or run.hardware.name],
     ]
-    rows.append(["costs", run.hardware.source or run.hardware.name])
     config = run.folder / "config.toml"
     train = (
         "megatrain train plan.toml --config config.toml --out RUN"
@@ -423,14 +423,6 @@ def machine(run: ComparedRun) -> str:
         "<div><h3>Commands to repeat the run from this folder's files</h3>"
         f"<pre class=commands>{escape(commands)}</pre>{files}</div></div>"
     )
-
-
-def _pair(*seconds: float) -> list[str]:
-    return [format_seconds(value) for value in seconds]
-
-
-def _fine(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.2f} %"
 
 
 def _spread(median: float | None, p95: float | None, worst: float | None, op: str) -> list[Cell]:

@@ -211,15 +211,17 @@ def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
         row("steps", "steps", "{:,}".format, change=False),
     ]
     shared = [cells for cells in facts if len(set(cells[1 : len(runs) + 1])) == 1]
-    rows = [["", *names, *(["change"] if two else [])]]
-    rows += [cells for cells in facts if cells not in shared]
-    rows += [
+    some_are_longer = len({run.steps for run in runs}) > 1
+    rows = [
+        ["", *names, *(["change"] if two else [])],
+        *(cells for cells in facts if cells not in shared),
         row("highest learning rate", "highest_rate", format_rate, change=False),
         row(f"loss, last {last} steps" if last > 1 else "loss, last step", "loss", _loss),
-    ]
-    if len({run.steps for run in runs}) > 1:
-        rows.append(row(f"loss up to step {compared.common_step:,}", "common_loss", _loss))
-    rows += [
+        *(
+            [row(f"loss up to step {compared.common_step:,}", "common_loss", _loss)]
+            if some_are_longer
+            else []
+        ),
         row("evaluation loss, last", "evaluation_loss", _loss),
         row("evaluation loss, best", "best_evaluation_loss", _loss),
         row("tokens/s", "tokens_per_second", "{:,.1f}".format),
@@ -233,9 +235,8 @@ def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
     lines = [*textwrap.wrap(f"the same in all: {common}", 80), ""] if shared else []
     lines += align(rows)
     if compared.settings:
-        more = [["settings that differ", *names]]
-        more += [[key, *values] for key, values in compared.settings.items()]
-        lines += ["", *align(more)]
+        values = [[key, *each] for key, each in compared.settings.items()]
+        lines += ["", *align([["settings that differ", *names], *values])]
     return "\n".join(line.rstrip() for line in lines)
 
 

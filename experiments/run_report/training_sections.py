@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from html import escape
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
-from megatrain.experiments.run_report.step_record import Evaluation
 from megatrain.experiments.run_report.tables import Cell, table
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.training.answers import Answer, read_answers
@@ -71,19 +70,18 @@ def evaluations(run: ComparedRun) -> str:
         else ""
     )
     head = ["after step", "loss", "perplexity", "tokens", "took", ""]
-    rows = [_evaluation(each, best) for each in shown]
-    return f"<div><h3>Evaluations</h3>{table(head, rows, left=(5,))}{some}</div>"
-
-
-def _evaluation(each: Evaluation, best: Evaluation) -> list[Cell]:
-    return [
-        f"{each.step:,}",
-        f"{each.loss:.4f}",
-        "-" if each.perplexity is None else f"{each.perplexity:,.2f}",
-        f"{each.tokens:,}",
-        format_seconds(each.seconds),
-        "best" if each is best else "",
+    rows: list[list[Cell]] = [
+        [
+            f"{each.step:,}",
+            f"{each.loss:.4f}",
+            "-" if each.perplexity is None else f"{each.perplexity:,.2f}",
+            f"{each.tokens:,}",
+            format_seconds(each.seconds),
+            "best" if each is best else "",
+        ]
+        for each in shown
     ]
+    return f"<div><h3>Evaluations</h3>{table(head, rows, left=(5,))}{some}</div>"
 
 
 def data(run: ComparedRun) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +11,7 @@ import msgspec
 
 from megatrain.experiments.files.row_file import parse_rows
 from megatrain.experiments.sweep.store import SweepRow
+from megatrain.simulator.base.csv_text import csv_text
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_text
 
@@ -86,9 +85,4 @@ def flat_row(row: SweepRow) -> dict[str, object]:
 
 def write_csv(path: Path, rows: Iterable[SweepRow]) -> None:
     """Writes the last row of each plan as CSV. There must be at least one row."""
-    lines = [flat_row(row) for row in latest(rows)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    write_text(path, text.getvalue())
+    write_text(path, csv_text([flat_row(row) for row in latest(rows)]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
-import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,8 +175,3 @@ def execute(
                 store,
                 on_rows,
             )
-
-
-def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

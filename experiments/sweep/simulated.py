@@ -57,6 +57,10 @@ def likeness(plan: Plan) -> tuple[bytes, int, int]:
     return msgspec.msgpack.encode(structure(plan)), plan.workload.batch, plan.workload.sequence
 
 
+_Timed = tuple[float, str, Decided]
+"""Seconds of a step, the lane with the most work, and how they were found."""
+
+
 class _Lowered(NamedTuple):
     """A schedule and the plan it was made for."""
 
@@ -74,7 +78,7 @@ class Simulator:
         # (policy, workload) -> whether the schedule of another workload can be resized
         self._resizable: dict[tuple[str, Workload], bool] = {}
         # the last plan without its limits, its memory and its time
-        self._known: tuple[object, Account, tuple[float, str, Decided] | None] | None = None
+        self._known: tuple[object, Account, _Timed | None] | None = None
 
     def planned_row(self, plan: Plan, key: str) -> SweepRow:
         """Returns the row of the fastest plan that fits, with the policy, workload and limits of
@@ -92,20 +96,11 @@ class Simulator:
             )[0]
         except UserError as error:
             return SweepRow(**fields, decided_by="refused", reason=str(error))
-        fields |= {
-            "knobs": best.plan.knobs,
-            "device_peak_bytes": best.account.device_peak_bytes,
-            "host_peak_bytes": best.account.host_peak_bytes,
-        }
-        if not best.feasible:
-            return SweepRow(**fields, decided_by="memory", binding=best.account.binding)
-        return SweepRow(
-            **fields,
-            decided_by="engine",
-            binding=best.bounds.binding,
-            step_seconds=best.step_seconds,
-            tokens_per_second=tokens_per_second(plan.workload, best.step_seconds),
-        )
+        timed: _Timed | None = None
+        if best.feasible:
+            timed = best.step_seconds, best.bounds.binding, "engine"
+        fields["knobs"] = best.plan.knobs
+        return _row(fields, plan.workload, best.account, timed)
 
     def _fields(self, plan: Plan, key: str) -> dict[str, Any]:
         return {
@@ -128,29 +123,14 @@ class Simulator:
             account, timed = self._measure(plan, self._cost_model(plan))
         except UserError as error:
             return SweepRow(**fields, decided_by="refused", reason=str(error))
-        fields |= {
-            "device_peak_bytes": account.device_peak_bytes,
-            "host_peak_bytes": account.host_peak_bytes,
-        }
-        if timed is None:
-            return SweepRow(**fields, decided_by="memory", binding=account.binding)
-        seconds, binding, decided = timed
-        return SweepRow(
-            **fields,
-            decided_by=decided,
-            binding=binding,
-            step_seconds=seconds,
-            tokens_per_second=tokens_per_second(plan.workload, seconds),
-        )
+        return _row(fields, plan.workload, account, timed)
 
     def _cost_model(self, plan: Plan) -> CostModel:
         if plan.workload not in self._costs:
             self._costs[plan.workload] = cost_model(self.hardware, plan.model, plan.workload)
         return self._costs[plan.workload]
 
-    def _measure(
-        self, plan: Plan, costs: CostModel
-    ) -> tuple[Account, tuple[float, str, Decided] | None]:
+    def _measure(self, plan: Plan, costs: CostModel) -> tuple[Account, _Timed | None]:
         """Returns the memory, and if the plan fits (seconds, binding lane, decided by)."""
         known = (plan.policy, plan.knobs, plan.workload)
         if self._known is None or self._known[0] != known:
@@ -166,7 +146,7 @@ class Simulator:
             self._known = (*self._known[:2], self._time(_bare(plan), costs))
         return account, self._known[2]
 
-    def _time(self, plan: Plan, costs: CostModel) -> tuple[float, str, Decided]:
+    def _time(self, plan: Plan, costs: CostModel) -> _Timed:
         base = self._base(plan)
         schedule = base.schedule if base else self._lower(plan)
         if base and base.plan.workload != plan.workload:
@@ -223,6 +203,26 @@ class Simulator:
         ):
             self._resizable[plan.policy, plan.workload] = _equal_when_resized(last, fresh)
         self._last = fresh
+
+
+def _row(
+    fields: dict[str, Any], workload: Workload, account: Account, timed: _Timed | None
+) -> SweepRow:
+    """Returns a row with the memory, and with the time of a plan that fits."""
+    fields |= {
+        "device_peak_bytes": account.device_peak_bytes,
+        "host_peak_bytes": account.host_peak_bytes,
+    }
+    if timed is None:
+        return SweepRow(**fields, decided_by="memory", binding=account.binding)
+    seconds, binding, decided = timed
+    return SweepRow(
+        **fields,
+        decided_by=decided,
+        binding=binding,
+        step_seconds=seconds,
+        tokens_per_second=tokens_per_second(workload, seconds),
+    )
 
 
 def _bare(plan: Plan) -> Plan:

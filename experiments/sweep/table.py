@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.schedule.plan import Placement
 
 _MEANINGS = {
@@ -26,21 +27,19 @@ _LEAST_GAIN = 0.01  # a printed row of the front is faster than the one before b
 def table(rows: Sequence[SweepRow]) -> str:
     """Returns the text. The rows themselves are in the JSONL file."""
     counts = Counter[str](row.decided_by for row in rows)
+    reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
+    others = len(reasons) - _REASONS
     lines = [
         f"{len(rows):,} plans: "
         + ", ".join(
             f"{counts[name]:,} {meaning}" for name, meaning in _MEANINGS.items() if counts[name]
-        )
+        ),
+        *(
+            f"  refused, {count:,} plans: {reason}"
+            for reason, count in reasons.most_common(_REASONS)
+        ),
+        *([f"  refused for {others:,} other reasons"] if others > 0 else []),
     ]
-    reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
-    lines += [
-        f"  refused, {count:,} plans: {reason}" for reason, count in reasons.most_common(_REASONS)
-    ]
-    lines += (
-        [f"  refused for {len(reasons) - _REASONS:,} other reasons"]
-        if len(reasons) > _REASONS
-        else []
-    )
     if not any(row.timed for row in rows):
         return "\n".join(lines)
     for title, chosen in (
@@ -121,13 +120,4 @@ def _lines(rows: Sequence[SweepRow]) -> list[str]:
                 row.decided_by,
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for line in cells
-    ]
+    return [line.rstrip() for line in align(cells)]

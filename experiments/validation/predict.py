@@ -153,17 +153,18 @@ def predict(row: PublishedRow, setting: Setting) -> Predicted | None:
 
 
 def _figure(quantity: str, case: _Case, account: Account) -> float:
-    if quantity == "runs":
-        return float(account.fits)
-    if quantity == "device_gib":
-        return account.device_peak_bytes / GIB
-    if quantity == "host_gib":
-        return account.host_peak_bytes / GIB
-    if quantity == "rss_gib":  # the published code reads it after it frees the step's gradients
-        moments = account.held("host", "moments") * (8 - case.setting.moments_bytes) // 8
-        return (account.host_peak_bytes - account.held("host", "gradients") - moments) / GIB
-    if quantity == "state_gb":
-        return account.held("host", "weights", "gradients", "moments") / 1e9
+    moments = account.held("host", "moments") * (8 - case.setting.moments_bytes) // 8
+    # The published code reads its resident memory after it frees the step's gradients.
+    resident = account.host_peak_bytes - account.held("host", "gradients") - moments
+    sizes = {
+        "runs": float(account.fits),
+        "device_gib": account.device_peak_bytes / GIB,
+        "host_gib": account.host_peak_bytes / GIB,
+        "rss_gib": resident / GIB,
+        "state_gb": account.held("host", "weights", "gradients", "moments") / 1e9,
+    }
+    if quantity in sizes:
+        return sizes[quantity]
     step = _step(case)
     work = Workload(batch=case.batch, sequence=case.sequence)
     speeds = {

@@ -10,8 +10,6 @@ model of the machine does.
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,6 +17,7 @@ import msgspec
 
 from megatrain.experiments.validation.predict import Predicted
 from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, PublishedRow
+from megatrain.simulator.base.csv_text import csv_text
 
 MISSED = 0.20
 STATED, ASSUMED, SINGLE, DOUBTFUL = (
@@ -136,38 +135,37 @@ def as_text(results: Sequence[ValidationResult]) -> str:
     """Returns every row, then the summary, the ten largest errors, and the missed rows with their
     reasons.
     """
-    lines = [
-        f"{'what':<38} {'setting':<13} {'quantity':<16} {'batch x seq':>12} {'predicted':>10}"
-        f" {'published':>10} {'error':>8}  sure"
-    ]
-    lines += [_line(result) for result in results]
     found = summary(results)
-    lines += ["", f"{'MAPE':<24} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'signed':>8}"]
     classes = found["classes"]
     assert isinstance(classes, dict)
-    for name, groups in classes.items():
-        for group, numbers in groups.items():
-            lines.append(
-                f"{name:<24} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%}"
-                f" {numbers['median']:>8.1%} {numbers['mean_signed']:>+8.1%}"
-            )
-    lines += [
-        "",
-        (
-            f"runs or out of memory: {found['runs']}; rows {found['rows']}, not predicted"
-            f" {found['not_predicted']}, inputs of the prediction {found['used']}"
-        ),
-    ]
     worst = sorted(
         (result for result in results if result.counted), key=lambda result: -abs(result.error or 0)
     )[:10]
-    lines += ["", "the ten largest errors:", *map(_line, worst), "", "missed by more than 20 %:"]
-    lines += [
-        f"  {_name(result)}: {_error(result)}. {result.row.note}"
-        for result in results
-        if result.missed
-    ]
-    lines += [
+    lines = [
+        f"{'what':<38} {'setting':<13} {'quantity':<16} {'batch x seq':>12} {'predicted':>10}"
+        f" {'published':>10} {'error':>8}  sure",
+        *map(_line, results),
+        "",
+        f"{'MAPE':<24} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'signed':>8}",
+        *(
+            f"{name:<24} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%}"
+            f" {numbers['median']:>8.1%} {numbers['mean_signed']:>+8.1%}"
+            for name, groups in classes.items()
+            for group, numbers in groups.items()
+        ),
+        "",
+        f"runs or out of memory: {found['runs']}; rows {found['rows']}, not predicted"
+        f" {found['not_predicted']}, inputs of the prediction {found['used']}",
+        "",
+        "the ten largest errors:",
+        *map(_line, worst),
+        "",
+        "missed by more than 20 %:",
+        *(
+            f"  {_name(result)}: {_error(result)}. {result.row.note}"
+            for result in results
+            if result.missed
+        ),
         "",
         "not predicted:",
         *(
@@ -238,8 +236,4 @@ def records(results: Sequence[ValidationResult]) -> list[dict[str, object]]:
 
 def as_csv(results: Sequence[ValidationResult]) -> str:
     """Returns every row as CSV, with a line of column names."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records(results))
-    return text.getvalue()
+    return csv_text(records(results))

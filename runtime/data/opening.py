@@ -218,9 +218,9 @@ def describe_packing(corpus: Corpus, sequence: int, given: int) -> str:
     """Returns a phrase that describes an epoch of `corpus`, made of `given` documents."""
     parts = [
         f"{counted(given - corpus.left_out, 'document')}, {counted(corpus.tokens, 'token')} in"
-        f" {counted(corpus.rows, 'row')} of {sequence}"
+        f" {counted(corpus.rows, 'row')} of {sequence}",
+        f"packing {corpus.packing}, {corpus.padding:.2%} padding",
     ]
-    parts.append(f"packing {corpus.packing}, {corpus.padding:.2%} padding")
     if corpus.truncated_documents:
         parts.append(
             f"{counted(corpus.truncated_documents, 'document')} truncated by"

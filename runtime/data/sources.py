@@ -350,15 +350,17 @@ def _chosen(
     }
     split = _one_of(of_split, splits, path)
     files = tuple(sorted(of_split.pop(split)))
-    left_out = [f"split {name} ({_count(there)})" for name, there in of_split.items()]
     unread = readable.difference(files, *of_split.values())
-    left_out += [_named(unread, path)] if unread else []
-    left_out += [
-        f"{_named(data[kind], path)} ({of_kind[kind]:,} bytes)"
-        for kind in sorted(of_kind)
-        if kind != chosen
+    left_out = [
+        *(f"split {name} ({_count(there)})" for name, there in of_split.items()),
+        *([_named(unread, path)] if unread else []),
+        *(
+            f"{_named(data[kind], path)} ({of_kind[kind]:,} bytes)"
+            for kind in sorted(of_kind)
+            if kind != chosen
+        ),
+        *([_named(others, path)] if others else []),
     ]
-    left_out += [_named(others, path)] if others else []
     return DataSource(
         path=path,
         kind=chosen,

@@ -432,14 +432,6 @@ def ratio_sums(
     on_device(device, workers)(in_blocks, count, block)
 
 
-def sum_by_rows(values: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of fp32 `values` as a 0-dimensional tensor, added in the same order as by
-    `ratio_sums` and `update_scales`.
-    """
-    padded = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % RATIO_ROW))
-    return _sum(_fold(padded.view(-1, RATIO_ROW)).contiguous(), ALONE, square=False)
-
-
 def update_scales(
     sums: Sequence[torch.Tensor], elements: torch.Tensor, workers: Workers = ALONE
 ) -> torch.Tensor:

@@ -59,11 +59,6 @@ def _device_bytes(trainer: TrainingRun) -> int:
     return torch.cuda.max_memory_allocated(trainer.device) - trainer.device_bytes_before
 
 
-def evaluation_values(evaluation: EvaluationResult) -> dict[str, float]:
-    """Returns the logged values of an evaluation by name."""
-    return {"evaluation/loss": evaluation.loss, "evaluation/perplexity": evaluation.perplexity}
-
-
 class _Metrics(Callback):
     """Base class that passes the values of each step and evaluation to `write`."""
 
@@ -75,7 +70,11 @@ class _Metrics(Callback):
         self.write(step_values(trainer, step), step.number)
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
-        self.write(evaluation_values(evaluation), evaluation.number)
+        values = {
+            "evaluation/loss": evaluation.loss,
+            "evaluation/perplexity": evaluation.perplexity,
+        }
+        self.write(values, evaluation.number)
 
 
 class TensorBoard(_Metrics):

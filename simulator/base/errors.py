@@ -62,6 +62,9 @@ class RunError(RuntimeError):
     error as one line and exits with status 1.
     """
 
+    status = 1
+    """The exit status of the command."""
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run. The command prints one line and exits with `status`, which is 128

@@ -86,12 +86,6 @@ def with_article(what: str) -> str:
     return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
-def forget() -> None:
-    """Clears the caches of this module, for tests."""
-    for cached in (installed, load, load_file):
-        cached.cache_clear()
-
-
 def _cannot_load(where: str, error: Exception) -> UserError:
     found = f"{type(error).__name__} while it was loaded: {error}".splitlines()[0]
     return UserError(

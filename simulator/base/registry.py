@@ -63,11 +63,6 @@ class Registry(Generic[T]):
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def forget(self) -> None:
-        """Forgets all objects from outside, for tests."""
-        self._loaded.clear()
-        plugins.forget()
-
     def _installed(self) -> list[str]:
         """Returns the names of installed objects. They cannot replace a built-in object."""
         return [name for name in plugins.installed(self.group) if name not in self._built_in]

@@ -324,11 +324,13 @@ def _violations(
 ) -> tuple[OrderViolation, ...]:
     """Returns the ops that started before an op that they must wait for, by measured start."""
     spans = measured.by_op
-    waits = [(op.id, other, "dependency") for op in schedule.ops for other in op.after]
-    waits += [
-        (second.id, first.id, "lane")
-        for queue in schedule.lanes.values()
-        for first, second in pairwise(queue)
+    waits = [
+        *((op.id, other, "dependency") for op in schedule.ops for other in op.after),
+        *(
+            (second.id, first.id, "lane")
+            for queue in schedule.lanes.values()
+            for first, second in pairwise(queue)
+        ),
     ]
     found = [
         OrderViolation(

@@ -35,8 +35,13 @@ def format_report(report: ErrorReport) -> str:
         align(_kinds(report), left=(0, 9)),
         [""],
         align(_lanes(report), left=(0, 9)),
+        [""],
+        align(_parts(report)),
+        [""],
+        _LEGEND,
+        [""],
+        _order(report),
     ]
-    tables += [[""], align(_parts(report)), [""], _LEGEND, [""], _order(report)]
     if report.memory:
         tables += [[""], align(_memory(report))]
     return "".join(f"{line.rstrip()}\n" for table in tables for line in table)
@@ -51,12 +56,13 @@ def signed_percent(error: float | None) -> str:
     return "-" if error is None else f"{round(100 * error, 1) + 0.0:+.1f} %"
 
 
-def _two_decimals(error: float | None) -> str:
+def two_decimals(error: float | None) -> str:
     """Returns a relative error in percent with two decimal places, or `-` for None."""
     return "-" if error is None else f"{round(100 * error, 2) + 0.0:+.2f} %"
 
 
-def _times(*seconds: float) -> list[str]:
+def format_times(*seconds: float) -> list[str]:
+    """Returns durations as text."""
     return [format_seconds(value) for value in seconds]
 
 
@@ -75,22 +81,22 @@ _SPREAD = ["median", "P95 |error|", "worst", "op"]
 
 def _step(report: ErrorReport) -> list[list[str]]:
     """Returns the table of the three errors of the step."""
-    predicted, measured = _times(report.predicted_seconds, report.measured_seconds)
+    predicted, measured = format_times(report.predicted_seconds, report.measured_seconds)
     rows = [
         ["step", "predicted", "measured", "error", "", ""],
         [
             "end to end",
             predicted,
             measured,
-            _two_decimals(report.error),
+            two_decimals(report.error),
             "",
             "the median step's timeline",
         ],
     ]
     if report.replayed_seconds is None:
         return rows
-    (replayed,) = _times(report.replayed_seconds)
-    engine, model = _two_decimals(report.engine_error), _two_decimals(report.cost_model_error)
+    (replayed,) = format_times(report.replayed_seconds)
+    engine, model = two_decimals(report.engine_error), two_decimals(report.cost_model_error)
     return [
         *rows,
         ["engine", replayed, measured, engine, "", "measured durations, replayed"],
@@ -111,13 +117,11 @@ def _steps(report: ErrorReport) -> list[str]:
         median, p95, worst, number = _errors(
             steps.median_error, steps.p95_abs_error, steps.worst_error, f"step {steps.worst_step}"
         )
-        times = _times(steps.predicted_seconds, steps.median_seconds)
-        lines.append(
-            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}"
-        )
-        lines.append(
-            f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})"
-        )
+        times = format_times(steps.predicted_seconds, steps.median_seconds)
+        lines += [
+            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}",
+            f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})",
+        ]
     return lines
 
 
@@ -128,7 +132,7 @@ def _kinds(report: ErrorReport) -> list[list[str]]:
             [
                 kind.kind,
                 str(kind.count),
-                *_times(kind.predicted_seconds, kind.measured_seconds),
+                *format_times(kind.predicted_seconds, kind.measured_seconds),
                 signed_percent(kind.error),
                 signed_percent(kind.of_step),
                 *_errors(kind.median_error, kind.p95_abs_error, kind.worst_error, kind.worst_op),
@@ -145,9 +149,9 @@ def _lanes(report: ErrorReport) -> list[list[str]]:
             [
                 lane.lane,
                 str(lane.count),
-                *_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
+                *format_times(lane.predicted_busy_seconds, lane.measured_busy_seconds),
                 signed_percent(lane.busy_error),
-                *_times(lane.measured_stalled_seconds),
+                *format_times(lane.measured_stalled_seconds),
                 *_errors(lane.median_error, lane.p95_abs_error, lane.worst_error, lane.worst_op),
             ]
             for lane in report.lanes
@@ -162,7 +166,7 @@ def _parts(report: ErrorReport) -> list[list[str]]:
         *(
             [
                 names.get(part.name, f"exposed {part.name}"),
-                *_times(part.predicted_seconds, part.measured_seconds),
+                *format_times(part.predicted_seconds, part.measured_seconds),
                 signed_percent(part.of_step),
             ]
             for part in report.parts
@@ -215,7 +219,7 @@ def _memory(report: ErrorReport) -> list[list[str]]:
                 format_bytes(peak.measured_bytes),
                 "equal"
                 if peak.predicted_bytes == peak.measured_bytes
-                else _two_decimals(peak.error),
+                else two_decimals(peak.error),
             ]
             for peak in report.memory
         ),

@@ -26,20 +26,10 @@ from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
 from megatrain.simulator.base.names import meant, suggestion
-from megatrain.simulator.hardware.cost_table import CostTable, HostMemorySpec, KernelInterleaving
-from megatrain.simulator.hardware.limits import (
-    Curve,
-    check_curve,
-    check_lanes,
-    refuse_unknown,
-    within,
-)
-from megatrain.simulator.hardware.shared import (
-    LABELS,
-    SharedMachine,
-    machines_folder,
-    shared_machines,
-)
+from megatrain.simulator.hardware.cost_table import CostTable
+from megatrain.simulator.hardware.limits import check_curve, check_lanes, refuse_unknown, within
+from megatrain.simulator.hardware.rates import Rates
+from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
 from megatrain.simulator.schedule import LANES
 
 GROUP = "megatrain.hardware"
@@ -61,8 +51,8 @@ class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Sequence length at which the kernel reaches half of `efficiency`."""
 
 
-class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine. GB are 10^9 bytes. Rates are those of one lane while the others are idle."""
+class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine."""
 
     name: str
     """The name of the machine."""
@@ -76,73 +66,32 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
     not unified, however fast the link is (GH200, GB200)."""
-    device_bytes: int
-    """GPU memory that a process can use. On a unified machine, the part of `host_bytes` that the
-    GPU can use."""
-    host_bytes: int
-    """Host memory. On a unified machine, the whole memory."""
-    cores: int
-    """CPU cores of the host."""
     peak_tflops: dict[str, float]
     """Peak of dense matrix products with fp32 accumulation, in 10^12 FLOP/s by dtype (`bf16`,
     `fp32`)."""
-    linear_efficiency: float
-    """Share of the peak that the matrix products of a decoder layer reach, (0, 1]."""
     attention_efficiency: float = ATTENTION_EFFICIENCY
     """Share of the peak that attention reaches for long sequences, forward and backward together. A
     backward counts as 2.5 forwards."""
     attention_half_tokens: int = ATTENTION_HALF_TOKENS
     """Sequence length at which attention reaches half of `attention_efficiency`."""
-    attention: dict[str, AttentionRate] = {}
+    attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
     """Rates of the kernels `flash` and `cudnn`, if they differ from the two fields above."""
-    device_gb_per_s: float
-    """Rate at which a copy within GPU memory reads and writes, both counted."""
     link: str = ""
     """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. It is for the reader only."""
-    h2d_gb_per_s: float
-    """Rate of large copies from pinned host memory to the device."""
-    d2h_gb_per_s: float
-    """Rate of large copies from the device to pinned host memory."""
     link_latency_ns: int = 9000
     """Fixed time of one copy, used without a curve. The default was measured on an H200,
     2026-11-21."""
-    h2d_curve: Curve = ()
-    """Measured rates of copies to the device, used in place of rate and latency."""
-    d2h_curve: Curve = ()
-    """Measured rates of copies to the host, used in place of rate and latency."""
-    duplex_fraction: float
-    """Share of its rate, (0, 1], that each direction of the link keeps while both are busy."""
-    duplex_curve: Curve = ()
-    """Rate of each direction while both are busy with copies of that size."""
-    host_gb_per_s: float
-    """Rate at which elementwise ops on all cores (sum of squares, accumulation) read and write."""
-    thread_gb_per_s: float
-    """Rate at which the copy of one thread reads and writes."""
-    cpu_update_per_s: float
-    """Parameters per second that the runtime's AdamW updates on the host."""
-    cpu_adam_per_s: float
-    """Parameters per second that a fused, vectorized AdamW such as DeepSpeed's updates on the host,
-    with bf16 weights and gradients and fp32 moments. The host's DRAM limits it."""
     watts: float | None = None
     """Board power of the GPU, or of the whole package of a unified machine."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
-    contention: dict[str, dict[str, float]] = {}
-    """The field `contention` of CostTable. Between the two directions of the link it overrides
-    `duplex_fraction`."""
-    host_memory: HostMemorySpec | None = None
-    """The host's DRAM. It replaces the contention between the link and the cpu lane."""
-    turns: KernelInterleaving | None = None
-    """The sharing of the device. It replaces the contention between compute and update."""
-    dispatch_ns: dict[str, int] = {}
-    """Time from an op being ready to its start, by lane."""
     costs: CostTable | None = None
     """The calibration of this machine, used in place of the rates above. None for a datasheet."""
     measured_by_others: str = ""
     """The date on which others measured the rates of this machine (`shared.py`). Empty if they are
     estimates, or if `costs` has a calibration."""
-    corrections: dict[str, float] = {}
+    corrections: dict[str, float] = msgspec.field(default_factory=dict)
     """Measured divided by predicted duration of a run's ops, as `megatrain train --adapt` found it,
     by `KIND@LANE`, by lane for other kinds on it, and `all` for other lanes."""
     cost_model: str = ""
@@ -215,8 +164,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         table = self.costs
         assert table is not None, "a datasheet is not a measurement"
         ((dtype, rate),) = self.peak_tflops.items()
-        fields = [field for field in SharedMachine.__struct_fields__ if field not in LABELS]
-        known: dict[str, Any] = {field: getattr(self, field) for field in fields}
+        known: dict[str, Any] = {field: getattr(self, field) for field in Rates.__struct_fields__}
         for field in ("contention", "host_memory", "turns", "dispatch_ns"):
             known[field] = getattr(table, field)
         return SharedMachine(

@@ -14,24 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
-from megatrain.simulator.hardware.cost_table import HostMemorySpec, KernelInterleaving
-from megatrain.simulator.hardware.limits import Curve
+from megatrain.simulator.hardware.rates import Rates
 
 FORMAT = 1
 UNCERTAINTY = 0.10
 """that of a machine whose link and layers were measured"""
 _LONGEST_TEXT = 100
-LABELS = ("format", "gpu", "cpu", "date", "megatrain", "dtype", "matrix_tflops")
-"""fields that HardwareSpec does not have"""
 
 
-class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rates of one calibration, and the names of its GPU and CPU. Fields that HardwareSpec has
-    too mean the same there.
+class SharedMachine(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rates of one calibration, and the names of its GPU and CPU. `linear_efficiency` is a
+    share of `matrix_tflops`.
     """
 
     format: int = FORMAT
@@ -44,50 +39,10 @@ class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The date of the calibration, like 2026-11-23."""
     megatrain: str
     """The version of megatrain that measured."""
-    cores: int
-    """CPU cores of the host."""
-    device_bytes: int
-    """GPU memory that a process can use."""
-    host_bytes: int
-    """Host memory."""
     dtype: Literal["bf16", "fp32"]
     """The dtype of the matrix products that were measured."""
     matrix_tflops: float
     """The rate of a large matrix product, in 10^12 FLOP/s."""
-    linear_efficiency: float
-    """Share of this rate that the matrix products of a decoder layer reach."""
-    device_gb_per_s: float
-    """Rate at which a copy within GPU memory reads and writes, both counted."""
-    h2d_gb_per_s: float
-    """Rate of large copies from pinned host memory to the device."""
-    d2h_gb_per_s: float
-    """Rate of large copies from the device to pinned host memory."""
-    link_latency_ns: int
-    """Fixed time of one copy."""
-    h2d_curve: Curve = ()
-    """Rates of copies to the device by size."""
-    d2h_curve: Curve = ()
-    """Rates of copies to the host by size."""
-    duplex_fraction: float
-    """Share of its rate that each direction of the link keeps while both are busy."""
-    duplex_curve: Curve = ()
-    """Rate of each direction while both are busy with copies of that size."""
-    host_gb_per_s: float
-    """Rate at which elementwise ops on all cores read and write."""
-    thread_gb_per_s: float
-    """Rate at which the copy of one thread reads and writes."""
-    cpu_update_per_s: float
-    """Parameters per second that the runtime's AdamW updates on the host."""
-    cpu_adam_per_s: float
-    """Parameters per second that a fused AdamW updates on the host."""
-    contention: dict[str, dict[str, float]] = {}
-    """Share of its speed that a lane keeps while another lane is busy."""
-    host_memory: HostMemorySpec | None = None
-    """The host's DRAM."""
-    turns: KernelInterleaving | None = None
-    """The sharing of the device."""
-    dispatch_ns: dict[str, int] = {}
-    """Time from an op being ready to its start, by lane."""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -122,11 +77,7 @@ class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "source": f"measured on {self.gpu} with {self.cpu}, {self.date}, by others",
             "measured_by_others": self.date,
             "uncertainty": UNCERTAINTY,
-            **{
-                field: getattr(self, field)
-                for field in self.__struct_fields__
-                if field not in LABELS
-            },
+            **{field: getattr(self, field) for field in Rates.__struct_fields__},
         }
 
 

@@ -101,8 +101,7 @@ def add_heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
 
 def make_plain(axes: Axes) -> None:
     """Gives the axes two spines, and horizontal grid lines behind the data."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(axis="y")
     axes.tick_params(length=3)

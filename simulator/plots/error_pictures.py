@@ -218,8 +218,7 @@ def _rows(axes: Axes, names: list[str]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, pad=8)
     axes.tick_params(axis="x", length=3)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.set_axisbelow(True)
     axes.grid(axis="x")

@@ -55,15 +55,16 @@ def loss_png(
         )
     marker = "o" if len(steps) < 30 else ""
     known = [(step, norm) for step, norm in zip(steps, norms, strict=True) if norm is not None]
-    lower = [("learning rate", steps, rates, _rate, "#7b3f98", _rates(rates))]
+    text = f"highest {_rate(max(rates))}, last {_rate(rates[-1])}"
+    lower = [("learning rate", steps, rates, _rate, "#7b3f98", text)]
     if known:
         values = [norm for _, norm in known]
         text = f"median {statistics.median(values):.3g}, largest {max(values):.3g}"
         lower.append(
-            ("gradient norm", [step for step, _ in known], values, _short, "#66727f", text)
+            ("gradient norm", [step for step, _ in known], values, "{:.3g}".format, "#66727f", text)
         )
     speed = f"median {statistics.median(tokens_per_second):,.1f}"
-    lower.append(("tokens/s", steps, tokens_per_second, _thousands, "#2e9e6b", speed))
+    lower.append(("tokens/s", steps, tokens_per_second, "{:,.6g}".format, "#2e9e6b", speed))
     with matplotlib.rc_context(canvas.STYLE):
         base = _BOTTOM_INCHES + len(lower) * (_PANEL_INCHES + _GAP_INCHES)
         top = 1.02 if subtitle else 0.76
@@ -76,7 +77,7 @@ def loss_png(
             axes = canvas.add_axes(figure, base, _PANEL_INCHES, 0.35)
             axes.plot(x, y, marker=marker, markersize=3, color=colour, linewidth=1.2)
             axes.set_ylim(0, 1.2 * max(y) or 1)
-            axes.yaxis.set_major_formatter(FuncFormatter(form))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form(value)))
             axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
             canvas.add_heading(axes, name, text)
             panels.insert(1, axes)
@@ -142,17 +143,5 @@ def _loss(
         )
 
 
-def _rates(rates: Sequence[float]) -> str:
-    return f"highest {_rate(max(rates))}, last {_rate(rates[-1])}"
-
-
-def _rate(value: float, _: object = None) -> str:
+def _rate(value: float) -> str:
     return f"{value:.3g}".replace("e-0", "e-")
-
-
-def _short(value: float, _: object = None) -> str:
-    return f"{value:.3g}"
-
-
-def _thousands(value: float, _: object = None) -> str:
-    return f"{value:,.6g}"

@@ -53,12 +53,12 @@ def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any
             if names[timeline.name] == 1
             else f"{timeline.name} {names[timeline.name]}"
         )
-        events += _headings(process, name, timeline, schedule)
-        events += _slices(
-            process, timeline, schedule, measured if measured is not timeline else None
-        )
-        events += _arrows(process, timeline, schedule)
-        events += _counters(process, timeline, schedule)
+        events += [
+            *_headings(process, name, timeline, schedule),
+            *_slices(process, timeline, schedule, None if measured is timeline else measured),
+            *_arrows(process, timeline, schedule),
+            *_counters(process, timeline, schedule),
+        ]
     persistent: dict[str, int] = defaultdict(int)
     for buffer in schedule.buffers:
         persistent[buffer.place] += buffer.allocated if buffer.persistent else 0
@@ -76,10 +76,6 @@ def save_trace(path: Path, timelines: Sequence[Timeline], schedule: Schedule) ->
     Raises ValueError as `perfetto` does, and UserError if `path` cannot be written.
     """
     write_json(path, perfetto(timelines, schedule))
-
-
-def _microseconds(nanoseconds: int) -> float:
-    return nanoseconds / 1000
 
 
 def _thread(lane: str) -> int:
@@ -132,8 +128,8 @@ def _slices(
                 "cat": op.kind,
                 "pid": process,
                 "tid": _thread(lane),
-                "ts": _microseconds(span.start_ns),
-                "dur": _microseconds(span.duration_ns - overlap),
+                "ts": span.start_ns / 1000,
+                "dur": (span.duration_ns - overlap) / 1000,
                 "args": args,
             }
 
@@ -144,9 +140,9 @@ def _errors(span: Span, measured: Span | None) -> dict[str, object]:
         return {}
     duration, start = span.duration_ns - measured.duration_ns, span.start_ns - measured.start_ns
     return {
-        "measured_us": _microseconds(measured.duration_ns),
-        "error_us": _microseconds(duration),
-        "start_error_us": _microseconds(start),
+        "measured_us": measured.duration_ns / 1000,
+        "error_us": duration / 1000,
+        "start_error_us": start / 1000,
     }
 
 
@@ -186,8 +182,8 @@ def _arrows(process: int, timeline: Timeline, schedule: Schedule) -> Iterator[Ev
             "id": process << 32 | number,
             "pid": process,
         }
-        yield {**flow, "ph": "s", "tid": _thread(last.lane), "ts": _microseconds(leaves_ns)}
-        yield {**flow, "ph": "f", "bp": "e", "tid": _thread(op.lane), "ts": _microseconds(start_ns)}
+        yield {**flow, "ph": "s", "tid": _thread(last.lane), "ts": leaves_ns / 1000}
+        yield {**flow, "ph": "f", "bp": "e", "tid": _thread(op.lane), "ts": start_ns / 1000}
 
 
 def _counters(process: int, timeline: Timeline, schedule: Schedule) -> Iterator[Event]:
@@ -216,6 +212,6 @@ def _counters(process: int, timeline: Timeline, schedule: Schedule) -> Iterator[
                     "name": f"{place} slots held",
                     "pid": process,
                     "tid": 0,
-                    "ts": _microseconds(time_ns),
+                    "ts": time_ns / 1000,
                     "args": {"bytes": held},
                 }

@@ -149,8 +149,7 @@ def _rows(axes: Axes, timeline: Timeline, lanes: Sequence[str]) -> None:
     """
     axes.set_yticks(range(len(lanes)), lanes)
     axes.tick_params(axis="y", length=0, pad=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     axes.set_axisbelow(True)
     for row, lane in enumerate(lanes):

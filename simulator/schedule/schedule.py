@@ -155,7 +155,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Sizes(tuple(ops), which)
 
     def to_text(self) -> str:
-        """Returns the schedule as text, one line per buffer and op. `from_text` reads it."""
+        """Returns the schedule as text, one line per buffer and op."""
         lines = [f"schedule {self.policy}"]
         for buffer in self.buffers:
             words = [
@@ -190,49 +190,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                     line += f" {field}={value}"
             lines.append(line)
         return "\n".join(lines) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> Schedule:
-        """Reads the text that `to_text` writes. Raises ValueError if a line is neither a buffer nor
-        an op.
-        """
-        first, *lines = text.splitlines()
-        buffers, ops = [], []
-        for line in lines:
-            name, second, *rest = line.split()
-            if name == "buffer" and rest:
-                size, data, dtype, *flags = rest
-                knob = "".join(
-                    flag.removeprefix("knob=") for flag in flags if flag.startswith("knob=")
-                )
-                set_flags = {flag: True for flag in flags if not flag.startswith("knob=")}
-                buffers.append(
-                    msgspec.convert(
-                        {
-                            "id": second,
-                            "bytes": int(size),
-                            "data": data,
-                            "dtype": dtype,
-                            "knob": knob,
-                            **set_flags,
-                        },
-                        Buffer,
-                    )
-                )
-                continue
-            words = (word.split("=", 1) for word in rest)
-            fields = {
-                key: (
-                    tuple(value.split(","))
-                    if key in _LISTS
-                    else int(value)
-                    if key in _NUMBERS
-                    else value
-                )
-                for key, value in words
-            }
-            ops.append(msgspec.convert({"id": name, "lane": second, **fields}, Op))
-        return cls(policy=first.removeprefix("schedule "), buffers=tuple(buffers), ops=tuple(ops))
 
     def check(self, moments: int = 2) -> None:
         """Proves that the schedule is correct, whatever the durations of its ops.
@@ -376,7 +333,3 @@ def restricted_to_kinds(schedule: Schedule, kinds: Collection[str]) -> Schedule:
         buffers=tuple([buffer for buffer in schedule.buffers if buffer.id in touched]),
         ops=tuple(ops),
     )
-
-
-_LISTS = ("after", "reads", "writes", "acquires", "releases")
-_NUMBERS = ("offset", "bytes", "parameters", "flops", "elements")

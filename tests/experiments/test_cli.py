@@ -19,6 +19,7 @@ from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
+from megatrain.runtime.host import cores, host_bytes
 from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -722,8 +723,8 @@ def test_without_hardware_it_is_this_machine(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answer_as_the_driver(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090, 24564")
-    monkeypatch.setattr(this_machine, "_host_bytes", lambda: 100 * 2**30)
-    monkeypatch.setattr(this_machine, "_cores", lambda: 8)
+    monkeypatch.setattr(this_machine, "host_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr(this_machine, "cores", lambda: 8)
     words = ("check", "qwen2.5-0.5b", "--batch", "1")
     outcome = command(*words)
     assert (outcome.status, outcome.err) == (0, "")
@@ -761,8 +762,8 @@ def test_a_machine_without_a_known_gpu_is_told_to_name_one(
 
 
 def test_this_machine_s_own_memory_and_cores_are_read() -> None:
-    assert 2**20 < this_machine._host_bytes() < 2**60
-    assert this_machine._cores() >= 1
+    assert 2**20 < host_bytes() < 2**60
+    assert cores() >= 1
 
 
 @pytest.mark.usefixtures("searched_once")

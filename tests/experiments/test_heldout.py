@@ -12,17 +12,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from heldout_regression import moved, replay_error
 
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import __main__ as heldout
 from megatrain.experiments.heldout import rows as records
-from megatrain.experiments.heldout.compared import compared, replay_error
+from megatrain.experiments.heldout.compared import compared
 from megatrain.experiments.heldout.measure import planned
-from megatrain.experiments.heldout.regression import moved
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_rows
 from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite, refuse_grid, suite
-from megatrain.experiments.heldout.summary import format_summary, kendall_tau, summarize
+from megatrain.experiments.heldout.summary import kendall_tau, summarize
+from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
@@ -239,7 +240,7 @@ def test_a_cut_off_proof_goes_on(
     # The first command adds a repetition of each case. The second one has nothing left to do.
     for _ in range(2):
         assert heldout.main([*words, "--repetitions", "2"]) == 0
-        assert "executed again: 2 of the plans; repetitions lie +" in capsys.readouterr().out
+        assert "again minutes later: 2 of the plans. Visits lie +" in capsys.readouterr().out
     visited = read_rows(path)
     assert [len(row.repetitions) for row in visited] == [2, 2, 2]
     assert [row.repetitions[0] for row in visited] == [row.step_seconds for row in again]
@@ -307,7 +308,7 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
     assert met["device peak, worst"]
     assert met["host memory, worst"]
     assert met["replay, worst"]
-    assert "MISSED" in format_summary(rows, summary)
+    assert "MISSED" in markdown(rows)
     assert not any(ok for *_, ok in summarize([]).targets()), (
         "a target without a measurement is not met"
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from heldout_regression import moved_in
 
-from megatrain.experiments.heldout.regression import moved_in, within_range
+from megatrain.experiments.heldout.compared import within_range
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.summary import ErrorSummary, summarize
 from megatrain.experiments.run_report.compared_run import compare_run

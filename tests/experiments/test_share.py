@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.machine import processor
+from megatrain.runtime.host import processor
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.shared import SharedMachine
 

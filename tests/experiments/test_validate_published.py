@@ -313,7 +313,8 @@ def test_the_command_prints_one_json_object_and_writes_every_row(
 def test_a_path_that_cannot_be_written_is_the_users_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--csv", str(tmp_path / "no" / "such.csv")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["--csv", str(tmp_path / "file" / "such.csv")]) == 2
     assert "\n" not in capsys.readouterr().err.strip()
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from reference_step import Reference
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from schedule_text import from_text
 
 from megatrain.runtime.calibration import calibrate as module
 from megatrain.runtime.calibration import contention, measured_costs
@@ -26,7 +27,7 @@ from megatrain.simulator.hardware.agreement import agreement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, CURVE_KINDS, EVALUATION_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.policies import evaluation, lower, peers
-from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX, Schedule
+from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -292,7 +293,7 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
         "F1": (13, 20),
         "F2": (45, 50),
     }
-    schedule = Schedule.from_text(text)
+    schedule = from_text(text)
     spans = tuple(
         Span(op=op.id, lane=op.lane, start_ns=times[op.id][0], end_ns=times[op.id][1])
         for op in schedule.ops

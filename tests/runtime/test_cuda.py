@@ -9,11 +9,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
+from reference_step import Reference
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.calibration import calibrate, contention
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import forget_device_memory

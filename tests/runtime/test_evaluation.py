@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 from family_sample import others_nightly
+from reference_step import Reference
 from tiny_families import config_of as tiny_config
 from whole_models import without_draws
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import AdamW

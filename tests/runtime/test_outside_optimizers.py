@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from outside_optimizers import HEADER, TEXTS
+from reference_step import Reference
 from safetensors.torch import load_file
 from small_runs import SETTINGS as RUN_SETTINGS
 from small_runs import everything, run_of
@@ -20,7 +21,6 @@ from small_runs import everything, run_of
 from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
-from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import export, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer import outside

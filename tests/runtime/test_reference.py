@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference_step import Reference
 from transformers import AutoModelForCausalLM
 
+from megatrain.experiments.paper_data import table3
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.execution.reference import Reference
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.settings import AdamW
@@ -119,3 +120,25 @@ def test_the_reference_trains_as_plain_pytorch(
         assert float((parameter - start[name]).detach().abs().max()) > 5e-4, (
             f"{name} has hardly moved"
         )
+
+
+def test_the_step_of_table_3_has_the_bits_of_the_reference() -> None:
+    """The paper's table 3 says that plain PyTorch and this runtime have the same bits."""
+    torch.manual_seed(0)
+    model, work = table3.MODEL, table3.WORK
+    weights = random_weights(0)
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in model.stack.values()
+    }
+    reference = Reference(model, work, config_of(model), table3.SETTINGS, masters, CPU)
+    plain = table3.Plain(masters)
+    with table3.one_thread():
+        for number in (1, 2):
+            ids, labels = torch.randint(256, (2, work.batch, work.sequence))
+            batch = Batch(ids, labels)
+            loss, _ = reference.step([batch], rate=1e-3, number=number)
+            assert plain.step(batch, 1e-3, number) == loss
+    for layer, tensors in reference.masters.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(plain.masters[layer][name], tensor), name

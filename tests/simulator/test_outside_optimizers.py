@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from forget import forget
 from outside_optimizers import HEADER, TEXTS
 from small_table import table
 
@@ -50,9 +51,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterato
     ]
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: lion)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
-    OPTIMIZERS.forget()
+    forget(OPTIMIZERS)
     yield
-    OPTIMIZERS.forget()
+    forget(OPTIMIZERS)
 
 
 @pytest.mark.usefixtures("installed")
@@ -84,7 +85,7 @@ def test_a_file_that_defines_no_optimizer_is_one_line(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(HEADER + text)
-    OPTIMIZERS.forget()
+    forget(OPTIMIZERS)
     with pytest.raises(UserError) as caught:
         find(str(path))
     assert message in str(caught.value)

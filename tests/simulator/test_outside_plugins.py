@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from forget import forget
 from pages import read
 
 from megatrain.experiments.cli import main as cli
-from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -54,15 +54,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
     def add(group: str, name: str, value: str) -> None:
         points.append(importlib.metadata.EntryPoint(name, f"outside:{value}", group))
-        plugins.forget()
+        forget()
 
     monkeypatch.setattr(importlib.metadata, "entry_points", found)
     monkeypatch.setattr(
         importlib.metadata.EntryPoint, "load", lambda point: globals()[point.value.split(":")[1]]
     )
-    plugins.forget()
+    forget()
     yield add
-    plugins.forget()
+    forget()
     for name in ("mine", "qwen2_of_mine"):
         FAMILIES._loaded.pop(name, None)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forget import forget
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
@@ -54,13 +55,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: Installed)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
-    POLICIES.forget()
+    forget(POLICIES)
 
 
 @pytest.fixture(autouse=True)
 def _no_entry_points_afterwards() -> object:
     yield
-    POLICIES.forget()
+    forget(POLICIES)
 
 
 def test_a_policy_in_a_file_is_searched_like_ours(

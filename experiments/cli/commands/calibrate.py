@@ -198,7 +198,7 @@ def _share(file: Path, hardware: HardwareSpec) -> None:
     from importlib.metadata import version
 
     from megatrain.experiments.files.hardware_file import write_shared
-    from megatrain.runtime.machine import processor
+    from megatrain.runtime.host import processor
 
     write_shared(file, hardware.shared(processor(), version("megatrain")))
     print(

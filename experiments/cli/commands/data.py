@@ -121,11 +121,13 @@ def text(found: Survey) -> str:
         f" {found.longest:,}",
     ]
     if found.cuts:
-        lines += [f"{'--seq':>9}  {'documents cut':>20}  {'tokens lost':>22}  {'left out':>10}"]
         lines += [
-            f"{cut.sequence:9,}  {_share(cut.documents, found.documents):>20} "
-            f" {_share(cut.tokens, found.tokens):>22}  {cut.left_out:10,}"
-            for cut in found.cuts
+            f"{'--seq':>9}  {'documents cut':>20}  {'tokens lost':>22}  {'left out':>10}",
+            *(
+                f"{cut.sequence:9,}  {_share(cut.documents, found.documents):>20} "
+                f" {_share(cut.tokens, found.tokens):>22}  {cut.left_out:10,}"
+                for cut in found.cuts
+            ),
         ]
     lines += [f"packed: {found.packed}", *found.remarks]
     return "\n".join([*lines, *(["", *found.shown] if found.shown else [])])

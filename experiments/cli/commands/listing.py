@@ -138,8 +138,10 @@ def table(rows: Sequence[Row], width: int) -> str:
     bc             -
     """
     keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-    cells = [[_HEADINGS.get(key, key.replace("_", " ")) for key in keys]]
-    cells += [[_text(key, row[key]) for key in keys] for row in rows]
+    cells = [
+        [_HEADINGS.get(key, key.replace("_", " ")) for key in keys],
+        *([_text(key, row[key]) for key in keys] for row in rows),
+    ]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     texts = [any(isinstance(row[key], str) for row in rows) for key in keys]
     lines = []

@@ -186,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.sweep.flat import ROWS, write_csv
     from megatrain.experiments.sweep.store import Store, SweepRow
     from megatrain.experiments.sweep.table import table
+    from megatrain.runtime.host import cores
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     entries, hardware = entries_of(args), HardwareSpec.load(args.hardware)
@@ -217,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
         if args.execute:
             running.execute(todo, hardware, store, tell, steps=args.steps, device=args.device)
         else:
-            running.simulate(todo, hardware, store, tell, jobs=args.jobs or running.cores())
+            running.simulate(todo, hardware, store, tell, jobs=args.jobs or cores())
         rows = [store.rows[entry.key] for entry in entries]
         write_csv(csv_path, store.rows.values())
     print(_what_was_planned(entries))

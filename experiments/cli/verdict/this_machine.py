@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 
 import msgspec
 
+from megatrain.experiments.cli.verdict.from_options import with_cores
+from megatrain.runtime.host import cores, host_bytes
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 
@@ -32,17 +32,12 @@ def this_machine() -> HardwareSpec:
             allowed="a name in the library, or a file that `megatrain calibrate` wrote",
             fix="run `megatrain calibrate --out hardware.toml` and give --hardware hardware.toml",
         )
-    cores, host = _cores(), _host_bytes()
-    device = known.device_bytes if total is None else int(_USABLE * total)
-    share = cores / known.cores
+    device, host = known.device_bytes if total is None else int(_USABLE * total), host_bytes()
     return msgspec.structs.replace(
-        known,
+        with_cores(known, cores()),
         title=f"{known.title} (this machine)",
         device_bytes=min(device, host) if known.unified else device,
         host_bytes=host,
-        cores=cores,
-        cpu_update_per_s=known.cpu_update_per_s * share,
-        cpu_adam_per_s=known.cpu_adam_per_s * share,
     )
 
 
@@ -62,23 +57,3 @@ def _gpu() -> tuple[str, int | None]:
             fix="name the machine to ask about, like --hardware rtx4090",
         ) from None
     return name, int(total) * _MIB if total.strip().isdigit() else None
-
-
-def _cores() -> int:
-    """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _host_bytes() -> int:
-    """Returns this machine's memory in bytes, or the limit of its control group if it is lower."""
-    kib = next(
-        int(line.split()[1])
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
-    limit = Path("/sys/fs/cgroup/memory.max")
-    try:
-        most = limit.read_text().strip()
-    except OSError:
-        most = ""
-    return min(kib * 1024, int(most)) if most.isdigit() else kib * 1024

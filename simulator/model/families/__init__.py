@@ -35,7 +35,6 @@ from megatrain.simulator.model.families.written import WRITTEN_FAMILIES
 
 __all__ = [
     "ALWAYS_MASKED",
-    "MASKED_WITHOUT_POSITIONS",
     "FAMILIES",
     "CANNOT_SEPARATE_DOCUMENTS",
     "INSIDE",
@@ -99,9 +98,6 @@ soft caps, sinks, or slopes that are added to the scores."""
 WIDE_HEADS = ("gemma4_text",)
 """Families with heads of more than 256 elements. No fused kernel that receives the lengths of
 documents supports such heads."""
-MASKED_WITHOUT_POSITIONS = ("gpt_oss",)
-"""Families whose models do not tell the documents of a row by the positions when they make their
-attention masks."""
 ALWAYS_MASKED = ("falcon",)
 """Families whose models make an attention mask even for rows with one document."""
 _PER_LAYER = (

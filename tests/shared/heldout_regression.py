@@ -1,6 +1,5 @@
-"""Regression check: predicts stored rows again with the current simulator and the calibration in
-the same folder, and replays their steps. Reports the rows whose error grew and counts the measured
-steps within the calibration's spread.
+"""Predicts stored rows of the held-out experiment again, with the current simulator and the
+calibration in the same folder, and replays their steps. Reports the rows whose error grew.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from megatrain.experiments.heldout.compared import replay_error
 from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
 from megatrain.experiments.heldout.summary import device_error, step_error
 from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.error_table import signed_percent
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs import CostModel, Replayed, cost_model
+from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.policies import lower
-from megatrain.simulator.verdict.verdict import summarize
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.timeline import Timeline
 
 TOLERANCE = 0.001
 """Growth of an error that counts as rounding."""
@@ -74,25 +74,6 @@ def row_of(row: HeldoutRow, hardware: HardwareSpec, stored: StoredTimeline | Non
     return msgspec.structs.replace(row, plan=assess(plan, costs).plan, replay_error=replay)
 
 
-def within_range(rows: Iterable[HeldoutRow], hardware: HardwareSpec) -> tuple[int, int]:
-    """Returns (number of measured steps within the range that the calibration's spreads give,
-    number of measured steps).
-    """
-    found = []
-    for row in rows:
-        if row.failure or row.same_as or row.step_seconds is None:
-            continue
-        verdict = summarize(
-            assess(row.plan, cost_model(hardware, row.plan.model, row.plan.workload)), hardware
-        )
-        found.append(
-            verdict.step_seconds_low is not None
-            and verdict.step_seconds_high is not None
-            and verdict.step_seconds_low <= row.step_seconds <= verdict.step_seconds_high
-        )
-    return sum(found), len(found)
-
-
 def moved_in(folder: Path) -> list[str]:
     """Returns `moved` for the files of a folder that `python -m megatrain.experiments.heldout`
     wrote.
@@ -102,3 +83,13 @@ def moved_in(folder: Path) -> list[str]:
         HardwareSpec.load(str(folder / "hardware.toml")),
         read_timelines(folder / "timelines.jsonl"),
     )
+
+
+def replay_error(schedule: Schedule, measured: Timeline, costs: CostModel) -> float:
+    """Returns the signed error of the engine: the step time simulated from the measured durations,
+    against the measured step time.
+    """
+    step_ns = measured.makespan_ns
+    return (
+        simulate(schedule, Replayed(measured, costs.dispatch_ns)).makespan_ns - step_ns
+    ) / step_ns

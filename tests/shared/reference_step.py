@@ -25,13 +25,13 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.documents import masks, positions
 from megatrain.runtime.layers.meta_model import widen_buffers
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.adamw import (
     clip_coefficient,
     join,
     round_to_bf16,
     rounded_sqrt,
     split,
-    sum_by_rows,
     sum_of_squares,
 )
 from megatrain.runtime.optimizer.blockwise import (
@@ -45,14 +45,30 @@ from megatrain.runtime.optimizer.blockwise import (
 )
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.model.families import FAMILIES, MASKED_WITHOUT_POSITIONS
+from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.optimizer import ADAMW, find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 
 Masters = Mapping[str, Mapping[str, torch.Tensor]]
 """fp32 weights by layer and tensor name."""
+
+
+_MASKED_WITHOUT_POSITIONS = ("gpt_oss",)
+"""Families whose models do not tell the documents of a row by the positions when they make their
+attention masks."""
+
+
+def _sum_by_rows(values: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of fp32 `values` as a 0-dimensional tensor, added in the same order as by
+    `ratio_sums` and `update_scales`.
+    """
+    padded = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % RATIO_ROW))
+    return optimizer._sum(
+        optimizer._fold(padded.view(-1, RATIO_ROW)).contiguous(), optimizer.ALONE, square=False
+    )
 
 
 class _PassThrough(torch.nn.Module):
@@ -205,7 +221,7 @@ class Reference:
         inputs: dict[str, Any] = self._embedded(batch.ids)
         if batch.documents is not None:
             inputs["position_ids"] = positions(batch.documents)
-            if self.spec.family in MASKED_WITHOUT_POSITIONS:
+            if self.spec.family in _MASKED_WITHOUT_POSITIONS:
                 inputs["attention_mask"] = masks(base.config, **inputs)
         tops: list[torch.Tensor] = []
         norm = getattr(base, FAMILIES[self.spec.family].norm_name)
@@ -371,7 +387,7 @@ class Reference:
             ratios = (
                 g * g / (second * (1 / (1 - beta2**number))).clamp(min=self.settings.epsilon**2)
             )
-            scale = 1 / rounded_sqrt(sum_by_rows(ratios) / torch.tensor(float(g.numel()))).clamp(
+            scale = 1 / rounded_sqrt(_sum_by_rows(ratios) / torch.tensor(float(g.numel()))).clamp(
                 min=1
             )
             master *= 1 - scale * (rate * group.weight_decay)

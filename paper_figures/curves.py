@@ -1,0 +1,63 @@
+"""Curves of speed over a size: the predictions of each system, and the paper's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from matplotlib.axes import Axes
+
+from megatrain.paper_figures import style
+from megatrain.paper_figures.results import BenchmarkRecord
+from megatrain.paper_figures.table import value_of
+
+Place = Callable[[BenchmarkRecord], float]
+"""Returns the place of a record on the horizontal axis."""
+
+
+def predictions(
+    axes: Axes,
+    systems: Sequence[str],
+    records: Iterable[BenchmarkRecord],
+    x_of: Place,
+    share_of: Callable[[BenchmarkRecord], float] = lambda _: 1.0,
+) -> None:
+    """Draws a line for each system, with a cross where its plan does not fit. `share_of` is the
+    share of a record's speed to draw.
+    """
+    for row, name in enumerate(systems):
+        system = name if name.endswith("_offload") else "megatrain_code"
+        points: dict[float, float | None] = {}
+        crosses: list[float] = []
+        for record in records:
+            told = record.quantity in ("tflops", "runs")
+            if not told or record.system != system or record.code is None:
+                continue
+            answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
+            fits = answer.fits if answer else record.code.fits
+            value = value_of(answer, "tflops", 1) if answer else record.code.value
+            drawn = fits and value is not None and record.quantity == "tflops"
+            points[x_of(record)] = value * share_of(record) if drawn and value else None
+            crosses += [] if fits else [x_of(record)]
+        style.predicted(axes, sorted(points), [points[x] for x in sorted(points)], name)
+        style.no_room(axes, crosses, row, len(systems), style.LOOKS[name].colour)
+
+
+def papers_values(
+    axes: Axes,
+    systems: Sequence[str],
+    records: Iterable[BenchmarkRecord],
+    x_of: Place,
+    cross_of: Place,
+) -> None:
+    """Draws the paper's values. What runs in the paper without a number is a stroke at the bottom,
+    and what does not run is a black cross at `cross_of`.
+    """
+    for record in records:
+        if record.quantity == "tflops" and record.paper is not None:
+            marker = style.LOOKS[record.system].marker
+            style.reported(axes, [x_of(record)], [record.paper], [record.sure], marker)
+        elif record.quantity == "runs" and record.paper == 0:
+            row = systems.index(record.system)
+            style.no_room(axes, [cross_of(record)], row, len(systems), "black")
+        elif record.quantity == "runs":
+            style.reported(axes, [x_of(record)], [5], ["++"], "|")

@@ -1,0 +1,40 @@
+"""The host of this machine: its cores, memory and processor. This module loads no PyTorch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+
+def cores() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_bytes() -> int:
+    """Returns the host memory in bytes that this process may use: that of the machine, or the limit
+    of its control group if that is lower.
+
+    For a virtual machine that gets memory only when it uses it, the result is too low. In that case
+    pass the limit to the command.
+    """
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def processor() -> str:
+    """Returns the name of the processor, as reported by the system."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,16 @@
+"""Forgets the objects from outside the package that an earlier test has loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.simulator.base import plugins
+from megatrain.simulator.base.registry import Registry
+
+
+def forget(*registries: Registry[Any]) -> None:
+    """Clears the caches of installed packages and files, and those of `registries`."""
+    for registry in registries:
+        registry._loaded.clear()
+    for cached in (plugins.installed, plugins.load, plugins.load_file):
+        cached.cache_clear()
