@@ -73,7 +73,8 @@ def test_the_order_of_choices(make_plan: MakePlan) -> None:
         with_seconds(with_memory(some, 1, 400), 5.0),
         with_seconds(with_memory(some, 2, 0), 1.0),
     ]
-    assert sorted(ordered[::-1], key=rank) == ordered
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=rank) == ordered
 
 
 def test_the_plan_with_the_fewest_bytes_of_both_memories_comes_first(make_plan: MakePlan) -> None:
@@ -87,7 +88,8 @@ def test_the_plan_with_the_fewest_bytes_of_both_memories_comes_first(make_plan: 
         with_memory(some, 5, 1),
         with_memory(some, 0, 7),
     ]
-    assert sorted(ordered[::-1], key=frugality) == ordered
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=frugality) == ordered
 
 
 def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None:
