@@ -64,13 +64,17 @@ def plan(name: str, batch: int, clipping: str, accumulation: int) -> Plan:
 def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
     name: str, batch: int, clipping: str, accumulation: int
 ) -> None:
+    """It is nearest with slow compute. With a slow link and two micro-batches, compute also waits
+    for what the bound leaves out.
+    """
     found = plan(name, batch, clipping, accumulation)
     costs = cost_model(HardwareSpec.load("a6000"), MODEL, found.workload)
     bound, time = (
         LowerBound(found, costs).step_ns(found),
         uncontended_makespan_ns(policies.lower(found), costs),
     )
-    assert 0.75 * time <= bound
+    share = 0.99 if batch == 16 else 0.88 if accumulation == 1 else 0.75
+    assert share * time <= bound
 
 
 def test_a_bound_counts_what_compute_waits_for() -> None:

@@ -12,11 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import splits
-from megatrain.simulator.planner.capacity import _enough, _merged, _most, resized
-from megatrain.simulator.planner.filling import host_updating, last, ranges, updated_like
+from megatrain.simulator.planner.capacity import _enough, _merged, _most, resized, usable
+from megatrain.simulator.planner.filling import (
+    CLASSES,
+    Filling,
+    host_updating,
+    last,
+    ranges,
+    updated_like,
+)
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
 
@@ -168,3 +180,208 @@ def test_a_plan_is_shortened_and_never_made_longer(
     assert found.model.layers == min(layers or 4, 4)
     assert found.workload.accumulation == min(accumulation or 3, 3)
     assert found.knobs == msgspec.structs.replace(plan.knobs, weight_slots=7)
+
+
+# ---- placements that fill the memory
+
+
+H200 = HardwareSpec.load("h200")
+
+
+def streaming(make_plan: MakePlan, **changes: Any) -> Plan:
+    """Returns a plan for a model with an embedding and a head that are larger than its layers."""
+    return make_plan("overlapped", layers=5, **{"device_limit_bytes": 2**40, **changes})
+
+
+def tightened(plan: Plan, filling: Filling, spare: int) -> Plan:
+    """Returns the plan with `spare` bytes of device memory more than it needs."""
+    needed = filling.account(plan).device_peak_bytes
+    return msgspec.structs.replace(plan, device_limit_bytes=needed + spare)
+
+
+def a_filling(plan: Plan) -> Filling:
+    return Filling(plan, cost_model(H200, plan.model, plan.workload))
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 10_000, 60_000, 2**30])
+def test_the_most_saved_layers_fit_and_one_more_does_not(make_plan: MakePlan, spare: int) -> None:
+    filling = a_filling(plan := streaming(make_plan))
+    plan = tightened(plan, filling, spare)
+    saved = [
+        placed(plan, saved_activations=last(5, count)) for count in range(plan.model.layers + 1)
+    ]
+    fitting = [filling.room(other) >= 0 for other in saved]
+    assert fitting == sorted(fitting, reverse=True)
+    assert filling.most_saved(plan, Placement()) == sum(fitting) - 1
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("spare", [0, 5_000, 30_000, 100_000])
+def test_no_state_that_still_fits_is_left_out(
+    make_plan: MakePlan, spare: int, clipping: str
+) -> None:
+    """Each fill fits on the device. No order leaves state on the host for which there is room."""
+    filling = a_filling(plan := streaming(make_plan, clipping=clipping))
+    plan = tightened(plan, filling, spare)
+    fills = list(filling.fills(plan, Placement()))
+    assert len(fills) == (3 if clipping == "global" else 4)
+    for fill in fills:
+        room = filling.room(fill)
+        assert room >= 0
+        for (name, layer), size in filling._sizes.items():
+            assert layer in fill.placed(name) or size > room
+    everything = streaming(make_plan, clipping=clipping)
+    for fill in filling.fills(everything, Placement()):
+        for name in CLASSES:
+            layers = {layer for each, layer in filling._sizes if each == name}
+            assert fill.placed(name) == layers
+        assert ("gradients", "0") in filling._sizes or clipping == "none"
+
+
+def test_another_weight_slot_takes_the_place_of_as_little_state_as_it_needs(
+    make_plan: MakePlan,
+) -> None:
+    """Moments and low halves leave the device, and no more of them than are needed."""
+    layers = "e,0-4"
+    plan = with_knobs(
+        streaming(make_plan),
+        placement=Placement(moments=layers, master_low=layers, gradients=layers),
+    )
+    filling = a_filling(plan)
+    for spare in (0, 3_000, 20_000):
+        tight = tightened(plan, filling, spare)
+        other = filling.with_another_slot(tight)
+        assert other is not None
+        assert other.knobs.weight_slots == plan.knobs.weight_slots + 1
+        assert filling.room(other) >= 0
+        for name in ("weights", "gradients"):
+            assert other.placed(name) == plan.placed(name)
+        left = [
+            (name, layer)
+            for name in ("moments", "master_low")
+            for layer in plan.placed(name) - other.placed(name)
+        ]
+        smallest = min(filling._sizes[each] for each in left) if left else 0
+        assert filling.room(other) < smallest or not left
+    whole = with_knobs(plan, placement=Placement(weights="all"))
+    assert filling.with_another_slot(whole) is None
+    bare = tightened(with_knobs(plan, placement=Placement()), filling, 0)
+    assert filling.with_another_slot(bare) is None
+
+
+def test_neighbours_fit_and_differ_by_one_saved_layer_or_slot(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan)
+    filling = a_filling(plan)
+    plan = tightened(placed(plan, saved_activations=last(5, 2)), filling, 100_000)
+    found = list(filling.neighbours(plan))
+    assert all(filling.account(other).fits for other in found)
+    assert all(other.device_limit_bytes == plan.device_limit_bytes for other in found)
+    changes = {
+        (
+            len(other.placed("saved_activations")) - 2,
+            other.knobs.weight_slots - plan.knobs.weight_slots,
+        )
+        for other in found
+    }
+    assert changes == {(-1, 0), (0, 0), (1, 0), (0, 1)}
+    for offloaded in ("", "all"):
+        base = with_knobs(
+            plan,
+            placement=msgspec.structs.replace(plan.knobs.placement, offloaded_inputs=offloaded),
+        )
+        for other in filling.with_other_inputs(base):
+            assert bool(other.knobs.placement.offloaded_inputs) is not bool(offloaded)
+            assert len(other.placed("saved_activations")) == 2
+
+
+# ---- the searches
+
+
+def test_the_fastest_two_of_all_candidates_are_ranked_first(make_plan: MakePlan) -> None:
+    """The result is that of simulating all of them. Those above the limit are left out."""
+    plan = streaming(make_plan, accumulation=2)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    candidates = [
+        placed(search.plan, weights=weights, host_updated=updated, saved_activations=saved)
+        for weights in ("", "0-2", "all")
+        for updated in ("", "3-4")
+        for saved in ("", "4")
+    ]
+    times = sorted((search._coarse(other).step_ns, index) for index, other in enumerate(candidates))
+    found = search._ranked(candidates)
+    assert [search._coarse(other).step_ns for other in found] == [time for time, _ in times[:2]]
+    best = times[0][0]
+    later = min(time for time, _ in times if time > best)
+    equal = [candidates[index] for time, index in times if time == best][:2]
+    assert search._ranked(candidates, (best + later) / 2) == equal
+    assert search._ranked(candidates, best - 1) == []
+    assert search._ranked([]) == []
+    slow, fast = candidates[times[-1][1]], candidates[times[0][1]]
+    faster = search.faster(search.time(slow), slow, candidates)
+    assert faster is not None
+    assert faster[0] == search.time(faster[1]) <= search.time(fast)
+    assert search.faster(search.time(fast), fast, [slow]) is None
+    assert search.faster(search.time(fast), fast, []) is None
+
+
+def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: MakePlan) -> None:
+    for clipping in ("global", "layer", "none", "update"):
+        plan = streaming(make_plan, clipping=clipping)
+        search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+        found = search._whole_layers()
+        assert len(found) == (2 if clipping == "update" else 0)
+        layer = 2 * max(spec.elements for spec in plan.model.decoders)
+        for knobs in found:
+            chunk, slots = knobs["chunk_bytes"], knobs["state_slots"]
+            assert layer <= (slots - 1) * chunk < layer + chunk
+
+
+@pytest.mark.parametrize("policy", ["k_buffer", "double_buffer", "sequential"])
+def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy: str) -> None:
+    """The search adds the bytes of gradient slots and staging buffers, as computed for a short
+    model, to those of the whole model. The sums are those of the lowered plans.
+    """
+    plan = make_plan(policy, layers=6)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = SlotSearch(plan, costs)
+    pairs = search._first_round()
+    assert len(pairs) == len(set(pairs)) == len(search.sizes)
+    for pair in pairs:
+        for path in search.paths:
+            knobs = dict(
+                zip(
+                    ("checkpoint_interval", "weight_slots", "gradient_slots", "gradient_staging"),
+                    (*pair, *path),
+                    strict=True,
+                )
+            )
+            whole = with_knobs(plan, **knobs)
+            account = plan_account(whole, policies.lower(whole), costs)
+            for name in ("device", "host"):
+                peak = getattr(account, f"{name}_peak_bytes")
+                for less in (0, 1, 777):
+                    roomy = {f"{other}_limit_bytes": 2**40 for other in ("device", "host")}
+                    limits = {**roomy, f"{name}_limit_bytes": peak - less}
+                    search.plan = msgspec.structs.replace(plan, **limits)
+                    assert search._excess(pair, path) == less
+
+
+def test_a_unified_machine_needs_one_policy_and_no_copies(make_plan: MakePlan) -> None:
+    """Elsewhere, each policy that no other dominates is tried, and offloaded inputs too."""
+    plan = make_plan("overlapped")
+    for machine in ("h200", "dgx-spark"):
+        hardware = HardwareSpec.load(machine)
+        costs = cost_model(hardware, plan.model, plan.workload)
+        names = [*policies.names(), *policies.peers()]
+        found = [footprint.plan for footprint in usable(plan, hardware, costs, names)]
+        expected = ["resident"] if hardware.unified else policies.contenders()
+        assert list(dict.fromkeys(each.policy for each in found)) == expected
+        offloaded = {each.knobs.placement.offloaded_inputs for each in found}
+        assert offloaded == ({""} if hardware.unified else {"", "all", "0-2", "0-1", "0"})
+        for each in found:
+            fewer = msgspec.structs.replace(
+                each.knobs, weight_slots=max(each.knobs.weight_slots - 1, 1)
+            )
+            if fewer != each.knobs:
+                with pytest.raises(UserError):
+                    policies.lower(msgspec.structs.replace(each, knobs=fewer))
