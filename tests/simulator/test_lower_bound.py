@@ -10,12 +10,13 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.lower_bound import LowerBound, _Flow
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 MODEL = ModelSpec.load("qwen2.5-1.5b")
@@ -105,3 +106,24 @@ def test_cores_and_copies_share_the_memory_of_the_host() -> None:
         < LowerBound(found, costs).step_ns(found)
         <= makespan_ns(schedule, costs)
     )
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
+    name: str, clipping: str
+) -> None:
+    """The bound of compute has each op of the decoder layers and the head, once for each
+    micro-batch. The time of the host's memory is that of all copies and updates.
+    """
+    found = plan(name, 4, clipping, 2)
+    costs = cost_model(HardwareSpec.load("h200"), MODEL, found.workload)
+    assert isinstance(costs, ContendedCosts)
+    ops = policies.lower(found).ops
+    counted = [op for op in ops if op.kind in ("forward", "recompute", "backward", "head")]
+    bound, flow = LowerBound(found, costs), _Flow(LowerBound(found, costs), found, 2)
+    assert bound.compute_ns(found) == sum(costs.duration_ns(op) for op in counted)
+    flow.end_ns()
+    demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]
+    traffic = sum(demand.traffic * time for demand, time in demands if demand)
+    assert flow.host == pytest.approx(traffic / costs.sharing.capacity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,12 @@ from megatrain.simulator.planner.filling import (
     updated_like,
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
-from megatrain.simulator.planner.slot_search import SlotSearch
+from megatrain.simulator.planner.slot_search import (
+    GRADIENT_SLOTS,
+    GRADIENT_STAGING,
+    WEIGHT_SLOTS,
+    SlotSearch,
+)
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
 
@@ -328,6 +335,7 @@ def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: 
     for clipping in ("global", "layer", "none", "update"):
         plan = streaming(make_plan, clipping=clipping)
         search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+        assert search.plan.knobs.weights_ahead == (clipping != "global")
         found = search._whole_layers()
         assert len(found) == (2 if clipping == "update" else 0)
         layer = 2 * max(spec.elements for spec in plan.model.decoders)
@@ -385,3 +393,63 @@ def test_a_unified_machine_needs_one_policy_and_no_copies(make_plan: MakePlan) -
             if fewer != each.knobs:
                 with pytest.raises(UserError):
                     policies.lower(msgspec.structs.replace(each, knobs=fewer))
+
+
+@pytest.mark.parametrize("policy", ["k_buffer", "double_buffer"])
+def test_the_nearest_miss_of_slots_is_the_smallest_of_all(make_plan: MakePlan, policy: str) -> None:
+    plan = make_plan(policy, layers=6, batch=8, device_limit_bytes=4096, host_limit_bytes=4096)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = SlotSearch(plan, costs)
+    choice = search.best()
+    read = policies.find(policy).knobs
+    values = {
+        "checkpoint_interval": (1, 2, 3),
+        "weight_slots": WEIGHT_SLOTS,
+        "gradient_slots": GRADIENT_SLOTS,
+        "gradient_staging": GRADIENT_STAGING,
+    }
+    excess = []
+    for knobs in itertools.product(*(values[name] for name in values if name in read)):
+        try:
+            other = with_knobs(
+                plan, **dict(zip([n for n in values if n in read], knobs, strict=True))
+            )
+            account = plan_account(other, policies.lower(other), costs)
+        except UserError:
+            continue
+        excess.append(account.excess_bytes)
+    assert choice.account.excess_bytes == min(excess) < max(excess)
+
+
+def test_host_updates_of_all_and_of_every_second_layer_are_tried(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried if they fit, and the fastest of those and of the plan itself is returned."""
+    plan = streaming(make_plan)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    tried: list[Plan] = []
+    monkeypatch.setattr(search, "_ranked", lambda plans: tried.extend(plans) or plans)
+    time, found = search._with_host_updates(math.inf, plan)
+    assert host_updating(plan) in tried
+    assert host_updating(plan, every=2) in tried
+    assert all(search.filling.account(other).fits for other in tried)
+    assert time == search.time(found) <= 1.001 * min(map(search.time, tried))
+    assert search._with_host_updates(time / 2, plan) == (time / 2, plan)
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("spare", [100_000, 200_000])
+def test_a_small_search_ends_with_the_faster_plan(
+    make_plan: MakePlan, clipping: str, spare: int
+) -> None:
+    """The runner-up is not faster, and neither is a neighbour by more than a tie."""
+    plan = streaming(make_plan, clipping=clipping, accumulation=2)
+    plan = tightened(plan, a_filling(plan), spare)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    choice = search.best()
+    assert choice.feasible
+    if choice.runner_up:
+        assert choice.runner_up.step_seconds >= choice.step_seconds
+        assert choice.runner_up.knobs != choice.plan.knobs
+    times = [search.time(other) for other in search.filling.neighbours(choice.plan)]
+    assert min(times) * 1.002 >= search.time(choice.plan)

@@ -21,7 +21,7 @@ from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
 from megatrain.simulator.verdict.advice import _as_options, _note, _with_half_moments
-from megatrain.simulator.verdict.multi_gpu import MOST_GPUS, MultiGpu, check_gpus, estimate
+from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
 from megatrain.simulator.verdict.verdict import (
     Verdict,
     _documents,
@@ -130,6 +130,7 @@ def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
     assert verdict.streams == bool(lanes & {"h2d", "d2h"})
     assert set(verdict.lane_seconds) == lanes
     assert verdict.step_seconds == choice.step_seconds
+    assert (verdict.machine, verdict.batch_chosen) == (H200.title, False)
     assert verdict.lower_bound_seconds == choice.bounds.lower_bound_ns / 1e9
     assert verdict.tflops_6n_active == pytest.approx(
         6 * plan.model.active_parameters * verdict.tokens_per_second / 1e12
@@ -229,13 +230,15 @@ def test_several_gpus_train_sooner_and_take_the_energy_of_all(make_plan: MakePla
 # ---- several GPUs
 
 
-def test_the_most_gpus_of_a_host() -> None:
-    for count in (1, MOST_GPUS):
+def test_the_most_gpus_of_a_host(make_plan: MakePlan) -> None:
+    for count in (1, 16):
         check_gpus(count, H200)
     check_gpus(1, HardwareSpec.load("dgx-spark"))
-    for count in (0, MOST_GPUS + 1):
+    for count in (0, 17):
         with pytest.raises(UserError, match=f"found {count}"):
             check_gpus(count, H200)
+        with pytest.raises(UserError, match=f"found {count}"):
+            estimated(make_plan("k_buffer"), H200, count)
 
 
 def estimated(plan: Plan, hardware: HardwareSpec, gpus: int, **extra: int) -> MultiGpu:
