@@ -17,9 +17,11 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.assessment import assess, with_knobs
 from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict import advice
+from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import Verdict, judge
@@ -96,6 +98,17 @@ def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> 
             assert not followed(model, entry, held, less=MIB).feasible
 
 
+def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: ModelSpec) -> None:
+    for device, host in ((1, 1), (1, 64), (64, 1)):
+        held = {"device_limit": device * MIB, "host_limit": host * MIB}
+        verdict = judge(model, H200, WORK, policies=["k_buffer"], **held)
+        short = {
+            f"{place}-memory" for place, size in (("device", device), ("host", host)) if size == 1
+        }
+        found = [set(entry.options) for entry in verdict.advice]
+        assert [options for options in found if "memory" in str(options)] == [short]
+
+
 def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
     """The best suggestion is the first. Each gains at least 1 %."""
     held = {"device_limit": 12 * MIB, "host_limit": 64 * MIB}
@@ -112,6 +125,7 @@ def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
         assert entry.tokens_per_second == pytest.approx(
             (1 + entry.gain) * verdict.tokens_per_second
         )
+        assert entry.unsupported is not bool(entry.options)
         if entry.options:
             found = followed(model, entry, held)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
@@ -162,3 +176,29 @@ def test_nothing_is_gained_where_nothing_is_short(model: ModelSpec) -> None:
         assert one_more_gib(choice, HardwareSpec.load("dgx-spark"), costs) == ()
     peer = candidates(model, H200, WORK, policies=[policies.peers()[0]])[0]
     assert one_more_gib(peer, H200, costs) == ()
+
+
+def test_moments_of_half_the_size_save_half_of_their_copies(model: ModelSpec) -> None:
+    """They gain nothing if they stay on the device, and less than the copies of moments take."""
+    base = candidates(model, H200, WORK, policies=["overlapped"])[0].plan
+    costs = cost_model(H200, model, WORK)
+    for placement in (Placement(), Placement(moments="all"), Placement(moments="0-2,e")):
+        choice = assess(with_knobs(base, placement=placement), costs)
+        search: Any = None  # not needed for this
+        entry = Adviser(choice, H200, costs, [], search, [])._fast_moments()
+        assert entry is not None
+        assert entry.gain is not None
+        kinds = choice.account.kinds
+        pools = [pool for pool, kind in kinds.items() if kind.data == "moments"]
+        assert entry.bytes_saved == sum(choice.account.pools[pool] // 2 for pool in pools)
+        if placement.moments == "all":
+            assert entry.gain == 0
+            continue
+        copies = [
+            op
+            for op in policies.lower(choice.plan).ops
+            if op.lane in ("h2d", "d2h") and any("moments" in name for name in op.buffers)
+        ]
+        half = sum(costs.duration_ns(op) for op in copies) / 2e9
+        rest = choice.step_seconds - half
+        assert 0.005 < entry.gain <= half / rest

@@ -245,6 +245,14 @@ def test_no_state_that_still_fits_is_left_out(
         assert ("gradients", "0") in filling._sizes or clipping == "none"
 
 
+def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) -> None:
+    filling = a_filling(plan := streaming(make_plan))
+    smallest = min(filling._sizes.values())
+    for spare, most in ((smallest - 256, 0), (smallest, 1)):
+        for fill in filling.fills(tightened(plan, filling, spare), Placement()):
+            assert sum(len(fill.placed(name)) for name in CLASSES) == most
+
+
 def test_another_weight_slot_takes_the_place_of_as_little_state_as_it_needs(
     make_plan: MakePlan,
 ) -> None:
@@ -453,3 +461,35 @@ def test_a_small_search_ends_with_the_faster_plan(
         assert choice.runner_up.knobs != choice.plan.knobs
     times = [search.time(other) for other in search.filling.neighbours(choice.plan)]
     assert min(times) * 1.002 >= search.time(choice.plan)
+
+
+def test_another_slot_is_taken_only_if_it_is_faster(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan, gradient_slots=1, state_slots=1)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    other = search.filling.with_another_slot(plan)
+    assert other is not None
+    time = search.time(other)
+    assert search.lower_bound.step_ns(other) < 0.99 * time
+    assert search._with_another_slot(2 * time, plan) == (time, other)
+    assert search._with_another_slot(time, plan) is None
+
+
+def test_a_search_moves_on_as_long_as_a_neighbour_is_a_little_faster(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan, weight_slots=1)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+
+    def neighbours(plan: Plan) -> list[Plan]:
+        return [with_knobs(plan, weight_slots=min(plan.knobs.weight_slots + 1, 6))]
+
+    def faster(time: float, _: Plan, others: list[Plan]) -> tuple[float, Plan] | None:
+        return (0.999 * time, others[0]) if others else None
+
+    monkeypatch.setattr(search.filling, "neighbours", neighbours)
+    monkeypatch.setattr(search.filling, "with_other_inputs", lambda _: [])
+    monkeypatch.setattr(search, "faster", faster)
+    monkeypatch.setattr(search, "_with_another_slot", lambda *_: None)
+    time, found = search._climbed(1.0, plan)
+    assert found.knobs.weight_slots == 6
+    assert time == pytest.approx(0.999**5)

@@ -22,6 +22,7 @@ from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
 from megatrain.simulator.verdict.advice import _as_options, _note, _with_half_moments
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
+from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import (
     Verdict,
     _documents,
@@ -275,6 +276,18 @@ def test_a_gpu_with_a_host_memory_of_its_own_shares_no_link(make_plan: MakePlan)
     assert not estimated(small, hardware, 4).feasible
 
 
+@pytest.mark.parametrize(("machine", "share"), [("h200", 1), ("gh200-96", 4)])
+def test_the_cores_of_a_host_work_for_all_of_its_gpus(
+    make_plan: MakePlan, machine: str, share: int
+) -> None:
+    """Where updates on the host limit the step, it takes as long as with one GPU, or a part of that
+    if each GPU has a host of its own.
+    """
+    slow = msgspec.structs.replace(HardwareSpec.load(machine), cpu_update_per_s=1e5)
+    one, four = (estimated(make_plan("k_buffer"), slow, gpus) for gpus in (1, 4))
+    assert four.step_seconds * share == pytest.approx(one.step_seconds, rel=0.02)
+
+
 def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan) -> None:
     plan = make_plan("k_buffer")
     assert PROCESS == "host.process"
@@ -367,6 +380,17 @@ def test_a_smaller_model_is_the_largest_of_the_series_or_else_of_all(
         assert found.fits
     monkeypatch.setattr(library, "_fits", lambda *_: False)
     assert not list(library._smaller_model(plan, H200))
+
+
+def test_machines_are_named_only_if_they_are_wanted(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, model = Suggestion(change="machine", fits=True), Suggestion(change="model", fits=True)
+    monkeypatch.setattr(library, "_another_machine", lambda *_: iter([machine]))
+    monkeypatch.setattr(library, "_smaller_model", lambda *_: iter([model]))
+    plan = make_plan("overlapped")
+    assert library.alternatives(plan, H200, machines=True) == [machine, model]
+    assert library.alternatives(plan, H200, machines=False) == [model]
 
 
 def test_the_policies_of_a_verdict_s_type(make_plan: MakePlan) -> None:
