@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
@@ -456,9 +457,9 @@ def test_a_small_search_ends_with_the_faster_plan(
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
     choice = search.best()
     assert choice.feasible
-    if choice.runner_up:
-        assert choice.runner_up.step_seconds >= choice.step_seconds
-        assert choice.runner_up.knobs != choice.plan.knobs
+    assert choice.runner_up is not None
+    assert choice.runner_up.step_seconds >= choice.step_seconds
+    assert choice.runner_up.knobs != choice.plan.knobs
     times = [search.time(other) for other in search.filling.neighbours(choice.plan)]
     assert min(times) * 1.002 >= search.time(choice.plan)
 
@@ -493,3 +494,13 @@ def test_a_search_moves_on_as_long_as_a_neighbour_is_a_little_faster(
     time, found = search._climbed(1.0, plan)
     assert found.knobs.weight_slots == 6
     assert time == pytest.approx(0.999**5)
+
+
+def test_a_step_of_many_micro_batches_is_extended_from_two(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan, accumulation=9)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = PlacementSearch(plan, costs)
+    whole = makespan_ns(policies.lower(plan), costs)
+    assert search.time(plan) == pytest.approx(whole, rel=0.3)
+    coarse = makespan_ns(policies.lower(with_knobs(plan, chunk_bytes=search.coarse)), costs)
+    assert search._coarse(plan).step_ns == pytest.approx(coarse, rel=0.3)
