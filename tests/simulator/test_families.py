@@ -483,3 +483,15 @@ def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> N
         == 2 * spec.work("recompute", "0", workload).flops
         == 2 * work.flops
     )
+
+
+def test_each_element_of_a_convolution_is_multiplied_once_a_token() -> None:
+    """torch's count above leaves convolutions out. Queries, keys and values pass through it."""
+    tokens, channels = 64, 2 * 2 * 32 + 4 * 16
+    short, long = (
+        ModelSpec.from_config(
+            config_of("qwen3_next", linear_conv_kernel_dim=kernel).to_dict(), "config.json"
+        ).work("forward", "0", Workload(batch=1, sequence=tokens))
+        for kernel in (3, 8)
+    )
+    assert long.flops - short.flops == tokens * channels * 2 * 5

@@ -10,12 +10,13 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.lower_bound import LowerBound, _Flow
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 MODEL = ModelSpec.load("qwen2.5-1.5b")
@@ -64,13 +65,19 @@ def plan(name: str, batch: int, clipping: str, accumulation: int) -> Plan:
 def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
     name: str, batch: int, clipping: str, accumulation: int
 ) -> None:
+    """It is nearest with slow compute. With a slow link and two micro-batches, compute also waits
+    for what the bound leaves out.
+    """
     found = plan(name, batch, clipping, accumulation)
     costs = cost_model(HardwareSpec.load("a6000"), MODEL, found.workload)
     bound, time = (
         LowerBound(found, costs).step_ns(found),
         uncontended_makespan_ns(policies.lower(found), costs),
     )
-    assert 0.75 * time <= bound
+    share = 0.99 if batch == 16 else 0.88 if accumulation == 1 else 0.75
+    assert share * time <= bound
+    if bound > time:  # the traffic of the host's memory, which the time does not include
+        assert bound <= makespan_ns(policies.lower(found), costs)
 
 
 def test_a_bound_counts_what_compute_waits_for() -> None:
@@ -81,6 +88,16 @@ def test_a_bound_counts_what_compute_waits_for() -> None:
     found = plan("all streams", 1, "global", 1)
     least = LowerBound(found, cost_model(HardwareSpec.load("a6000"), MODEL, found.workload))
     assert least.step_ns(found) > 2 * least.compute_ns(found)
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+def test_a_bound_is_near_the_time_and_not_above_it_where_updates_are_slow(clipping: str) -> None:
+    """The first chunks of a layer are updated while its last ones are still being loaded."""
+    found = plan("all streams", 1, clipping, 1)
+    slow = msgspec.structs.replace(HardwareSpec.load("a6000"), device_gb_per_s=20.0)
+    costs = cost_model(slow, MODEL, found.workload)
+    time = uncontended_makespan_ns(policies.lower(found), costs)
+    assert 0.97 * time <= LowerBound(found, costs).step_ns(found) <= time
 
 
 def test_cores_and_copies_share_the_memory_of_the_host() -> None:
@@ -101,3 +118,24 @@ def test_cores_and_copies_share_the_memory_of_the_host() -> None:
         < LowerBound(found, costs).step_ns(found)
         <= makespan_ns(schedule, costs)
     )
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
+    name: str, clipping: str
+) -> None:
+    """The bound of compute has each op of the decoder layers and the head, once for each
+    micro-batch. The time of the host's memory is that of all copies and updates.
+    """
+    found = plan(name, 4, clipping, 2)
+    costs = cost_model(HardwareSpec.load("h200"), MODEL, found.workload)
+    assert isinstance(costs, ContendedCosts)
+    ops = policies.lower(found).ops
+    counted = [op for op in ops if op.kind in ("forward", "recompute", "backward", "head")]
+    bound, flow = LowerBound(found, costs), _Flow(LowerBound(found, costs), found, 2)
+    assert bound.compute_ns(found) == sum(costs.duration_ns(op) for op in counted)
+    flow.end_ns()
+    demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]
+    traffic = sum(demand.traffic * time for demand, time in demands if demand)
+    assert flow.host == pytest.approx(traffic / costs.sharing.capacity)

@@ -1,0 +1,204 @@
+"""Tests of advice and of further memory, on a model of half a million parameters.
+
+Each suggestion is compared with a search that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.units import parse_bytes
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess, with_knobs
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Placement
+from megatrain.simulator.verdict import advice
+from megatrain.simulator.verdict.advice import Adviser
+from megatrain.simulator.verdict.marginal_memory import one_more_gib
+from megatrain.simulator.verdict.suggestion import Suggestion
+from megatrain.simulator.verdict.verdict import Verdict, judge
+
+H200, MIB = HardwareSpec.load("h200"), 2**20
+WORK = Workload(batch=8, sequence=64, loss_chunk=512)
+FIELDS = {
+    "batch": "batch",
+    "seq": "sequence",
+    "loss-chunk": "loss_chunk",
+    "accumulation": "accumulation",
+    "clipping": "clipping",
+}
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., ModelSpec]) -> ModelSpec:
+    return make_model(layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024)
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines and models are not tried, because that takes seconds."""
+    monkeypatch.setattr(advice, "alternatives", lambda *_, **__: [])
+
+
+def judged(
+    model: ModelSpec, work: Workload = WORK, *, advise: bool = False, **limits: int
+) -> Verdict:
+    return judge(model, H200, work, policies=["overlapped"], advise=advise, **limits)
+
+
+def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: int = 0) -> Verdict:
+    """Returns the verdict with the options of the suggestion, and with `less` bytes of memory."""
+    sizes = {
+        f"{place}_limit": parse_bytes(entry.options[f"{place}-memory"]) - less
+        for place in ("device", "host")
+        if f"{place}-memory" in entry.options
+    }
+    changes: dict[str, Any] = {
+        field: entry.options[name] if name == "clipping" else int(entry.options[name])
+        for name, field in FIELDS.items()
+        if name in entry.options
+    }
+    return judged(model, msgspec.structs.replace(WORK, **changes), **{**limits, **sizes})
+
+
+@pytest.mark.parametrize("limits", [(8, 64), (12, 6)], ids=str)
+def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> None:
+    """Each suggestion that fits does so in a search. Host memory is the least that suffices, in
+    whole MiB.
+    """
+    held = {"device_limit": limits[0] * MIB, "host_limit": limits[1] * MIB}
+    verdict = judged(model, advise=True, **held)
+    assert not verdict.feasible
+    assert verdict.advice
+    fits = [entry.fits for entry in verdict.advice]
+    assert fits == sorted(fits, reverse=True)
+    order = [(not entry.fits, entry.unsupported, entry.bytes_missing) for entry in verdict.advice]
+    assert order == sorted(order)
+    assert fits == [not entry.bytes_missing for entry in verdict.advice]
+    for entry in verdict.advice:
+        if not entry.options:
+            assert entry.unsupported
+            continue
+        found = followed(model, entry, held)
+        assert found.feasible is entry.fits
+        if not entry.fits:
+            assert entry.bytes_saved > 0
+            continue
+        assert entry.tokens_per_second is not None
+        assert found.tokens_per_second >= 0.98 * entry.tokens_per_second
+        if list(entry.options) == ["host-memory"] and "gains nothing" not in entry.note:
+            assert not followed(model, entry, held, less=MIB).feasible
+
+
+def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: ModelSpec) -> None:
+    for device, host in ((1, 1), (1, 64), (64, 1)):
+        held = {"device_limit": device * MIB, "host_limit": host * MIB}
+        verdict = judge(model, H200, WORK, policies=["k_buffer"], **held)
+        short = {
+            f"{place}-memory" for place, size in (("device", device), ("host", host)) if size == 1
+        }
+        found = [set(entry.options) for entry in verdict.advice]
+        assert [options for options in found if "memory" in str(options)] == [short]
+
+
+def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
+    """The best suggestion is the first. Each gains at least 1 %."""
+    held = {"device_limit": 12 * MIB, "host_limit": 64 * MIB}
+    verdict = judged(model, advise=True, **held)
+    assert verdict.feasible
+    assert verdict.streams
+    gains = [(entry.unsupported, -(entry.gain or 0)) for entry in verdict.advice]
+    assert gains == sorted(gains)
+    assert "batch" in {name for entry in verdict.advice for name in entry.options}
+    for entry in verdict.advice:
+        assert entry.fits
+        assert entry.gain is not None
+        assert entry.gain >= 0.01
+        assert entry.tokens_per_second == pytest.approx(
+            (1 + entry.gain) * verdict.tokens_per_second
+        )
+        assert entry.unsupported is not bool(entry.options)
+        if entry.options:
+            found = followed(model, entry, held)
+            assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
+            assert entry.bytes_saved == (
+                verdict.device_peak_bytes
+                + verdict.host_peak_bytes
+                - found.device_peak_bytes
+                - found.host_peak_bytes
+            )
+
+
+@pytest.mark.parametrize(("device", "host"), [(12, 64), (16, 7)])
+def test_one_more_gib_is_used_by_plans_that_need_it(
+    model: ModelSpec, device: int, host: int
+) -> None:
+    """The plan with more memory fits in it and gains what is said. It does not fit without."""
+    limits = {"device_limit": device * MIB, "host_limit": host * MIB}
+    choice = candidates(model, H200, WORK, policies=["overlapped"], **limits)[0]
+    costs = cost_model(H200, model, WORK)
+    assert choice.feasible
+    found = {margin.place: margin for margin in one_more_gib(choice, H200, costs)}
+    assert list(found) == ["device", "host"]
+    for place, margin in found.items():
+        assert margin.gain == pytest.approx(choice.step_seconds / margin.step_seconds - 1)
+        assert margin.tokens_per_second == pytest.approx(WORK.step_tokens / margin.step_seconds)
+        if margin.knobs is None:
+            assert margin.gain == 0
+            continue
+        now = msgspec.structs.replace(choice.plan, knobs=margin.knobs)
+        field = f"{place}_limit_bytes"
+        more = msgspec.structs.replace(now, **{field: getattr(now, field) + 2**30})
+        assert assess(more, costs).feasible
+        assert not assess(now, costs).feasible
+        assert assess(more, costs).step_seconds == pytest.approx(margin.step_seconds, rel=0.01)
+    assert found["device"].gain > 0
+    assert (found["host"].knobs is None) == (host == 64)
+
+
+def test_nothing_is_gained_where_nothing_is_short(model: ModelSpec) -> None:
+    costs = cost_model(H200, model, WORK)
+    for policy in ("overlapped", "k_buffer"):
+        choice = candidates(model, H200, WORK, policies=[policy])[0]
+        assert [margin.gain for margin in one_more_gib(choice, H200, costs)] == [0, 0]
+        short = msgspec.structs.replace(
+            choice, account=msgspec.structs.replace(choice.account, device_limit_bytes=1)
+        )
+        assert one_more_gib(short, H200, costs) == ()
+        assert one_more_gib(choice, HardwareSpec.load("dgx-spark"), costs) == ()
+    peer = candidates(model, H200, WORK, policies=[policies.peers()[0]])[0]
+    assert one_more_gib(peer, H200, costs) == ()
+
+
+def test_moments_of_half_the_size_save_half_of_their_copies(model: ModelSpec) -> None:
+    """They gain nothing if they stay on the device, and less than the copies of moments take."""
+    base = candidates(model, H200, WORK, policies=["overlapped"])[0].plan
+    costs = cost_model(H200, model, WORK)
+    for placement in (Placement(), Placement(moments="all"), Placement(moments="0-2,e")):
+        choice = assess(with_knobs(base, placement=placement), costs)
+        search: Any = None  # not needed for this
+        entry = Adviser(choice, H200, costs, [], search, [])._fast_moments()
+        assert entry is not None
+        assert entry.gain is not None
+        kinds = choice.account.kinds
+        pools = [pool for pool, kind in kinds.items() if kind.data == "moments"]
+        assert entry.bytes_saved == sum(choice.account.pools[pool] // 2 for pool in pools)
+        if placement.moments == "all":
+            assert entry.gain == 0
+            continue
+        copies = [
+            op
+            for op in policies.lower(choice.plan).ops
+            if op.lane in ("h2d", "d2h") and any("moments" in name for name in op.buffers)
+        ]
+        half = sum(costs.duration_ns(op) for op in copies) / 2e9
+        rest = choice.step_seconds - half
+        assert 0.005 < entry.gain <= half / rest

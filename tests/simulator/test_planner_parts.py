@@ -1,0 +1,506 @@
+"""Tests of the parts that the searches are made of, each against a statement of what it returns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.planner.batch_splits import splits
+from megatrain.simulator.planner.capacity import _enough, _merged, _most, resized, usable
+from megatrain.simulator.planner.filling import (
+    CLASSES,
+    Filling,
+    host_updating,
+    last,
+    ranges,
+    updated_like,
+)
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.slot_search import (
+    GRADIENT_SLOTS,
+    GRADIENT_STAGING,
+    WEIGHT_SLOTS,
+    SlotSearch,
+)
+from megatrain.simulator.schedule import Buffer
+from megatrain.simulator.schedule.plan import Placement, Plan
+
+MakePlan = Callable[..., Plan]
+
+
+def placed(plan: Plan, **fields: str) -> Plan:
+    return with_knobs(plan, placement=Placement(**fields))
+
+
+# ---- placements
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_text_of_layers_names_the_chosen_ones(make_plan: MakePlan, data: st.DataObject) -> None:
+    """The text of a placement names the chosen layers, in as few parts as possible."""
+    plan = make_plan(layers=data.draw(st.integers(1, 9)))
+    layers = list(plan.model.stack)
+    chosen = data.draw(st.sets(st.sampled_from(layers)))
+    text = ranges(layers, chosen)
+    assert placed(plan, weights=text).placed("weights") == chosen
+    numbers = sorted(int(layer) for layer in chosen if layer.isdigit())
+    runs = sum(number - 1 not in numbers for number in numbers)
+    parts = runs + len(chosen) - len(numbers)
+    assert text == "all" if len(chosen) == len(layers) else len(text.split(",")) == max(parts, 1)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_last_layers_are_named(make_plan: MakePlan, data: st.DataObject) -> None:
+    decoders = data.draw(st.integers(1, 9))
+    count = data.draw(st.integers(0, decoders))
+    plan = placed(make_plan(layers=decoders), saved_activations=last(decoders, count))
+    assert plan.placed("saved_activations") == {
+        str(index) for index in range(decoders - count, decoders)
+    }
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_host_updates_all_or_every_second_of_the_streamed_layers(
+    make_plan: MakePlan, data: st.DataObject
+) -> None:
+    """It updates no layer whose weights stay on the device, and nothing else is changed."""
+    plan = make_plan(layers=data.draw(st.integers(1, 6)))
+    layers = list(plan.model.stack)
+    resident = data.draw(st.sets(st.sampled_from(layers)))
+    plan = placed(plan, weights=ranges(layers, resident), moments="0")
+    streamed = [layer for layer in layers if layer not in resident]
+    for every in (1, 2):
+        found = host_updating(plan, every=every)
+        assert found.placed("host_updated") == set(streamed[::every])
+        assert (
+            updated_like(plan, found).knobs
+            == (found if len(streamed) > 1 else host_updating(plan)).knobs
+        )
+        for field in ("weights", "moments"):
+            assert found.placed(field) == plan.placed(field)
+    assert updated_like(host_updating(plan), plan).knobs == plan.knobs
+
+
+# ---- capacity
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(-5, 200))
+def test_no_more_state_moves_than_is_needed(sizes: list[int], excess: int) -> None:
+    """The buffers that move are the first ones. The last of them is the smallest of the rest that
+    is large enough.
+    """
+    order = [
+        Buffer(id=f"device.weights:{index}", bytes=256 * size, data="weights", dtype="bf16")
+        for index, size in enumerate(sizes)
+    ]
+    moved = _enough(order, 256 * excess)
+    found = [buffer.allocated // 256 for buffer in moved]
+    if excess <= 0:
+        assert not found
+    elif sum(sizes) < excess:
+        assert moved == order
+    else:
+        *before, final = found
+        assert before == sizes[: len(before)]
+        assert sum(before) < excess <= sum(found)
+        assert final == min(size for size in sizes[len(before) :] if sum(before) + size >= excess)
+
+
+@given(st.integers(0, 100), st.integers(1, 70))
+def test_the_most_is_found_by_bisection(limit: int, most: int) -> None:
+    assert _most(lambda count: count <= limit, most) == min(limit, most)
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_merged_buffers_are_as_large_as_their_pools(make_plan: MakePlan, policy: str) -> None:
+    """There is one buffer for each pool, and each that the framework allocates stays."""
+    buffers = policies.lower(make_plan(policy, layers=3)).buffers
+    merged = _merged(buffers)
+    sizes: list[dict[str, int]] = []
+    for each in (buffers, merged):
+        pools: dict[str, int] = defaultdict(int)
+        for buffer in each:
+            pools[buffer.pool] += buffer.allocated
+        sizes.append(pools)
+    assert sizes[0] == sizes[1]
+    fixed = [buffer.pool for buffer in merged if not buffer.dynamic]
+    assert len(fixed) == len(set(fixed))
+    dynamic = [[buffer for buffer in each if buffer.dynamic] for each in (buffers, merged)]
+    assert dynamic[0] == dynamic[1]
+
+
+@given(st.integers(1, 10**6), st.sampled_from([0.25, 1 / 3, 1.0, 1.5, 7.0]), st.booleans())
+def test_a_buffer_grows_with_the_tokens_and_is_rounded_up(
+    size: int, factor: float, scales: bool
+) -> None:
+    buffer = Buffer(
+        id="device.hidden:0", bytes=size, data="hidden", dtype="bf16", scales_with_tokens=scales
+    )
+    found = resized(buffer, factor)
+    if scales:
+        assert size * factor <= found.bytes < size * factor + 1
+    else:
+        assert found == buffer
+
+
+# ---- splits and shortened plans
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12, 97, 128, 2**21])
+def test_splits_are_all_that_make_up_the_tokens(rows: int) -> None:
+    """A step has at most 64 micro-batches, and a micro-batch at most 2**20 sequences."""
+    work = Workload(batch=3, sequence=32, accumulation=5)
+    found = [(split.batch, split.accumulation) for split in splits(work, 32 * rows)]
+    assert found == [
+        (rows // count, count)
+        for count in range(1, 65)
+        if rows % count == 0 and rows // count <= 2**20
+    ]
+    for split in splits(work, 32 * rows):
+        assert msgspec.structs.replace(split, batch=3, accumulation=5) == work
+
+
+@pytest.mark.parametrize("layers", [None, 2, 9])
+@pytest.mark.parametrize("accumulation", [None, 2, 9])
+def test_a_plan_is_shortened_and_never_made_longer(
+    make_plan: MakePlan, layers: Any, accumulation: Any
+) -> None:
+    plan = make_plan("k_buffer", layers=4, accumulation=3)
+    found = with_knobs(plan, layers=layers, accumulation=accumulation, weight_slots=7)
+    assert found.model.layers == min(layers or 4, 4)
+    assert found.workload.accumulation == min(accumulation or 3, 3)
+    assert found.knobs == msgspec.structs.replace(plan.knobs, weight_slots=7)
+
+
+# ---- placements that fill the memory
+
+
+H200 = HardwareSpec.load("h200")
+
+
+def streaming(make_plan: MakePlan, **changes: Any) -> Plan:
+    """Returns a plan for a model with an embedding and a head that are larger than its layers."""
+    return make_plan("overlapped", layers=5, **{"device_limit_bytes": 2**40, **changes})
+
+
+def tightened(plan: Plan, filling: Filling, spare: int) -> Plan:
+    """Returns the plan with `spare` bytes of device memory more than it needs."""
+    needed = filling.account(plan).device_peak_bytes
+    return msgspec.structs.replace(plan, device_limit_bytes=needed + spare)
+
+
+def a_filling(plan: Plan) -> Filling:
+    return Filling(plan, cost_model(H200, plan.model, plan.workload))
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 10_000, 60_000, 2**30])
+def test_the_most_saved_layers_fit_and_one_more_does_not(make_plan: MakePlan, spare: int) -> None:
+    filling = a_filling(plan := streaming(make_plan))
+    plan = tightened(plan, filling, spare)
+    saved = [
+        placed(plan, saved_activations=last(5, count)) for count in range(plan.model.layers + 1)
+    ]
+    fitting = [filling.room(other) >= 0 for other in saved]
+    assert fitting == sorted(fitting, reverse=True)
+    assert filling.most_saved(plan, Placement()) == sum(fitting) - 1
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("spare", [0, 5_000, 30_000, 100_000])
+def test_no_state_that_still_fits_is_left_out(
+    make_plan: MakePlan, spare: int, clipping: str
+) -> None:
+    """Each fill fits on the device. No order leaves state on the host for which there is room."""
+    filling = a_filling(plan := streaming(make_plan, clipping=clipping))
+    plan = tightened(plan, filling, spare)
+    fills = list(filling.fills(plan, Placement()))
+    assert len(fills) == (3 if clipping == "global" else 4)
+    for fill in fills:
+        room = filling.room(fill)
+        assert room >= 0
+        for (name, layer), size in filling._sizes.items():
+            assert layer in fill.placed(name) or size > room
+    everything = streaming(make_plan, clipping=clipping)
+    for fill in filling.fills(everything, Placement()):
+        for name in CLASSES:
+            layers = {layer for each, layer in filling._sizes if each == name}
+            assert fill.placed(name) == layers
+        assert ("gradients", "0") in filling._sizes or clipping == "none"
+
+
+def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) -> None:
+    filling = a_filling(plan := streaming(make_plan))
+    smallest = min(filling._sizes.values())
+    for spare, most in ((smallest - 256, 0), (smallest, 1)):
+        for fill in filling.fills(tightened(plan, filling, spare), Placement()):
+            assert sum(len(fill.placed(name)) for name in CLASSES) == most
+
+
+def test_another_weight_slot_takes_the_place_of_as_little_state_as_it_needs(
+    make_plan: MakePlan,
+) -> None:
+    """Moments and low halves leave the device, and no more of them than are needed."""
+    layers = "e,0-4"
+    plan = with_knobs(
+        streaming(make_plan),
+        placement=Placement(moments=layers, master_low=layers, gradients=layers),
+    )
+    filling = a_filling(plan)
+    for spare in (0, 3_000, 20_000):
+        tight = tightened(plan, filling, spare)
+        other = filling.with_another_slot(tight)
+        assert other is not None
+        assert other.knobs.weight_slots == plan.knobs.weight_slots + 1
+        assert filling.room(other) >= 0
+        for name in ("weights", "gradients"):
+            assert other.placed(name) == plan.placed(name)
+        left = [
+            (name, layer)
+            for name in ("moments", "master_low")
+            for layer in plan.placed(name) - other.placed(name)
+        ]
+        smallest = min(filling._sizes[each] for each in left) if left else 0
+        assert filling.room(other) < smallest or not left
+    whole = with_knobs(plan, placement=Placement(weights="all"))
+    assert filling.with_another_slot(whole) is None
+    bare = tightened(with_knobs(plan, placement=Placement()), filling, 0)
+    assert filling.with_another_slot(bare) is None
+
+
+def test_neighbours_fit_and_differ_by_one_saved_layer_or_slot(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan)
+    filling = a_filling(plan)
+    plan = tightened(placed(plan, saved_activations=last(5, 2)), filling, 100_000)
+    found = list(filling.neighbours(plan))
+    assert all(filling.account(other).fits for other in found)
+    assert all(other.device_limit_bytes == plan.device_limit_bytes for other in found)
+    changes = {
+        (
+            len(other.placed("saved_activations")) - 2,
+            other.knobs.weight_slots - plan.knobs.weight_slots,
+        )
+        for other in found
+    }
+    assert changes == {(-1, 0), (0, 0), (1, 0), (0, 1)}
+    for offloaded in ("", "all"):
+        base = with_knobs(
+            plan,
+            placement=msgspec.structs.replace(plan.knobs.placement, offloaded_inputs=offloaded),
+        )
+        for other in filling.with_other_inputs(base):
+            assert bool(other.knobs.placement.offloaded_inputs) is not bool(offloaded)
+            assert len(other.placed("saved_activations")) == 2
+
+
+# ---- the searches
+
+
+def test_the_fastest_two_of_all_candidates_are_ranked_first(make_plan: MakePlan) -> None:
+    """The result is that of simulating all of them. Those above the limit are left out."""
+    plan = streaming(make_plan, accumulation=2)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    candidates = [
+        placed(search.plan, weights=weights, host_updated=updated, saved_activations=saved)
+        for weights in ("", "0-2", "all")
+        for updated in ("", "3-4")
+        for saved in ("", "4")
+    ]
+    times = sorted((search._coarse(other).step_ns, index) for index, other in enumerate(candidates))
+    found = search._ranked(candidates)
+    assert [search._coarse(other).step_ns for other in found] == [time for time, _ in times[:2]]
+    best = times[0][0]
+    later = min(time for time, _ in times if time > best)
+    equal = [candidates[index] for time, index in times if time == best][:2]
+    assert search._ranked(candidates, (best + later) / 2) == equal
+    assert search._ranked(candidates, best - 1) == []
+    assert search._ranked([]) == []
+    slow, fast = candidates[times[-1][1]], candidates[times[0][1]]
+    faster = search.faster(search.time(slow), slow, candidates)
+    assert faster is not None
+    assert faster[0] == search.time(faster[1]) <= search.time(fast)
+    assert search.faster(search.time(fast), fast, [slow]) is None
+    assert search.faster(search.time(fast), fast, []) is None
+
+
+def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: MakePlan) -> None:
+    for clipping in ("global", "layer", "none", "update"):
+        plan = streaming(make_plan, clipping=clipping)
+        search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+        assert search.plan.knobs.weights_ahead == (clipping != "global")
+        found = search._whole_layers()
+        assert len(found) == (2 if clipping == "update" else 0)
+        layer = 2 * max(spec.elements for spec in plan.model.decoders)
+        for knobs in found:
+            chunk, slots = knobs["chunk_bytes"], knobs["state_slots"]
+            assert layer <= (slots - 1) * chunk < layer + chunk
+
+
+@pytest.mark.parametrize("policy", ["k_buffer", "double_buffer", "sequential"])
+def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy: str) -> None:
+    """The search adds the bytes of gradient slots and staging buffers, as computed for a short
+    model, to those of the whole model. The sums are those of the lowered plans.
+    """
+    plan = make_plan(policy, layers=6)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = SlotSearch(plan, costs)
+    pairs = search._first_round()
+    assert len(pairs) == len(set(pairs)) == len(search.sizes)
+    for pair in pairs:
+        for path in search.paths:
+            knobs = dict(
+                zip(
+                    ("checkpoint_interval", "weight_slots", "gradient_slots", "gradient_staging"),
+                    (*pair, *path),
+                    strict=True,
+                )
+            )
+            whole = with_knobs(plan, **knobs)
+            account = plan_account(whole, policies.lower(whole), costs)
+            for name in ("device", "host"):
+                peak = getattr(account, f"{name}_peak_bytes")
+                for less in (0, 1, 777):
+                    roomy = {f"{other}_limit_bytes": 2**40 for other in ("device", "host")}
+                    limits = {**roomy, f"{name}_limit_bytes": peak - less}
+                    search.plan = msgspec.structs.replace(plan, **limits)
+                    assert search._excess(pair, path) == less
+
+
+def test_a_unified_machine_needs_one_policy_and_no_copies(make_plan: MakePlan) -> None:
+    """Elsewhere, each policy that no other dominates is tried, and offloaded inputs too."""
+    plan = make_plan("overlapped")
+    for machine in ("h200", "dgx-spark"):
+        hardware = HardwareSpec.load(machine)
+        costs = cost_model(hardware, plan.model, plan.workload)
+        names = [*policies.names(), *policies.peers()]
+        found = [footprint.plan for footprint in usable(plan, hardware, costs, names)]
+        expected = ["resident"] if hardware.unified else policies.contenders()
+        assert list(dict.fromkeys(each.policy for each in found)) == expected
+        offloaded = {each.knobs.placement.offloaded_inputs for each in found}
+        assert offloaded == ({""} if hardware.unified else {"", "all", "0-2", "0-1", "0"})
+        for each in found:
+            fewer = msgspec.structs.replace(
+                each.knobs, weight_slots=max(each.knobs.weight_slots - 1, 1)
+            )
+            if fewer != each.knobs:
+                with pytest.raises(UserError):
+                    policies.lower(msgspec.structs.replace(each, knobs=fewer))
+
+
+@pytest.mark.parametrize("policy", ["k_buffer", "double_buffer"])
+def test_the_nearest_miss_of_slots_is_the_smallest_of_all(make_plan: MakePlan, policy: str) -> None:
+    plan = make_plan(policy, layers=6, batch=8, device_limit_bytes=4096, host_limit_bytes=4096)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = SlotSearch(plan, costs)
+    choice = search.best()
+    read = policies.find(policy).knobs
+    values = {
+        "checkpoint_interval": (1, 2, 3),
+        "weight_slots": WEIGHT_SLOTS,
+        "gradient_slots": GRADIENT_SLOTS,
+        "gradient_staging": GRADIENT_STAGING,
+    }
+    excess = []
+    for knobs in itertools.product(*(values[name] for name in values if name in read)):
+        try:
+            other = with_knobs(
+                plan, **dict(zip([n for n in values if n in read], knobs, strict=True))
+            )
+            account = plan_account(other, policies.lower(other), costs)
+        except UserError:
+            continue
+        excess.append(account.excess_bytes)
+    assert choice.account.excess_bytes == min(excess) < max(excess)
+
+
+def test_host_updates_of_all_and_of_every_second_layer_are_tried(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried if they fit, and the fastest of those and of the plan itself is returned."""
+    plan = streaming(make_plan)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    tried: list[Plan] = []
+    monkeypatch.setattr(search, "_ranked", lambda plans: tried.extend(plans) or plans)
+    time, found = search._with_host_updates(math.inf, plan)
+    assert host_updating(plan) in tried
+    assert host_updating(plan, every=2) in tried
+    assert all(search.filling.account(other).fits for other in tried)
+    assert time == search.time(found) <= 1.001 * min(map(search.time, tried))
+    assert search._with_host_updates(time / 2, plan) == (time / 2, plan)
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("spare", [100_000, 200_000])
+def test_a_small_search_ends_with_the_faster_plan(
+    make_plan: MakePlan, clipping: str, spare: int
+) -> None:
+    """The runner-up is not faster, and neither is a neighbour by more than a tie."""
+    plan = streaming(make_plan, clipping=clipping, accumulation=2)
+    plan = tightened(plan, a_filling(plan), spare)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    choice = search.best()
+    assert choice.feasible
+    assert choice.runner_up is not None
+    assert choice.runner_up.step_seconds >= choice.step_seconds
+    assert choice.runner_up.knobs != choice.plan.knobs
+    times = [search.time(other) for other in search.filling.neighbours(choice.plan)]
+    assert min(times) * 1.002 >= search.time(choice.plan)
+
+
+def test_another_slot_is_taken_only_if_it_is_faster(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan, gradient_slots=1, state_slots=1)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    other = search.filling.with_another_slot(plan)
+    assert other is not None
+    time = search.time(other)
+    assert search.lower_bound.step_ns(other) < 0.99 * time
+    assert search._with_another_slot(2 * time, plan) == (time, other)
+    assert search._with_another_slot(time, plan) is None
+
+
+def test_a_search_moves_on_as_long_as_a_neighbour_is_a_little_faster(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan, weight_slots=1)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+
+    def neighbours(plan: Plan) -> list[Plan]:
+        return [with_knobs(plan, weight_slots=min(plan.knobs.weight_slots + 1, 6))]
+
+    def faster(time: float, _: Plan, others: list[Plan]) -> tuple[float, Plan] | None:
+        return (0.999 * time, others[0]) if others else None
+
+    monkeypatch.setattr(search.filling, "neighbours", neighbours)
+    monkeypatch.setattr(search.filling, "with_other_inputs", lambda _: [])
+    monkeypatch.setattr(search, "faster", faster)
+    monkeypatch.setattr(search, "_with_another_slot", lambda *_: None)
+    time, found = search._climbed(1.0, plan)
+    assert found.knobs.weight_slots == 6
+    assert time == pytest.approx(0.999**5)
+
+
+def test_a_step_of_many_micro_batches_is_extended_from_two(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan, accumulation=9)
+    costs = cost_model(H200, plan.model, plan.workload)
+    search = PlacementSearch(plan, costs)
+    whole = makespan_ns(policies.lower(plan), costs)
+    assert search.time(plan) == pytest.approx(whole, rel=0.3)
+    coarse = makespan_ns(policies.lower(with_knobs(plan, chunk_bytes=search.coarse)), costs)
+    assert search._coarse(plan).step_ns == pytest.approx(coarse, rel=0.3)

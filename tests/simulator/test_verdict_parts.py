@@ -1,0 +1,399 @@
+"""Tests of the parts of a verdict, on plans for models of a few thousand parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.exposed import WAITING
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import PROCESS, Account
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, frugality
+from megatrain.simulator.planner.search import _with_runner_up, rank
+from megatrain.simulator.schedule import Buffer
+from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.verdict import alternatives as library
+from megatrain.simulator.verdict.advice import _as_options, _note, _with_half_moments
+from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
+from megatrain.simulator.verdict.suggestion import Suggestion
+from megatrain.simulator.verdict.verdict import (
+    Verdict,
+    _documents,
+    _lacking,
+    _shares,
+    summarize,
+    train_for,
+)
+
+H200 = HardwareSpec.load("h200")
+MakePlan = Callable[..., Plan]
+
+
+def chosen(plan: Plan, hardware: HardwareSpec = H200) -> Choice:
+    return assess(plan, cost_model(hardware, plan.model, plan.workload))
+
+
+def with_seconds(choice: Choice, seconds: float, policy: str = "") -> Choice:
+    plan = msgspec.structs.replace(choice.plan, policy=policy or choice.plan.policy)
+    return msgspec.structs.replace(choice, plan=plan, step_seconds=seconds)
+
+
+def with_memory(choice: Choice, device: int, host: int) -> Choice:
+    """Returns the choice with peaks of these bytes above its limits."""
+    account = Account(
+        pools={"device.weights": 1000 + device, "host.weights": 1000 + host},
+        device_limit_bytes=1000,
+        host_limit_bytes=1000,
+    )
+    return msgspec.structs.replace(choice, account=account)
+
+
+# ---- the order of choices
+
+
+def test_the_order_of_choices(make_plan: MakePlan) -> None:
+    """What fits comes first, by time. The rest is ordered by what the device lacks, then by what
+    both lack, then by time.
+    """
+    some = chosen(make_plan("k_buffer"))
+    ordered = [
+        with_seconds(with_memory(some, 0, 0), 1.0),
+        with_seconds(with_memory(some, 0, 0), 1.0, "overlapped"),
+        with_seconds(with_memory(some, 0, -900), 2.0),
+        with_seconds(with_memory(some, -900, 0), 3.0),
+        with_seconds(with_memory(some, -900, 500), 9.0),
+        with_seconds(with_memory(some, 0, 501), 1.0),
+        with_seconds(with_memory(some, 1, 400), 4.0),
+        with_seconds(with_memory(some, 1, 400), 5.0),
+        with_seconds(with_memory(some, 2, 0), 1.0),
+    ]
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=rank) == ordered
+
+
+def test_the_plan_with_the_fewest_bytes_of_both_memories_comes_first(make_plan: MakePlan) -> None:
+    some = chosen(make_plan("k_buffer"))
+    more = msgspec.structs.replace(
+        some, plan=msgspec.structs.replace(some.plan, knobs=Knobs(weight_slots=9))
+    )
+    ordered = [
+        with_memory(some, 0, 0),
+        with_memory(more, 0, 0),
+        with_memory(some, 5, 1),
+        with_memory(some, 0, 7),
+    ]
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=frugality) == ordered
+
+
+def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None:
+    """It is another policy's plan, the second of the same policy, or a bound of a policy that was
+    not searched. What does not fit or cannot be executed is none.
+    """
+    some = chosen(make_plan("k_buffer"))
+    best, slow = with_seconds(some, 1.0), with_seconds(some, 3.0, "overlapped")
+    own = RunnerUp(policy="k_buffer", knobs=Knobs(), step_seconds=2.5)
+    bound = RunnerUp(policy="resident", step_seconds=2.0, at_least=True)
+    found = _with_runner_up([best, slow], []).runner_up
+    assert found == RunnerUp(policy="overlapped", knobs=slow.plan.knobs, step_seconds=3.0)
+    both = msgspec.structs.replace(best, runner_up=own)
+    assert _with_runner_up([both, slow], []).runner_up == own
+    assert _with_runner_up([both, slow], [bound]).runner_up == bound
+    assert _with_runner_up([best], []).runner_up is None
+    peer = with_seconds(some, 1.5, policies.peers()[0])
+    for other in (with_memory(slow, 1, 0), peer):
+        assert _with_runner_up([best, other], []).runner_up is None
+        assert _with_runner_up([other, best], []).runner_up is None
+
+
+# ---- the verdict
+
+
+@pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
+def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
+    choice = chosen(make_plan(policy, device_limit_bytes=2**40))
+    plan, verdict = choice.plan, summarize(choice, H200)
+    executable = policy in policies.names()
+    assert verdict.prediction_only is not executable
+    read = {name for name in verdict.knobs if name != "placement"}
+    assert read == set(policies.find(policy).knobs if executable else ())
+    assert ("placement" in verdict.knobs) == (executable and bool(policies.find(policy).placements))
+    for name, value in verdict.knobs.items():
+        assert value == getattr(plan.knobs, name)
+    lanes = {op.lane for op in policies.lower(plan).ops}
+    assert verdict.streams == bool(lanes & {"h2d", "d2h"})
+    assert set(verdict.lane_seconds) == lanes
+    assert verdict.step_seconds == choice.step_seconds
+    assert (verdict.machine, verdict.batch_chosen) == (H200.title, False)
+    assert verdict.lower_bound_seconds == choice.bounds.lower_bound_ns / 1e9
+    assert verdict.tflops_6n_active == pytest.approx(
+        6 * plan.model.active_parameters * verdict.tokens_per_second / 1e12
+    )
+    assert verdict.binding == choice.bounds.binding
+    assert not verdict.reason
+    short = chosen(msgspec.structs.replace(plan, device_limit_bytes=4096))
+    refused = summarize(short, H200, tokens=10**6)
+    assert (refused.feasible, refused.training) == (False, None)
+    assert (refused.binding, refused.reason) == (short.account.binding, short.account.advice)
+
+
+def test_the_host_s_memory_is_assumed_where_nobody_stated_it(make_plan: MakePlan) -> None:
+    for limit, assumed in ((H200.host_bytes, True), (H200.host_bytes - 1, False)):
+        plan = make_plan("k_buffer", host_limit_bytes=limit)
+        assert summarize(chosen(plan), H200).host_memory_assumed is assumed
+
+
+def test_what_is_lacking_is_said_for_each_memory(make_plan: MakePlan) -> None:
+    verdict = summarize(chosen(make_plan("k_buffer")), H200)
+
+    def lacking(device: int, host: int) -> str:
+        return _lacking(
+            msgspec.structs.replace(
+                verdict,
+                device_peak_bytes=verdict.device_limit_bytes + device,
+                host_peak_bytes=verdict.host_limit_bytes + host,
+            )
+        )
+
+    assert lacking(2**20, 0) == "the nearest plan lacks 1.00 MiB of device memory"
+    assert lacking(0, 2**20) == "the nearest plan lacks 1.00 MiB of host memory"
+    assert (
+        lacking(2**20, 2**21)
+        == "the nearest plan lacks 1.00 MiB of device memory and 2.00 MiB of host memory"
+    )
+
+
+def test_shares_of_a_step() -> None:
+    """What is exposed counts for what compute waits for, and the host's time between steps for
+    nothing else.
+    """
+    exposed = {"cpu": 10, "update": 5, "h2d": 20, "d2h": 15, WAITING: 10}
+    assert _shares(exposed, 180, 200e-9) == pytest.approx(
+        {
+            "compute": 0.6,
+            "host_optimizer": 0.05,
+            "device_optimizer": 0.025,
+            "copies": 0.175,
+            "nothing_else": 0.15,
+        }
+    )
+    assert _shares({}, 150, 200e-9) == pytest.approx({"compute": 0.75, "nothing_else": 0.25})
+
+
+def test_a_mask_between_documents_is_named_where_it_costs(
+    make_model: Callable[..., ModelSpec],
+) -> None:
+    """It costs nothing without documents, and nothing where scores are written out anyway."""
+    packed, plain = (Workload(batch=1, sequence=8, documents=each) for each in (True, False))
+    masked = msgspec.structs.replace(packed, dtype="fp32")
+    model = make_model(family="llama")
+    assert _documents(model, masked).startswith("in fp32 a mask ")
+    assert not _documents(model, packed)
+    assert not _documents(model, msgspec.structs.replace(plain, dtype="fp32"))
+    assert not _documents(make_model(family="gemma2"), masked)
+
+
+def test_several_gpus_train_sooner_and_take_the_energy_of_all(make_plan: MakePlan) -> None:
+    verdict = summarize(chosen(make_plan("k_buffer")), H200)
+    several = MultiGpu(
+        gpus=4,
+        step_seconds=1.0,
+        tokens_per_second=3 * verdict.tokens_per_second,
+        speedup=3.0,
+        host_peak_bytes=1,
+        feasible=True,
+        gb_per_s=1.0,
+        gb_per_s_both=1.0,
+    )
+
+    def training(**changes: object) -> tuple[float, float] | None:
+        found = train_for(msgspec.structs.replace(verdict, **changes), H200, 10**9)  # type: ignore[arg-type]
+        if found is None:
+            return None
+        assert found.energy_kwh is not None
+        return found.hours, found.energy_kwh
+
+    alone, together = training(), training(multi_gpu=several)
+    assert alone is not None
+    assert together is not None
+    assert together == pytest.approx((alone[0] / 3, alone[1] * 4 / 3))
+    assert training(multi_gpu=msgspec.structs.replace(several, feasible=False)) is None
+    assert training(feasible=False) is None
+
+
+# ---- several GPUs
+
+
+def test_the_most_gpus_of_a_host(make_plan: MakePlan) -> None:
+    for count in (1, 16):
+        check_gpus(count, H200)
+    check_gpus(1, HardwareSpec.load("dgx-spark"))
+    for count in (0, 17):
+        with pytest.raises(UserError, match=f"found {count}"):
+            check_gpus(count, H200)
+        with pytest.raises(UserError, match=f"found {count}"):
+            estimated(make_plan("k_buffer"), H200, count)
+
+
+def estimated(plan: Plan, hardware: HardwareSpec, gpus: int, **extra: int) -> MultiGpu:
+    """Returns the estimate for a plan. `extra` are further bytes of its pools."""
+    costs = cost_model(hardware, plan.model, plan.workload)
+    choice = chosen(plan, hardware)
+    pools = {**choice.account.pools, **{name.replace("_", "."): n for name, n in extra.items()}}
+    account = msgspec.structs.replace(choice.account, pools=pools)
+    return estimate(plan, policies.lower(plan), account, hardware, costs, choice.step_seconds, gpus)
+
+
+@pytest.mark.parametrize("machine", ["h200", "gh200-96"])
+def test_one_gpu_of_several_is_as_fast_as_one(make_plan: MakePlan, machine: str) -> None:
+    hardware = HardwareSpec.load(machine)
+    one = estimated(make_plan("k_buffer"), hardware, 1)
+    assert one.speedup == pytest.approx(1)
+    link = min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
+    assert (one.gb_per_s, one.gb_per_s_both) == (link, link * hardware.duplex_fraction)
+
+
+def test_a_gpu_with_a_host_memory_of_its_own_shares_no_link(make_plan: MakePlan) -> None:
+    """With NVLink-C2C, the limit of host memory holds for each GPU."""
+    hardware, plan = HardwareSpec.load("gh200-96"), make_plan("k_buffer")
+    assert "C2C" in hardware.link
+    one, four = (estimated(plan, hardware, gpus) for gpus in (1, 4))
+    assert (four.gb_per_s, four.gb_per_s_both) == (one.gb_per_s, one.gb_per_s_both)
+    tight = msgspec.structs.replace(plan, host_limit_bytes=one.host_peak_bytes)
+    process = 3 * one.host_peak_bytes // 4
+    assert estimated(tight, hardware, 4).feasible
+    shared = msgspec.structs.replace(hardware, link="PCIe 5.0 x16")
+    assert not estimated(tight, shared, 4, host_process=process).feasible
+    assert estimated(tight, shared, 1).feasible
+    small = msgspec.structs.replace(plan, device_limit_bytes=4096)
+    assert not estimated(small, hardware, 4).feasible
+
+
+@pytest.mark.parametrize(("machine", "share"), [("h200", 1), ("gh200-96", 4)])
+def test_the_cores_of_a_host_work_for_all_of_its_gpus(
+    make_plan: MakePlan, machine: str, share: int
+) -> None:
+    """Where updates on the host limit the step, it takes as long as with one GPU, or a part of that
+    if each GPU has a host of its own.
+    """
+    slow = msgspec.structs.replace(HardwareSpec.load(machine), cpu_update_per_s=1e5)
+    one, four = (estimated(make_plan("k_buffer"), slow, gpus) for gpus in (1, 4))
+    assert four.step_seconds * share == pytest.approx(one.step_seconds, rel=0.02)
+
+
+def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan) -> None:
+    plan = make_plan("k_buffer")
+    assert PROCESS == "host.process"
+    few, more = (
+        estimated(plan, H200, 4, host_process=size).host_peak_bytes for size in (1000, 3000)
+    )
+    assert more - few == 4 * 2000
+
+
+# ---- advice
+
+
+def test_changes_are_named_as_options_with_what_they_cost() -> None:
+    work = Workload(batch=2, sequence=1024, accumulation=3)
+    assert _as_options({"batch": "2", "seq": "8"}) == "--batch 2 --seq 8"
+    assert _note({"clipping": "none", "batch": "2"}, work) == "gives up gradient clipping"
+    for name in ("batch", "accumulation", "seq"):
+        assert _note({name: "2"}, work) == "a step has 6,144 tokens"
+    assert not _note({"device-memory": "8GiB"}, work)
+
+
+def test_half_of_the_moments_is_half_of_their_pools() -> None:
+    kinds = {
+        f"{place}.{data}": Buffer(id=f"{place}.{data}:0", bytes=8, data=data, dtype="fp32")
+        for place in ("device", "host")
+        for data in ("moments", "weights")
+    }
+    before = Account(
+        pools=dict.fromkeys([*kinds, "device.workspace"], 1000),
+        kinds=kinds,
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+    )
+    assert _with_half_moments(before).pools == {
+        **before.pools,
+        "device.moments": 500,
+        "host.moments": 500,
+    }
+
+
+def test_another_machine_has_the_least_memory_that_suffices(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a larger one of the library that has GPUs with a name, with its own limits."""
+    plan, small = make_plan("overlapped"), HardwareSpec.load("rtx3080-10gb")
+    tried: list[HardwareSpec] = []
+
+    def fits(moved: Plan, machine: HardwareSpec) -> bool:
+        assert (moved.device_limit_bytes, moved.host_limit_bytes) == (
+            machine.device_bytes,
+            machine.host_bytes,
+        )
+        tried.append(machine)
+        return len(tried) == 3
+
+    monkeypatch.setattr(library, "_fits", fits)
+    monkeypatch.setattr(
+        library, "candidates", lambda _, machine, *__, **___: [chosen(plan, machine)]
+    )
+    (found,) = library._another_machine(plan, small)
+    sizes = [(machine.device_bytes, machine.host_bytes) for machine in tried]
+    assert sizes == sorted(sizes)
+    assert all(size > small.device_bytes for size, _ in sizes)
+    assert found.options == {"hardware": tried[-1].name}
+    assert found.change == f"--hardware {tried[-1].name}"
+    assert f"{tried[-1].host_bytes // 2**30} GiB of RAM" in found.note
+    tried.clear()
+    monkeypatch.setattr(library, "_fits", lambda *_: False)
+    assert not list(library._another_machine(plan, small))
+
+
+def test_a_smaller_model_is_the_largest_of_the_series_or_else_of_all(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelSpec.load("qwen3-4b")
+    plan = msgspec.structs.replace(make_plan("overlapped"), model=model)
+    choice = chosen(make_plan("overlapped"))
+    monkeypatch.setattr(library, "candidates", lambda *_, **__: [choice])
+    models = library.library_models()
+    assert [each.parameters for each in models] == sorted(
+        (each.parameters for each in models), reverse=True
+    )
+    monkeypatch.setattr(library, "library_models", lambda: models)
+    smaller = [each.name for each in models if each.parameters < model.parameters]
+    series = [name for name in smaller if name.startswith("qwen3")]
+    for able in (smaller, [name for name in smaller if name not in series], series[1:]):
+        monkeypatch.setattr(library, "_fits", lambda other, _, able=able: other.model.name in able)
+        (found,) = library._smaller_model(plan, H200)
+        assert found.model == next(name for name in (*series, *smaller) if name in able)
+        assert found.fits
+    monkeypatch.setattr(library, "_fits", lambda *_: False)
+    assert not list(library._smaller_model(plan, H200))
+
+
+def test_machines_are_named_only_if_they_are_wanted(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, model = Suggestion(change="machine", fits=True), Suggestion(change="model", fits=True)
+    monkeypatch.setattr(library, "_another_machine", lambda *_: iter([machine]))
+    monkeypatch.setattr(library, "_smaller_model", lambda *_: iter([model]))
+    plan = make_plan("overlapped")
+    assert library.alternatives(plan, H200, machines=True) == [machine, model]
+    assert library.alternatives(plan, H200, machines=False) == [model]
+
+
+def test_the_policies_of_a_verdict_s_type(make_plan: MakePlan) -> None:
+    assert library.usual_policies(H200) == ["overlapped"]
+    assert library.usual_policies(HardwareSpec.load("dgx-spark")) == ["resident"]
+    assert isinstance(summarize(chosen(make_plan("resident")), H200), Verdict)
