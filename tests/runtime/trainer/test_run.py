@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.training import opening
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
@@ -226,6 +229,20 @@ def test_how_many_epochs_the_steps_are_is_told(place: Path, prepare: Any) -> Non
     )
     assert epochs_note(1, 1.0) == "1 step an epoch; 1 step is 1.00 epochs"
     assert epochs_note(3000, 1200.25) == "1,200.2 steps an epoch; 3,000 steps are 2.50 epochs"
+
+
+@pytest.mark.parametrize("conversations", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_conversations_that_attend_to_each_other_are_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, conversations: bool, apart: bool
+) -> None:
+    corpus = types.SimpleNamespace(conversations=conversations, documents=apart)
+    monkeypatch.setattr(opening, "open_data", lambda *_, **__: (corpus, None))
+    notes: list[str] = []
+    plan, options = Plan.load(place / "plan.toml"), DataOptions(data="corpus", packing="plain")
+    assert opening.find_data(options, plan, None, 0, notes.append) == (corpus, None)
+    told = [note.startswith("each conversation attends to those before it") for note in notes]
+    assert told == [True] * (conversations and not apart)
 
 
 def test_a_run_with_a_decaying_rate_may_become_longer_and_says_so(place: Path, run: Any) -> None:
