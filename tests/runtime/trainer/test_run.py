@@ -79,6 +79,7 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
         "the measured timeline is not of a step after the warm-up"
     )
     memory = json.loads((out / "memory.json").read_text())
+    assert memory.keys() == {"pools", "device_pool_bytes", "host_pool_bytes"}, "no GPU was used"
     predicted = account(lower(plan), 1, 1, 0, 0)
     assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (
         predicted.device_peak_bytes,
