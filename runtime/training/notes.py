@@ -27,12 +27,11 @@ def epochs_note(steps: int, steps_per_epoch: float) -> str:
 
 def learning_rate_notes(config: Config) -> list[str]:
     """Returns the learning rate, and a warning if it is high."""
-    schedule = config.schedule
-    notes = [f"learning rate {schedule}"]
-    high = (schedule.rate or 0) > HIGHEST_PRETRAINED_RATE
-    if high and config.training.init == "model":
+    rate = config.schedule.rate or 0
+    notes = [f"learning rate {config.schedule}"]
+    if rate > HIGHEST_PRETRAINED_RATE and config.training.init == "model":
         notes.append(
-            f"warning: a learning rate of {format_rate(schedule.rate or 0)} can destroy what"
+            f"warning: a learning rate of {format_rate(rate)} can destroy what"
             f" pretrained weights have learned; usual is {format_rate(PRETRAINED_RATE)} to"
             f" {format_rate(2 * PRETRAINED_RATE)}"
         )

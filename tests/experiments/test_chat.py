@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from megatrain.experiments.cli.commands import chat
 
@@ -114,6 +116,20 @@ def test_the_conversation_is_kept_until_new(
     assert second.startswith(r"<s>user\nhow<e><s>assistant\n")
     assert second.endswith(r"<e><s>user\nare<e><s>assistant\n")
     assert third == r"<s>user\nyou<e><s>assistant\n"
+
+
+def test_a_tokenizer_adds_no_token_of_its_own_to_what_the_template_writes(
+    command: Any, talker: Path, prompts: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(talker, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    first = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=first)
+    assert tokenizer.encode("how").tokens[0] == "<s>"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert command("chat", folder, "--prompt", "how", *SHORT).status == 0
+    assert prompts == [r"<s>user\nhow<e><s>assistant\n"]
 
 
 def test_without_a_template_the_text_is_continued(

@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import reference_lengths
 import torch
 from tiny_families import config_of as tiny_config
 
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.layers import attention
+from megatrain.runtime.layers import attention, lengths
 from megatrain.runtime.layers.attention import kernel_of, refuse_attention
 from megatrain.runtime.layers.functional_layers import (
     FunctionalLayers,
@@ -164,6 +165,25 @@ def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("way", ["kernel", "lengths"])
+def test_without_a_factor_scores_are_divided_by_the_root_of_the_head_size(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    reference_lengths.install(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 5, 16, generator=generator) for _ in range(3))
+    module = torch.nn.Module()
+    mask = lengths.bounds(torch.zeros(2, 5, dtype=torch.int64), 2) if way == "lengths" else None
+    found, divided, doubled = (
+        attention.attend(module, query, key, value, mask, scaling=scaling, kernel="cpu")[0]
+        for scaling in (None, 0.25, 0.5)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.equal(found, divided)
+    assert not torch.allclose(found, doubled)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
 def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: Arenas) -> None:
     """A layer whose attention was kept is compiled as one graph, which other layers reuse."""
     plan = make_plan(family="qwen2", dtype="bf16")
@@ -269,7 +289,7 @@ def test_each_way_of_calling_is_one_graph_a_kind(
     """A compiled layer has three graphs: one that returns its attention, one that takes a kept
     attention, and one that does neither. No graph is broken, and other layers reuse them.
     """
-    compiled, graphs = torch.compile, list[object]()
+    compiled, graphs = torch.compile, list[torch.fx.GraphModule]()
 
     def counted(function: Any, **options: Any) -> Any:
         return compiled(
@@ -299,6 +319,11 @@ def test_each_way_of_calling_is_one_graph_a_kind(
         )
         counts.append(len(graphs))
     assert counts == [3, 3]
+    assert not any(
+        isinstance(node.meta.get("example_value"), torch.SymInt)
+        for graph in graphs
+        for node in graph.graph.nodes
+    ), "a size is a variable of the graph"
 
 
 SAVED_ATTENTION_SUFFIX: dict[str, Any] = {"placement": Placement(saved_attention="1")}

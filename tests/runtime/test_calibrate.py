@@ -5,16 +5,19 @@ and can be saved and loaded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from schedule_text import from_text
+from whole_models import model_of as whole_model_of
 
 from megatrain.runtime.calibration import calibrate as module
-from megatrain.runtime.calibration import contention, measured_costs
+from megatrain.runtime.calibration import contention, measured_costs, profile_steps
 from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
 from megatrain.runtime.calibration import microbenchmarks as rates
 from megatrain.runtime.calibration.profile_steps import StepProfile
@@ -26,8 +29,9 @@ from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.agreement import agreement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, CURVE_KINDS, EVALUATION_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import evaluation, lower, peers
-from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX
+from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX, Schedule, serialized
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -281,6 +285,46 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
     assert measured_costs._process_bytes([], cuda) == 0
 
 
+def test_steps_are_counted_after_the_warm_up_and_evaluations_after_the_first(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that advances by a second with each look at it, two steps take three seconds."""
+    plan = executable("resident")
+    clock = itertools.count()
+    monkeypatch.setattr(profile_steps, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for steps, seconds, done in ((3, 0.0, 3), (1, 3.0, 3)):
+        found = profile_steps.profile_steps(
+            plan,
+            config_of(plan.model),
+            torch.device("cpu"),
+            steps=steps,
+            seconds=seconds,
+            evaluates=True,
+        )
+        assert len(found.timelines) == len(found.seconds) == done
+        assert found.evaluation is not None
+        op, durations = found.evaluation
+        assert op.kind == "loss"
+        assert len(durations) == 3
+
+
+def test_ops_run_one_at_a_time_only_if_asked(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, schedules = executable("double_buffer"), list[Schedule]()
+
+    def profile(_plan: Plan, *_: object, schedule: Schedule, **__: object) -> StepProfile:
+        schedules.append(schedule)
+        return StepProfile(schedule, [], [], None, {}, 0, 0, 1)
+
+    monkeypatch.setattr(module, "profile_steps", profile)
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    subject = module.Subject(plan.model, config_of(plan.model))
+    bench.run(subject, plan, ())
+    bench.run(subject, plan, (), alone=True)
+    assert schedules == [lower(plan), serialized(lower(plan))] != [lower(plan)] * 2
+
+
 def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     """The dispatch time of a lane is the median time from when an op could start to when it starts.
     F0 ends at 10 and F1 starts at 13, so F1 waits 3. F2 needs W0, which ends at 40, and starts at
@@ -303,6 +347,21 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
     )
     assert measured_costs._waits(trial) == {"compute": [[1, 3, 5]], "h2d": [[7]]}
     assert measured_costs._dispatch(measured_costs._waits(trial)) == {"compute": 3, "h2d": 7}
+
+
+def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
+    """The memory is so slow that the rest of the layer would take more time than it took in all.
+    No other layer need have been measured.
+    """
+    model, work = whole_model_of("qwen3_moe", mlp_only_layers=[0]), Workload(batch=2, sequence=16)
+    layer = model.decoders[0]
+    assert layer.signature != model.decoders[-1].signature
+    times = {f"{layer.signature}/{work.shape}": (0, 2_000_000)}
+    table: Any = SimpleNamespace(compute={"forward": times})
+    flops = model.work("forward", layer.name, work).linear_flops
+    slow: Any = SimpleNamespace(device_bytes_per_s=1.0, matmul_flops=4000 * flops)
+    found = measured_costs.linear_efficiency(table, slow, model, work)
+    assert found == pytest.approx(0.25)
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:

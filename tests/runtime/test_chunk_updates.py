@@ -101,3 +101,11 @@ def test_what_fails_late_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ZeroDivisionError):
         ChunkUpdates(2**10, torch.bfloat16, 2)
     assert closed == ["threads", "memory"]
+
+
+def test_the_number_of_pytorch_s_threads_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_updates, "_SIZES", (64,))
+    chunks = ChunkUpdates(2**8, torch.float32, 2)
+    assert chunks.measure(0.0)
+    chunks.close()
+    assert torch.get_num_threads() == 1

@@ -4,6 +4,7 @@ spread of every number.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatrain.simulator.schedule.plan import Plan
 def test_spread_is_the_interquartile_range_over_the_median() -> None:
     assert spread([100, 90, 110, 95, 105]) == 0.15  # quartiles 92.5 and 107.5
     assert spread([-100, -90, -110, -95, -105]) == 0.15
+    assert spread([100, 101, 103]) == 0.0297  # of 0.029703
     assert spread([7.0]) == spread([0, 0, 0]) == 0.0
 
 
@@ -118,6 +120,11 @@ def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
     assert backward_loss == pytest.approx((0.6 - 1 / 3) / (2 / 3))
 
 
+def test_a_loss_is_a_share_with_three_digits() -> None:
+    found = [contention._share(value) for value in (-0.1, 0.0, 0.98765, 1.0, 1.2)]
+    assert found == [0.0, 0.0, 0.988, 1.0, 1.0]
+
+
 @pytest.fixture
 def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
@@ -186,6 +193,22 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     )
     assert isinstance(turns, KernelInterleaving)
     assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
+
+
+def test_lanes_run_for_as_many_windows_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                waits.append(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.01)
+    monkeypatch.setattr(contention.threading, "Event", Waited)
+    work = {"compute": lambda: None, "cpu": lambda: None}
+    contention.run_together(work, {"compute": 1, "cpu": 1}, torch.device("cpu"), 3)
+    assert waits == [pytest.approx(0.03)]
 
 
 def test_a_lane_that_fails_ends_the_others() -> None:

@@ -49,6 +49,12 @@ def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: DefaultSet) 
         assert (int(size), int(heads) > int(kept)) == (128, True), model.shape
 
 
+def test_a_small_model_has_the_proportions_of_a_large_one() -> None:
+    config = model_of("llama-512").config
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    assert [config[key] for key in sizes] == [512, 1792, 4, 2]
+
+
 @pytest.mark.parametrize(
     ("chosen", "policy", "device", "host"),
     [
@@ -120,4 +126,6 @@ def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
 
     assert points() == [(4, 1024), (16, 1024), (64, 1024), (64, 512), (16, 2048)]
     assert points(compiled=True) == [(8, 1024), (64, 1024), (16, 2048)]
+    assert points(batch=56) == [(7, 1024), (28, 1024), (112, 1024), (112, 512), (28, 2048)]
+    assert points(batch=28, compiled=True) == [(7, 1024), (56, 1024), (14, 2048)]
     assert points(batch=1, sequence=1) == [(2, 1), (1, 2)]

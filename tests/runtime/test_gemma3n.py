@@ -114,3 +114,16 @@ def test_gradients_of_wide_tables_come_in_blocks() -> None:
         [tuple(block.shape) for block in each] for each in layers.embed_backward(gradient, ids)
     ]
     assert blocks == [[(96, 64)], [(80, 64), (80, 32)]]
+
+
+def test_the_first_token_has_a_gradient_whatever_the_padding_token() -> None:
+    """Rows are looked up by their place in the batch, and the padding token is 0 as well."""
+    model = model_of("gemma3n_text", pad_token_id=0)
+    work = Workload(batch=2, sequence=SEQUENCE, dtype="fp32")
+    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    ids = torch.full((2, SEQUENCE), 5)
+    ids[0, 0], ids[1, 3] = 7, 0
+    for blocks in layers.embed_backward(torch.ones(2, SEQUENCE, model.carried), ids):
+        table = torch.cat(list(blocks), -1)
+        assert table[7].all()
+        assert not table[0].any()

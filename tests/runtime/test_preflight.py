@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 from whole_models import model_of
 
 from megatrain.experiments.cli.main import main
@@ -106,6 +107,19 @@ def test_what_transformers_cannot_run_is_one_line(
     with pytest.raises(UserError, match=message) as caught:
         refuse_unlike_transformers(make_model(**changes))
     assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are those of the plan, and the parts before and after the layers can run."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no such\nactivation")
+
+    monkeypatch.setattr(LlamaMLP, "forward", fail)
+    with pytest.raises(
+        UserError, match=r"model llama: config: found ValueError: no such activation; allowed: a"
+    ):
+        refuse_unlike_transformers(model_of("llama", initializer_factor=5.0))
 
 
 def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(

@@ -165,6 +165,8 @@ def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
             got.float(), want.float(), rtol=relative, atol=relative * float(want.abs().max())
         )
     assert not dx[0, 3:9].count_nonzero(), "an ignored label has a gradient"
+    summed = torch.float32 if plan.workload.tokens > chunk else dtype
+    assert all(gradient is not None and gradient.dtype == summed for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -340,6 +340,23 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     assert (place / "run" / "model" / "model.safetensors").exists()
 
 
+def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -> None:
+    seen: list[bool] = []
+
+    class Asking(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            seen.append(trainer.finished)
+
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            seen.append(trainer.finished)
+
+        def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
+            seen.append(trainer.finished)
+
+    prepare(place, None, callbacks=[Asking()], steps=2).fit()
+    assert seen == [False, False, False, True]
+
+
 def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
     """A callback may set the first step, as one that restores a checkpoint does. The remaining
     steps have the same numbers and data as in a whole run.

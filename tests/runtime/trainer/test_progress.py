@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain.runtime.training.progress import Progress
+from megatrain.runtime.training import learning_rate, progress
+from megatrain.runtime.training.callback import Step
+from megatrain.runtime.training.progress import Progress, TimeLeft
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 def lines(place: Path, prepare: Any, progress: Progress, **fields: Any) -> None:
@@ -65,3 +70,63 @@ def test_a_log_that_cannot_be_written_or_lacks_a_character_is_no_failure(
 
     monkeypatch.setattr(sys, "stdout", Gone())
     Progress().on_note("lost")
+
+
+def test_the_time_left_is_that_of_the_steps_after_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first step of a process, or of another plan, takes longer and is left out."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    left, found = TimeLeft(), []
+    left.start(3)
+    for now[0], number in ((100.0, 3), (104.0, 4), (110.0, 5)):
+        found.append(left.after(number, 10))
+    assert found == [0.0, 4.0 * 6, 5.0 * 5]
+
+
+def test_after_another_plan_the_time_left_is_that_of_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    trainer: Any = types.SimpleNamespace(
+        first_step=1, config=types.SimpleNamespace(training=types.SimpleNamespace(steps=9))
+    )
+    printed = Progress(every_seconds=0, write=told.append)
+    printed.on_start(trainer)
+    for number in range(1, 8):
+        now[0] += 1000 if number < 5 else 10
+        if number == 5:
+            trainer.first_step = number
+            printed.on_switch(trainer, 0.0)
+        printed.on_step(
+            trainer,
+            Step(
+                number=number,
+                loss=1.0,
+                gradient_norm=None,
+                rate=0.0,
+                seconds=1.0,
+                tokens_per_second=1.0,
+                timeline=Timeline(name="measured", digest="", spans=()),
+            ),
+        )
+    assert [line.rpartition("  ")[2] for line in told[3:]] == [
+        "1.4 h left",
+        "1 tokens/s",
+        "30 s left",
+        "20 s left",
+    ]
+
+
+@pytest.mark.parametrize("module", [learning_rate, progress])
+def test_the_examples_in_the_docstrings_hold(module: types.ModuleType) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert failed == 0
+    assert attempted
+
+
+def test_a_duration_has_the_largest_unit_that_it_fills() -> None:
+    found = [progress.format_duration(seconds) for seconds in (59, 60, 3600, 172_799, 172_800)]
+    assert found == ["59 s", "1.0 min", "1.0 h", "48.0 h", "2.0 days"]

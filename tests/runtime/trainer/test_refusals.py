@@ -12,12 +12,15 @@ import msgspec
 import pytest
 import torch
 
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
+from megatrain.runtime.training.run_lock import RunLock
+from megatrain.runtime.training.stopped_run import command_to_continue, last_checkpoint
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
@@ -165,6 +168,33 @@ def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -
         run(place)
     assert sorted(place.rglob("*")) == before
     assert (place / taken).read_text() == "mine"
+
+
+def test_what_is_in_the_folder_of_a_run_that_was_killed_is_not_removed(
+    place: Path, run: Any
+) -> None:
+    """The files that the killed run wrote first would be, if there were nothing else."""
+    folder = place / "run"
+    folder.mkdir()
+    (folder / ".lock").write_text("a process that died\n")
+    (folder / "plan.toml").write_text("")
+    (folder / "mine.txt").write_text("precious")
+    with pytest.raises(UserError, match="run: found something there already"):
+        run(place)
+    assert (folder / "mine.txt").read_text() == "precious"
+    (folder / "mine.txt").unlink()
+    (folder / ".lock").write_text("a process that died\n")
+    RunLock(folder).refuse_taken()
+    assert not (folder / "plan.toml").exists()
+
+
+def test_a_run_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) == 0
+    assert command_to_continue(tmp_path).endswith(" --from-scratch")
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+    assert last_checkpoint(tmp_path) == 10
+    assert command_to_continue(tmp_path) == f"megatrain train --resume {tmp_path}"
 
 
 def test_an_empty_out_is_used(place: Path, run: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training import opening
+from megatrain.runtime.training import trainer as trainer_module
+from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.exporting import export_run
-from megatrain.runtime.training.run_folder import append, save_plan
+from megatrain.runtime.training.notes import epochs_note
+from megatrain.runtime.training.run_folder import RunFolder, append, save_plan
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.memory.account import account
@@ -73,6 +79,7 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
         "the measured timeline is not of a step after the warm-up"
     )
     memory = json.loads((out / "memory.json").read_text())
+    assert memory.keys() == {"pools", "device_pool_bytes", "host_pool_bytes"}, "no GPU was used"
     predicted = account(lower(plan), 1, 1, 0, 0)
     assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (
         predicted.device_peak_bytes,
@@ -93,6 +100,19 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
     ids = torch.tensor([list(TEXT[:32].encode())])
     with torch.no_grad():
         assert float(exported(ids, labels=ids).loss) < float(start(ids, labels=ids).loss)
+
+
+def test_the_measured_step_is_chosen_from_the_newest_ones(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "_KEPT_TIMELINES", 3)
+    steps: list[Step] = []
+    listener = Callback()
+    listener.on_step = lambda _, step: steps.append(step)  # type: ignore[method-assign]
+    trainer = run(place, None, callbacks=[listener], steps=7)
+    newest = [step.timeline for step in steps[-3:]]
+    assert trainer.timelines == newest
+    assert sorted(each.makespan_ns for each in newest)[1] == trainer.measured.makespan_ns
 
 
 def test_the_same_seed_gives_the_same_run(place: Path, run: Any) -> None:
@@ -197,6 +217,33 @@ def test_the_learning_rate_is_told_and_a_high_one_warned_of(
     assert "learning rate 1e-3, cosine, 0 warm-up steps" in notes
     warning = "warning: a learning rate of 1e-3 can destroy what pretrained weights have learned"
     assert any(note.startswith(warning) for note in notes) == warned
+
+
+def test_how_many_epochs_the_steps_are_is_told(place: Path, prepare: Any) -> None:
+    notes = notes_of(prepare(place, None, callbacks=[Callback()], steps=2))
+    assert (
+        sum(
+            bool(re.fullmatch(r"[\d.]+ steps an epoch; 2 steps are .* epochs", note))
+            for note in notes
+        )
+        == 1
+    )
+    assert epochs_note(1, 1.0) == "1 step an epoch; 1 step is 1.00 epochs"
+    assert epochs_note(3000, 1200.25) == "1,200.2 steps an epoch; 3,000 steps are 2.50 epochs"
+
+
+@pytest.mark.parametrize("conversations", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_conversations_that_attend_to_each_other_are_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, conversations: bool, apart: bool
+) -> None:
+    corpus = types.SimpleNamespace(conversations=conversations, documents=apart)
+    monkeypatch.setattr(opening, "open_data", lambda *_, **__: (corpus, None))
+    notes: list[str] = []
+    plan, options = Plan.load(place / "plan.toml"), DataOptions(data="corpus", packing="plain")
+    assert opening.find_data(options, plan, None, 0, notes.append) == (corpus, None)
+    told = [note.startswith("each conversation attends to those before it") for note in notes]
+    assert told == [True] * (conversations and not apart)
 
 
 def test_a_run_with_a_decaying_rate_may_become_longer_and_says_so(place: Path, run: Any) -> None:
@@ -336,6 +383,19 @@ def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     append(tmp_path / "metrics.jsonl", {"step": 2, "loss": 0.5})
     first, second = '{"step": 1, "loss": null}\n', '{"step": 2, "loss": 0.5}\n'
     assert synced == [first, first + second]
+
+
+def test_durations_in_the_metrics_have_microseconds(tmp_path: Path) -> None:
+    evaluation = EvaluationResult(number=3, loss=2.0, tokens=5, seconds=1 / 3)
+    trainer: Any = None
+    RunFolder(tmp_path).on_evaluation(trainer, evaluation)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3,
+        "evaluation_loss": 2.0,
+        "perplexity": math.exp(2.0),
+        "tokens": 5,
+        "seconds": 0.333333,
+    }
 
 
 def test_a_full_disk_is_one_line() -> None:

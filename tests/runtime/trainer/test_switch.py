@@ -227,6 +227,7 @@ def test_without_a_checkpoint_the_plan_stays(
     fields = {"saving.on_failure": on_failure, "steps": 5}
     prepare(straight, "run", callbacks=[switch], **fields).fit()
     assert not switch.switches
+    assert "was not saved: no space left on device" in switch.notes[-2]
     assert switch.notes[-1] == (
         "the training continues under the same plan, since no checkpoint could be written"
     )
