@@ -102,7 +102,8 @@ def answer(verdict: Verdict, place: str) -> str:
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
     what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}"
     if verdict.feasible:
-        return f"{what} fits on {place}."
+        condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
+        return f"{what} fits on {place}{condition}."
     rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
     return f"{what} does not fit on {place}. With {rows} it {_shortage(verdict)}."
 
