@@ -32,19 +32,23 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     With b bytes per element, C tokens per loss chunk, vocabulary size V and hidden size d:
 
     * head: the logits of a chunk and their gradient, each in fp32 and in the compute dtype, take
-      C V (4 + 4 + 2 b). The weight gradient of a chunk takes V d b. If there are several chunks,
-      its fp32 sum takes 4 V d. If a token carries more than d elements, the gradient of a chunk of
-      these is added.
+      C V (4 + 4 + 2 b), and C V b more if the logits have a soft cap, which saves them. Later, the
+      gradient of the logits exists together with that of the matrix, C V b + V d b. The larger of
+      the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
+      and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
+      carries more than d elements, the gradient of a chunk of these is added.
     * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
+    logits = chunk * model.vocabulary * width
+    capped = logits if model.config.get("final_logit_softcapping") else 0
     head = (
-        chunk * model.vocabulary * (4 + 4 + 2 * width)
-        + matrix * width
-        + (4 * matrix if tokens > chunk else 0)
+        max(chunk * model.vocabulary * (4 + 4 + 2 * width) + capped, logits + matrix * width)
+        + (matrix * (4 + width) if tokens > chunk else 0)
+        + chunk * model.hidden * (16 + width)
         + (model.carried - model.hidden) * chunk * width
     )
     layer = model.transient_bytes(tokens, workload.sequence, workload.dtype) + model.mask_bytes(

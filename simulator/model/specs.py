@@ -456,20 +456,59 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
-        """Returns the bytes of temporary tensors in a decoder layer's backward, for the layer that
+        """Returns the bytes of temporary tensors in the backward pass of a decoder layer, in
+        addition to the saved activations of the layer that saves most. It is for the layer that
         needs most.
-
-        With P parameters, T tokens, b bytes per element and F elements between the projections of
-        the MLP, they are the weight gradients, P b, and three temporary tensors of the MLP, 3 T F
-        b. If a token carries C elements more than the hidden size, three gradients of these may
-        exist instead, 3 T C b. If scores are written out, their temporary tensors are added. This
-        is an upper estimate, because not all of these exist at the same time.
         """
-        width, more = DTYPE_BYTES[dtype], self.carried - self.hidden
-        return max(
-            width * (layer.elements + 3 * tokens * max(layer.inner, more))
-            + tokens * sequence * self._part(layer.name).scores.held.bytes(width)
-            for layer in self.decoders
+        most = self.max_saved_bytes(tokens, sequence, dtype)
+        return (
+            max(
+                self.backward_bytes(layer, tokens, sequence, dtype)
+                for layer in {layer.signature: layer for layer in self.decoders}.values()
+            )
+            - most
+        )
+
+    def backward_bytes(self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype) -> int:
+        """Returns the peak of a decoder layer's backward pass, saved activations included.
+
+        With P parameters, T tokens and b bytes per element, it is the largest of four:
+
+        * When the MLP begins, everything is still saved. Then the gradients of its last weights
+          exist, and what `Part.early` holds.
+        * When the MLP ends, the gradients of all its weights exist, and `Part.middle`.
+        * In the norm before the MLP, these gradients exist, and what `Part.between` holds, but the
+          MLP has freed `Part.freed`.
+        * In attention, all weight gradients may exist, P b, and what `Part.late` holds, without
+          `Part.freed`.
+
+        If a token carries C elements more than the hidden size, all weight gradients and three
+        gradients of these may exist before anything is freed, 3 T C b. If scores are written out,
+        their temporary tensors are added to the largest, because compiled layers do not free in
+        the order of these parts.
+
+        tests/simulator/test_counted_memory.py compares it with the runtime's layers.
+        """
+        part, width = self._part(layer.name), DTYPE_BYTES[dtype]
+
+        def held(*some: Kept) -> int:
+            return tokens * max((each.bytes(width) for each in some), default=0)
+
+        carried = self.carried - self.hidden
+        written = sequence * part.scores.held.bytes(width)
+        parts = [
+            width * part.down + held(*part.early),
+            width * part.projections + held(part.middle),
+            width * part.projections + held(*part.between) - held(part.freed),
+            width * layer.elements + held(*part.late) - held(part.freed),
+        ]
+        if carried or written:
+            parts.append(width * layer.elements + 3 * tokens * max(carried, layer.inner) * width)
+        return (
+            self.saved_bytes(layer.name, tokens, sequence, dtype)
+            + max(parts)
+            + tokens * written
+            + 24 * sequence * self.heads.size
         )
 
     def documents_obstacle(self, sequence: int) -> str | None:

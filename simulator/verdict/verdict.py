@@ -97,6 +97,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the policy is that of another system, which the runtime cannot execute."""
     feasible: bool
     """Whether the plan fits in memory."""
+    fits_if: str = ""
+    """On what it depends that the plan fits, in words, if the memory of some ops is not known.
+    Empty if it is known, or if the plan does not fit."""
+    fits_if_bytes: int | None = None
+    """The most device memory that these ops may take in addition to the prediction, in bytes. None
+    if their memory is known."""
     binding: str
     """What limits the plan. If it fits, the lane with the most work. Otherwise the largest pool of
     the memory that is too small."""
@@ -208,6 +214,8 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
     peer = policy_library.find(plan.policy).prediction_only
     peak, matmul = hardware.datasheet_tflops(work.dtype), hardware.peak_tflops.get(work.dtype)
     low, high = _range(choice, hardware)
+    unknown = _unknown_memory(choice, hardware)
+    left = plan.device_limit_bytes - account.device_peak_bytes
     verdict = Verdict(
         model=plan.model.name,
         parameters=plan.model.parameters,
@@ -224,6 +232,13 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         knobs={} if peer else _knobs(plan),
         prediction_only=peer,
         feasible=choice.feasible,
+        fits_if=(
+            f"compiled layers with {unknown}, which nobody measured, take at most"
+            f" {format_bytes(left)} more than eager ones"
+            if unknown
+            else ""
+        ),
+        fits_if_bytes=left if unknown else None,
         binding=limits.binding if choice.feasible else account.binding,
         step_seconds=seconds,
         step_seconds_low=low,
@@ -309,6 +324,33 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
         for longer in (False, True)
     )
     return seconds * least / usual, seconds * most / usual
+
+
+def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
+    """Returns what in compiled layers takes an amount of memory that is not known, in words.
+
+    The prediction is that of eager layers. Compiled layers that use fused kernels were measured to
+    need less. Those that compute linear attention, a state-space mixer or scores in PyTorch are
+    compiled to programs of their own. Empty if the machine was calibrated with them, and for a plan
+    that does not fit or that the runtime cannot execute.
+    """
+    plan = choice.plan
+    model, work = plan.model, plan.workload
+    kinds = {layer.attention for layer in model.decoders}
+    found = [
+        name
+        for name, present in (
+            ("linear attention", "linear_attention" in kinds),
+            ("a state-space mixer", "hybrid" in kinds),
+            ("written-out attention scores", model.writes_scores),
+        )
+        if present
+    ]
+    if not (found and work.compiled and choice.feasible):
+        return ""
+    if policy_library.find(plan.policy).prediction_only:
+        return ""
+    return "" if cost_model(hardware, model, work).workspace(model, work) else found[0]
 
 
 def _documents(model: ModelSpec, work: Workload) -> str:

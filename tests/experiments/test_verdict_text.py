@@ -394,3 +394,12 @@ def test_a_class_of_data_of_which_nothing_is_placed_is_told_in_words() -> None:
         FITS, knobs={**FITS.knobs, "placement": here.placement}, one_more_gib=(margin,)
     )
     assert "no activations saved" in " ".join(reasons.margins(changed))
+
+
+def test_a_verdict_on_unknown_memory_names_its_condition() -> None:
+    condition = "compiled layers with linear attention take at most 1 GiB more than eager ones"
+    unsure = msgspec.structs.replace(FITS, fits_if=condition, fits_if_bytes=GIB)
+    assert f"(assumed; give yours by --host-memory), if {condition}." in flat(
+        verdict_text.text(unsure)
+    )
+    assert ", if " not in flat(verdict_text.text(FITS))

@@ -291,7 +291,8 @@ def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_fo
     """The workspace of a head with another number of chunks follows from the formula.
 
     The model has 151,936 words and a hidden size of 2,048. A token fewer saves 12 bytes for each
-    word. Several chunks also need the sum of their gradients, 4 bytes for each parameter.
+    word, and 18 for each element of its norm. Several chunks also need the sum of their gradients
+    and the gradient of one, 4 and 2 bytes for each parameter.
     """
     model, head = ModelSpec.load("qwen2.5-3b"), 6 * 10**9
     known = {
@@ -305,14 +306,14 @@ def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_fo
     )
     assert half is not None
     assert twice is not None
-    assert half.head == head - 512 * 151_936 * 12
+    assert half.head == head - 512 * (151_936 * 12 + 2048 * 18)
     assert twice.head == head + 10**9
     short = {
         shape: Workspace(layer=1, head=head, update=1)
         for shape in (SHAPE.format(1), SHAPE.format(1).replace("1x1024", "1x512"))
     }
     summing = Calibrated(table(workspace=short)).workspace(model, Workload(batch=3, sequence=1024))
-    assert summing == Workspace(layer=1, head=head + 4 * 151_936 * 2048, update=1)
+    assert summing == Workspace(layer=1, head=head + 6 * 151_936 * 2048, update=1)
 
 
 def test_an_embedding_is_scaled_by_the_elements_that_it_moves() -> None:

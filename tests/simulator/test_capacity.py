@@ -24,7 +24,7 @@ CASES = (
         "gb200",
         Workload(batch=2, sequence=4096, accumulation=2, loss_chunk=4096),
         (0.75, 0.25),
-        110,
+        96,
     ),
     (
         "llama-3.2-1b",
@@ -33,15 +33,15 @@ CASES = (
             batch=8, sequence=2048, accumulation=3, dtype="fp32", clipping="layer", loss_chunk=256
         ),
         (1.0, 0.1),
-        38,
+        42,
     ),
-    ("qwen2.5-0.5b", "h200", Workload(batch=1, sequence=256, loss_chunk=256), (0.75, 0.25), 3795),
+    ("qwen2.5-0.5b", "h200", Workload(batch=1, sequence=256, loss_chunk=256), (0.75, 0.25), 4085),
     (
         "qwen3-4b",
         "h200",
         Workload(batch=1, sequence=512, accumulation=4, loss_chunk=1024),
         (0.25, 0.25),
-        15,
+        14,
     ),
 )
 

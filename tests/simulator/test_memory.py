@@ -192,22 +192,23 @@ def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> N
 def test_the_workspace_s_formula_in_figures() -> None:
     """The workspace's formula gives these numbers.
 
-    The head has 1024 x 152064 logits at 12 bytes, the gradient of a 152064 x 3584 matrix at 2
-    bytes, and its sum at 4. A layer has its gradients and three rows of its MLP for each token.
+    The head has 1024 x 152064 logits at 12 bytes and its norm, and with several chunks the gradient
+    of a 152064 x 3584 matrix at 2 bytes and its sum at 4. A layer has the gradient of its last
+    matrix, two rows of its MLP for each token, and tables of positions.
     """
     model = ModelSpec.load("qwen2.5-7b")
     assert (
         workspace_estimate(model, Workload(batch=4, sequence=1024)).head
-        == 1024 * 152_064 * 12 + 152_064 * 3584 * 6
+        == 1024 * 152_064 * 12 + 152_064 * 3584 * 6 + 1024 * 3584 * 18
     )
     assert (
         workspace_estimate(model, Workload(batch=1, sequence=1024)).head
-        == 1024 * 152_064 * 12 + 152_064 * 3584 * 2
+        == 1024 * 152_064 * 12 + 1024 * 3584 * 18
     )
     many = Workload(batch=64, sequence=1024)
     assert (
         workspace_estimate(model, many).layer
-        == model.stack["0"].elements * 2 + 3 * many.tokens * 18_944 * 2
+        == 3584 * 18_944 * 2 + 2 * many.tokens * 18_944 * 2 + 24 * many.sequence * 128
     )
 
 

@@ -496,3 +496,17 @@ def _plan_fields(verdict: Verdict) -> dict[str, Any]:
         "workload": verdict.workload,
         "knobs": Knobs(**verdict.knobs),
     }
+
+
+def test_the_memory_of_compiled_linear_attention_is_a_condition() -> None:
+    """Nobody measured it, so the verdict says how much more than predicted would still fit."""
+    cut = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    work = Workload(batch=16, sequence=1024, compiled=True)
+    found = judge(cut, H200, work, policies=["resident"], advise=False)
+    assert found.feasible
+    assert found.fits_if_bytes == found.device_limit_bytes - found.device_peak_bytes
+    assert found.fits_if.startswith("compiled layers with linear attention, which nobody measured,")
+    eager = msgspec.structs.replace(work, compiled=False)
+    known = judge(cut, H200, eager, policies=["resident"], advise=False)
+    assert (known.fits_if, known.fits_if_bytes) == ("", None)
+    assert not small(work).fits_if, "compiled layers of a dense model need less than eager ones"

@@ -104,7 +104,8 @@ def answer(verdict: Verdict, place: str) -> str:
     state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
     what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}"
     if verdict.feasible:
-        return f"{what} fits on {place}."
+        condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
+        return f"{what} fits on {place}{condition}."
     rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
     return f"{what} does not fit on {place}. With {rows} it {_shortage(verdict)}."
 

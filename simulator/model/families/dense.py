@@ -144,6 +144,10 @@ def xielu_mlp(c: ModelConfig, _kind: Kind) -> Parts:
         forward=Traffic(38 * inner),
         backward=Traffic(60 * inner),
         kept=Kept(5 * inner, inner // 4),
+        freed=Kept(5 * inner, inner // 4),
+        early=(Kept(4 * inner),),
+        down=inner * hidden,
+        projections=2 * inner * hidden,
         inner=inner,
         mlp=f"xielu{inner}",
     )

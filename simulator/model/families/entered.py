@@ -41,6 +41,10 @@ def bloom(c: ModelConfig, kind: Kind) -> Parts:
         forward=Traffic(21 * inner),
         backward=Traffic(45 * inner),
         kept=Kept(2 * inner),
+        freed=Kept(2 * inner),
+        early=(Kept(6 * inner),),
+        down=inner * hidden,
+        projections=2 * inner * hidden,
         inner=inner,
         mlp=str(inner),
     )

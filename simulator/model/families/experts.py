@@ -48,6 +48,7 @@ def experts(
     *,
     transposed: bool = False,
     bias: bool = False,
+    wide: bool = False,
 ) -> Part:
     """Returns gated experts, of which `chosen` out of `count` run for each token.
 
@@ -65,6 +66,7 @@ def experts(
         chosen: Experts for each token.
         transposed: Whether weights are stored as [in, out].
         bias: Whether experts have biases, and clamp gate and up, as in gpt-oss.
+        wide: Whether the weights of the rows are in fp32, and so the weighted outputs.
     """
     up, down = (
         ((hidden, 2 * inner), (inner, hidden))
@@ -88,6 +90,15 @@ def experts(
         forward=Traffic(9 * rows + (5 + 3 * clamped) * columns),
         backward=Traffic(16 * rows + (15 + 3 * clamped) * columns),
         kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
+        freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
+        # At first, gradients of the weighted outputs, of the outputs, and of the weights before
+        # they are summed. Then the gradients of gate and up, and what a clamp adds.
+        early=(
+            Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
+            Kept((2 + clamped) * columns, 12 * chosen),
+        ),
+        down=count * hidden * inner,
+        projections=3 * count * hidden * inner,
     )
 
 
@@ -129,6 +140,7 @@ def routed(
                 used,
                 transposed=transposed,
                 bias=bias,
+                wide=wide,
             ),
         )
         return found[::-1] if experts_first else found
@@ -273,6 +285,7 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
             + 5 * chunk * value_heads
             + 2 * value_heads * key * value // chunk,
         ),
+        late=(Kept(2 * (keys + values), 8 * wide + 2 * values),),
         attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
     )
     gate = Part(
@@ -328,6 +341,7 @@ def lightning(c: ModelConfig, _kind: Kind) -> Parts:
         forward=Traffic(40 * values + 5 * heads * block),
         backward=Traffic(80 * values + 10 * heads * block),
         kept=Kept(14 * values + heads * block + heads * size * size // block),
+        late=(Kept(8 * values + 3 * heads * block),),
         attention=f"lightning{heads}x{size}b{block}",
     )
     return (

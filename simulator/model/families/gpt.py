@@ -8,12 +8,12 @@ from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts
 from megatrain.simulator.model.families.kinds import Kind
 from megatrain.simulator.model.families.parts import (
-    Kept,
     Part,
     Tensors,
     Traffic,
     activation,
     attend,
+    hidden_of_mlp,
     layer_norm,
     linear,
     plain_mlp,
@@ -49,7 +49,7 @@ def gpt2(c: ModelConfig, kind: Kind) -> Parts:
         _transposed("mlp.c_fc", hidden, inner),
         _transposed("mlp.c_proj", inner, hidden),
         activation(c, inner, "activation_function"),
-        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
+        hidden_of_mlp(c, inner, "activation_function"),
         attend(c, kind.attention, fused=True),
         residual(hidden),
     )

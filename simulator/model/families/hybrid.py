@@ -71,8 +71,7 @@ def mamba2(c: ModelConfig) -> Parts:
             6 * width + 3 * heads + 5 * keys + 3 * pairs + 2 * keys * inner // chunk,
             heads,
         ),
-        # The largest temporaries of backward are those of the MLP or of a chunk's pairs.
-        inner=max(0, pairs - c.size("intermediate_size")),
+        late=(Kept(2 * width, 4 * pairs),),
         attention=f"mamba{heads}x{inner}:{groups}x{state}c{chunk}",
     )
     norm = (rms_norm(f"{name}.norm", width, weight="wide"),) if c.flag("mamba_rms_norm") else ()

@@ -167,6 +167,25 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of attention scores, if they are written out."""
     inner: int = 0
     """Elements per token between the projections of an MLP."""
+    early: tuple[Kept, ...] = ()
+    """What the backward pass of an MLP or of a norm after it holds besides the saved tensors and
+    the weights' gradients, while all activations of the layer are still saved. Each entry is at
+    another time."""
+    middle: Kept = Kept()
+    """The same while the gradients of an MLP's first projections are computed, less what the MLP
+    has freed by then. It may be negative."""
+    down: int = 0
+    """Elements of the weights of an MLP whose gradients are computed first."""
+    projections: int = 0
+    """Elements of all weights of an MLP."""
+    between: tuple[Kept, ...] = ()
+    """What the backward pass holds besides in a norm before the MLP, which has freed what it
+    saved. Each entry is at another time."""
+    late: tuple[Kept, ...] = ()
+    """What the backward pass holds besides in attention and its own norms. Each entry is at another
+    time."""
+    freed: Kept = Kept()
+    """The part of `kept` that the MLP has freed by then."""
     attention: str = ""
     """A text that distinguishes this attention from others, for a layer's signature."""
     mlp: str = ""
@@ -188,6 +207,13 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         attended=functools.reduce(Kept.plus, [part.attended for part in parts]),
         scores=functools.reduce(Scores.plus, [part.scores for part in parts]),
         inner=sum(part.inner for part in parts),
+        early=tuple(held for part in parts for held in part.early),
+        middle=functools.reduce(Kept.plus, [part.middle for part in parts]),
+        down=sum(part.down for part in parts),
+        projections=sum(part.projections for part in parts),
+        between=tuple(held for part in parts for held in part.between),
+        late=tuple(held for part in parts for held in part.late),
+        freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         attention="".join(part.attention for part in parts),
         mlp="".join(part.mlp for part in parts),
     )
@@ -234,11 +260,15 @@ def rms_norm(
     elements = rows * size
     low, wide = (elements, 0) if weight == "low" else (0, elements)
     own, copy = (0, elements) if first else (elements, 0)
+    held, inside = (Kept(2 * elements, 4 * elements),), "." in name
     return Part(
         tensors=((f"{name}.weight", (size,)),),
         forward=Traffic(2 * low, 5 * elements + 2 * wide, 2 * elements),
         backward=Traffic(6 * low, 17 * elements + 6 * wide, 2 * elements),
         kept=Kept(low + (elements if projected else 0), rows + wide + own, copy),
+        early=() if projected or inside else held,
+        between=held if projected and not first and not inside else (),
+        late=held if inside else (),
     )
 
 
@@ -372,8 +402,25 @@ def attend(
         backward=Traffic(2 * output),
         kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
+        late=(_backward_of_attention(heads, kv_heads, query, value),),
         attention=label,
     )
+
+
+def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> Kept:
+    """Returns what the backward kernel of fused attention holds.
+
+    These are the gradients of its output and of q, k and v, a sum of q's gradient in fp32, and
+    gradients of k and v for each query head if several share them. Kernels whose values differ from
+    queries in size, or whose heads have more than 128 elements, also sum those in fp32. Sums have a
+    multiple of 32 elements per head.
+    """
+    rounded = -(-query // 32) * 32
+    low = heads * (query + value) + kv_heads * (query + value)
+    if heads != kv_heads:
+        low += heads * (query + value)
+    unequal = query != value or query > 256
+    return Kept(low, heads * (rounded + 1 + (query + value if unequal else 0)))
 
 
 def attention(
@@ -476,6 +523,11 @@ def gated_mlp(
         forward=Traffic(3 * inner),
         backward=Traffic((12 if fused else 6) * inner),
         kept=Kept(3 * inner),
+        freed=Kept(3 * inner),
+        early=(Kept(2 * inner),),
+        middle=Kept(-inner),
+        down=inner * hidden,
+        projections=3 * inner * hidden,
         inner=inner,
         mlp=str(inner) if label else "",
     )
@@ -507,5 +559,24 @@ def plain_mlp(
         linear(up, hidden, inner, biased),
         linear(down, inner, hidden, biased),
         activation(c, inner, act),
-        Part(kept=Kept(inner), inner=inner, mlp=str(inner)),
+        hidden_of_mlp(c, inner, act),
+    )
+
+
+def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
+    """Returns what lies between the projections of an MLP without a gate: `inner` elements per
+    token, which the second projection saves. `act` is the key of the activation in the config.
+
+    Backward, their gradient is held together with temporary tensors of an activation that consists
+    of several kernels.
+    """
+    more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
+    return Part(
+        kept=Kept(inner),
+        freed=Kept(inner),
+        early=(Kept((1 + more) * inner),),
+        down=inner * c.hidden,
+        projections=2 * inner * c.hidden,
+        inner=inner,
+        mlp=str(inner),
     )

@@ -81,6 +81,10 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
         forward=Traffic(8 * hidden),
         backward=Traffic(12 * hidden),
         kept=Kept(8 * hidden),
+        freed=Kept(8 * hidden),
+        early=(Kept(3 * 4 * hidden),),
+        down=4 * hidden * hidden,
+        projections=8 * hidden * hidden,
         inner=4 * hidden,
         mlp=str(4 * hidden),
     )
