@@ -71,7 +71,7 @@ def test_they_are_of_every_verb_and_differ() -> None:
 
 
 def test_100_wrong_invocations(place: Path, files_in: Any) -> None:
-    check_all(draw_mistakes(100), place, files_in)
+    check_all(draw_mistakes(200), place, files_in)
 
 
 @pytest.mark.nightly
