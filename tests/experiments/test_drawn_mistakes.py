@@ -70,7 +70,7 @@ def test_they_are_of_every_verb_and_differ() -> None:
     assert {words[0] for words in drawn} >= set(VALID)
 
 
-def test_100_wrong_invocations(place: Path, files_in: Any) -> None:
+def test_200_wrong_invocations(place: Path, files_in: Any) -> None:
     check_all(draw_mistakes(200), place, files_in)
 
 
