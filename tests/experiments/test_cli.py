@@ -52,6 +52,7 @@ RUN_FILES = {
     "environment.json",
     "data.json",
     "metrics.jsonl",
+    "models.json",
     "measured.json",
     "memory.json",
     "model",

@@ -39,6 +39,7 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
         "environment.json",
         "data.json",
         "metrics.jsonl",
+        "models.json",
         "memory.json",
         "measured.json",
     }

@@ -96,6 +96,7 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
         "environment.json",
         "data.json",
         "metrics.jsonl",
+        "models.json",
         "measured.json",
         "memory.json",
         "loss.png",

@@ -56,6 +56,7 @@ def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
         "memory.json",
         "metrics.jsonl",
         "model",
+        "models.json",
         "plan.toml",
     ]
 
