@@ -154,6 +154,26 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
             within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
 
+    def with_cores(self, cores: int) -> HardwareSpec:
+        """Returns the machine with `cores` cores, and CPU optimizer rates scaled in proportion.
+
+        Raises UserError if the machine was measured with another number of cores.
+        """
+        if self.costs is not None and cores != self.cores:
+            raise UserError(
+                "--cores",
+                found=cores,
+                allowed=f"{self.cores}, the number with which {self.name} was measured",
+                fix="calibrate on the other machine, or leave --cores out",
+            )
+        share = cores / self.cores
+        return msgspec.structs.replace(
+            self,
+            cores=cores,
+            cpu_update_per_s=self.cpu_update_per_s * share,
+            cpu_adam_per_s=self.cpu_adam_per_s * share,
+        )
+
     def shared(self, cpu: str, version: str) -> SharedMachine:
         """Returns what can be shared of a calibration.
 

@@ -100,31 +100,6 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     return found
 
 
-def with_cores(hardware: HardwareSpec, cores: int | None) -> HardwareSpec:
-    """Returns `hardware` with `cores` cores, and CPU optimizer rates scaled in proportion.
-
-    Raises UserError if the hardware was measured with another number of cores.
-    """
-    import msgspec
-
-    if not cores:
-        return hardware
-    if hardware.costs is not None and cores != hardware.cores:
-        raise UserError(
-            "--cores",
-            found=cores,
-            allowed=f"{hardware.cores}, the number with which {hardware.name} was measured",
-            fix="calibrate on the other machine, or leave --cores out",
-        )
-    share = cores / hardware.cores
-    return msgspec.structs.replace(
-        hardware,
-        cores=cores,
-        cpu_update_per_s=hardware.cpu_update_per_s * share,
-        cpu_adam_per_s=hardware.cpu_adam_per_s * share,
-    )
-
-
 def with_fitting_batch(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
@@ -166,7 +141,7 @@ def machine(args: argparse.Namespace) -> HardwareSpec:
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     found = HardwareSpec.load(args.hardware) if args.hardware else this_machine()
-    return with_cores(found, args.cores)
+    return found.with_cores(args.cores) if args.cores else found
 
 
 def explained(

@@ -6,7 +6,6 @@ import subprocess
 
 import msgspec
 
-from megatrain.experiments.cli.verdict.from_options import with_cores
 from megatrain.runtime.host import cores, host_bytes
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -34,7 +33,7 @@ def this_machine() -> HardwareSpec:
         )
     device, host = known.device_bytes if total is None else int(_USABLE * total), host_bytes()
     return msgspec.structs.replace(
-        with_cores(known, cores()),
+        known.with_cores(cores()),
         title=f"{known.title} (this machine)",
         device_bytes=min(device, host) if known.unified else device,
         host_bytes=host,
