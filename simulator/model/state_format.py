@@ -42,7 +42,7 @@ GPU_BLOCK = 2**22
 """Parameters that PyTorch updates at a time on a GPU."""
 UPDATE_COSTS: dict[PlaneDtype, UpdateCosts] = {
     "fp32": UpdateCosts(gpu_bytes=0, gpu_temporary_bytes=0, host_share=0.0),
-    "block8": UpdateCosts(gpu_bytes=700, gpu_temporary_bytes=64 * GPU_BLOCK, host_share=1.0),
+    "block8": UpdateCosts(gpu_bytes=850, gpu_temporary_bytes=64 * GPU_BLOCK, host_share=1.0),
 }
 """By the dtype of the moments."""
 
