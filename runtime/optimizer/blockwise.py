@@ -17,7 +17,7 @@ into chunks.
   rounded to 24 bits. Without a low part, the master is bf16.
 * A new master is rounded to one of its two neighbours, up with a probability equal to its distance
   from the lower one. With the nearest one, a weight near 1 of 24 bits would never change at a
-  learning rate of 1e-5.
+  learning rate of 1e-6.
 
 The random bits depend only on the seed, the step and the index of the parameter in the model.
 Weights and second moments have different ones.
