@@ -8,14 +8,19 @@ into chunks.
 
 * The first moment m with scale s has the signed code q, the nearest integer to 254 m / (s + |m|).
   It is read as s q / (254 - |q|). Small moments have small steps.
-* The second moment has the unsigned code of its root r, the nearest integer to 255 r / s. A root
-  that is not 0 has at least the code 1, because a first moment would be divided by almost nothing
-  where its second moment became 0.
-* The low part of a master has the upper 8 bits of the low half of `adamw.py`, rounded: the master
-  is fp32 rounded to 24 bits.
-* Without a low part, a new weight is rounded to one of its two neighbours in bf16, up with a
-  probability equal to its distance from the lower one. The random bits depend only on the seed, the
-  step and the index of the parameter in the model.
+* The second moment has the unsigned code of its root r, one of the two integers next to 255 r / s,
+  the upper one with a probability equal to the distance from the lower one. With the nearest one, a
+  decay by less than half a code would be lost in every step, so that with beta2 = 0.999 no second
+  moment would ever become smaller. A root that is not 0 has at least the code 1, because a first
+  moment would be divided by almost nothing where its second moment became 0.
+* The low part of a master has the upper 8 bits of the low half of `adamw.py`: the master is fp32
+  rounded to 24 bits. Without a low part, the master is bf16.
+* A new master is rounded to one of its two neighbours, up with a probability equal to its distance
+  from the lower one. With the nearest one, a weight near 1 of 24 bits would never change at a
+  learning rate of 1e-6.
+
+The random bits depend only on the seed, the step and the index of the parameter in the model.
+Weights and second moments have different ones.
 
 A block with a moment that is not finite, or of 2^119 and more, is stored as NaN. The weights and
 the loss of the next step are then NaN, and the run stops.
@@ -28,7 +33,7 @@ import functools
 import torch
 
 from megatrain.runtime.optimizer import adamw
-from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device, split
+from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device
 from megatrain.runtime.optimizer.kernels.host import HostKernels
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK, GPU_BLOCK
@@ -77,12 +82,15 @@ def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
     _pack(codes, bits, stored, torch.int8)
 
 
-def encode_second(second: torch.Tensor, stored: torch.Tensor) -> None:
-    """Writes the second moments `second` [n] fp32 to `stored`."""
+def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: int) -> None:
+    """Writes the second moments `second` [n] fp32 to `stored`, rounded with the random bits of
+    `key` from parameter `index` on.
+    """
     root = adamw.rounded_sqrt(second).view(-1, BLOCK)
     bits = _scale_bits(root)
     inverse = torch.full_like(root[:, :1], 255).div_(_scale(bits))
-    codes = (root * inverse).round_().clamp_(min=1).mul_(root > 0)
+    codes = random_bits(key, index, second.numel(), second.device).view(-1, BLOCK) * 2.0**-16
+    codes.add_(root * inverse).floor_().clamp_(1, 255).mul_(root > 0)
     _pack(codes, bits, stored, torch.uint8)
 
 
@@ -121,9 +129,12 @@ def _pack(
 
 
 @functools.lru_cache(maxsize=4)
-def rounding_key(seed: int, number: int) -> int:
-    """Returns the key of the random bits of step `number`, a 64-bit integer."""
-    return _mixed(_mixed(seed & _MASK) + number & _MASK)
+def rounding_keys(seed: int, number: int) -> tuple[int, int]:
+    """Returns the keys of the random bits of step `number`, for weights and for second moments.
+    They are 64-bit integers.
+    """
+    key = _mixed(_mixed(seed & _MASK) + number & _MASK)
+    return key, _mixed(key)
 
 
 def _mixed(value: int) -> int:
@@ -157,11 +168,28 @@ def _signed(value: int) -> int:
 
 def round_randomly(master: torch.Tensor, key: int, index: int) -> torch.Tensor:
     """Returns `master` [n] fp32 in bf16, rounded at random. A NaN stays one."""
-    bits = master.view(torch.int32)
-    added = bits + random_bits(key, index, master.numel(), master.device)
+    return _upper_bits(master, key, index, 16).to(torch.int16).view(torch.bfloat16)
+
+
+def split_randomly(
+    master: torch.Tensor, high: torch.Tensor, low: torch.Tensor, key: int, index: int
+) -> None:
+    """Writes `master` [n] fp32, rounded at random to 24 bits, to `high` [n] bf16 and `low` [n]
+    int8. A NaN stays one.
+    """
+    rounded = _upper_bits(master, key, index, 8)
+    low.copy_(rounded)
+    high.view(torch.int16).copy_(rounded.add_(0x80).bitwise_right_shift_(8))
+
+
+def _upper_bits(master: torch.Tensor, key: int, index: int, dropped: int) -> torch.Tensor:
+    """Returns all bits of `master` but the last `dropped`, which decide on average whether 1 is
+    added: int32.
+    """
+    random = random_bits(key, index, master.numel(), master.device).bitwise_and_((1 << dropped) - 1)
     # a NaN could be carried into another number
-    rounded = torch.where(master.isnan(), torch.full_like(bits, _NAN), added >> 16)
-    return rounded.to(torch.int16).view(torch.bfloat16)
+    bits = torch.where(master.isnan(), _NAN << 16, random.add_(master.view(torch.int32)))
+    return bits.bitwise_right_shift_(dropped)
 
 
 def update(
@@ -187,9 +215,9 @@ def update(
 
     Args:
         weights: [n] bf16.
-        low: [n] int8, or None for stochastic rounding.
+        low: [n] int8, or None if the weights are the whole masters.
         moments: [2, bytes] uint8 records.
-        seed: The run's seed, for stochastic rounding.
+        seed: The run's seed, for random bits.
         index: The index of the first element in the model, a multiple of 32.
     """
     count, device = weights.numel(), weights.device
@@ -199,7 +227,7 @@ def update(
     assert moments.shape == (2, records(count))
     for plane in (low, copy_to):
         assert plane is None or plane.shape == (count,)
-    key = rounding_key(seed, number) if low is None else 0
+    keys = rounding_keys(seed, number)
     fused = adamw.kernels_for(
         workers,
         (weights, torch.bfloat16),
@@ -222,7 +250,7 @@ def update(
             scale,
             copy_to,
             scalars,
-            key,
+            keys,
             index,
         )
         return
@@ -255,11 +283,11 @@ def update(
                 scale,
             )
             encode_first(first, state[-2])
-            encode_second(second, state[-1])
+            encode_second(second, state[-1], keys[1], index + start)
             if low is None:
-                state[0].copy_(round_randomly(master, key, index + start))
+                state[0].copy_(round_randomly(master, keys[0], index + start))
             else:
-                split(master, state[0], state[1])
+                split_randomly(master, state[0], state[1], keys[0], index + start)
             for plane, old in zip(state, before, strict=False):
                 assert stop is not None
                 plane.copy_(torch.where(stop, old, plane))

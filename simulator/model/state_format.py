@@ -34,15 +34,16 @@ class UpdateCosts(NamedTuple):
     """Bytes of its temporary tensors on a GPU."""
     host_share: float
     """The least time on the host over that with fp32 moments, which machines are measured with. An
-    update that reads less is still limited by the cores: one core does 0.5 instead of 1.0 G
-    parameters/s (AMD EPYC with AVX2). Nobody measured it on all cores of a host."""
+    update that reads less is still limited by the cores: one core does 0.2 instead of 0.6 G
+    parameters/s (on a busy machine with two cores). Nobody measured it on all cores of a host, so
+    this may be too little where few cores suffice for fp32 moments."""
 
 
 GPU_BLOCK = 2**22
 """Parameters that PyTorch updates at a time on a GPU."""
 UPDATE_COSTS: dict[PlaneDtype, UpdateCosts] = {
     "fp32": UpdateCosts(gpu_bytes=0, gpu_temporary_bytes=0, host_share=0.0),
-    "block8": UpdateCosts(gpu_bytes=700, gpu_temporary_bytes=64 * GPU_BLOCK, host_share=1.0),
+    "block8": UpdateCosts(gpu_bytes=850, gpu_temporary_bytes=64 * GPU_BLOCK, host_share=1.0),
 }
 """By the dtype of the moments."""
 

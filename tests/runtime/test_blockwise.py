@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK
 
 SETTINGS = AdamW(weight_decay=0.1)
+ENCODE_SECOND = functools.partial(blockwise.encode_second, key=5, index=BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,8 @@ def spread(seed: int, blocks: int = 200) -> torch.Tensor:
 @settings(max_examples=20)
 def test_a_stored_moment_is_within_half_a_step(seed: int) -> None:
     """Companded values differ by half a code at most. The definition is written anew here: division
-    by the scale, softsign, 127 codes a side; and 255 codes for the root.
+    by the scale, softsign, 127 codes a side; and 255 codes for the root,
+    which differs by less than a code.
     """
     values = spread(seed).double()
     blocks = values.view(-1, BLOCK)
@@ -73,12 +76,12 @@ def test_a_stored_moment_is_within_half_a_step(seed: int) -> None:
     assert ((companded(read, kept) - companded(values, kept)).abs() <= 0.5 + 1e-4).all()
 
     second = values.float().square()
-    made = stored(blockwise.encode_second, second)
+    made = stored(ENCODE_SECOND, second)
     kept = made.view(-1, blockwise.RECORD)[:, BLOCK:].contiguous().view(torch.bfloat16).double()
     codes = made.view(-1, blockwise.RECORD)[:, :BLOCK].double()
     exact = second.double().sqrt().view(-1, BLOCK) / kept * 255
     exact = torch.where(exact > 0, exact.clamp(min=1), 0)
-    assert ((codes - exact).abs() <= 0.5 + 1e-4).all()
+    assert ((codes - exact).abs() <= 1 + 1e-4).all()
     read = blockwise.decoded_second(made).double().view(-1, BLOCK)
     wanted = (codes / 255 * kept).square()
     assert ((read - wanted).abs() <= 1e-6 * wanted + 2.0**-149).all()
@@ -87,14 +90,39 @@ def test_a_stored_moment_is_within_half_a_step(seed: int) -> None:
 def test_a_second_moment_does_not_become_zero() -> None:
     second = torch.full((BLOCK,), 1e-12)
     second[0], second[1] = 1.0, 0.0
-    read = blockwise.decoded_second(stored(blockwise.encode_second, second))
+    read = blockwise.decoded_second(stored(ENCODE_SECOND, second))
     assert read[1] == 0
     assert (read[2:] > 0).all()
 
 
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_a_second_moment_decays_as_fast_as_in_fp32(beta2: float) -> None:
+    """A step of it is much less than half a code, so it would be lost in the nearest one."""
+    count, steps = 64 * BLOCK, 300
+    generator = torch.Generator().manual_seed(0)
+    second = torch.rand(count, generator=generator).add_(0.05).square_()
+    before = second.sqrt().mean()
+    moments = torch.zeros(2, blockwise.records(count), dtype=torch.uint8)
+    ENCODE_SECOND(second, moments[1])
+    weights = torch.zeros(count, dtype=torch.bfloat16)
+    for number in range(1, steps + 1):
+        blockwise.update(
+            weights,
+            torch.zeros(count, dtype=torch.int8),
+            moments,
+            torch.zeros(count),
+            settings=AdamW(betas=(0.9, beta2)),
+            rate=1e-3,
+            number=number,
+            clip=None,
+        )
+    after = blockwise.decoded_second(moments[1]).sqrt().mean()
+    assert float(after / before) == pytest.approx(beta2 ** (steps / 2), rel=0.02)
+
+
 def test_zeros_are_stored_as_zeros() -> None:
     zeros = torch.zeros(BLOCK)
-    for encode in (blockwise.encode_first, blockwise.encode_second):
+    for encode in (blockwise.encode_first, ENCODE_SECOND):
         assert not stored(encode, zeros).any()
 
 
@@ -106,7 +134,7 @@ def test_a_block_that_is_not_finite_is_read_as_nan(value: float) -> None:
     assert read[:BLOCK].isnan().all()
     assert read[BLOCK:].equal(torch.ones(BLOCK))
     if value != 2.0**120:
-        read = blockwise.decoded_second(stored(blockwise.encode_second, values))
+        read = blockwise.decoded_second(stored(ENCODE_SECOND, values))
         assert read[:BLOCK].isnan().all()
 
 
@@ -135,7 +163,7 @@ def test_random_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
     share = torch.tensor([0.25, 0.8])
     count = 2**16
     values = (below + (above - below) * share).repeat(count // 2)
-    made = blockwise.round_randomly(values, blockwise.rounding_key(0, 1), 0).float()
+    made = blockwise.round_randomly(values, blockwise.rounding_keys(0, 1)[0], 0).float()
     up = made.view(-1, 2) == above
     assert (up | (made.view(-1, 2) == below)).all()
     assert (up.float().mean(0) - share).abs().max() < 0.01
@@ -145,14 +173,37 @@ def test_random_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
     assert blockwise.round_randomly(nan, 5, 32).isnan().all()
 
 
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("weight", [1.0, -0.05])
+def test_small_updates_are_not_lost(low: bool, weight: float) -> None:
+    """Each is less than half the distance to the next master that can be stored."""
+    count, steps, rate = 1024 * BLOCK, 50, abs(weight) * 2**-19
+    high = torch.full((count,), weight).bfloat16()
+    before, residual = high.double(), torch.zeros(count, dtype=torch.int8)
+    moments = torch.zeros(2, blockwise.records(count), dtype=torch.uint8)
+    for number in range(1, steps + 1):
+        blockwise.update(
+            high,
+            residual if low else None,
+            moments,
+            torch.ones(count),
+            settings=AdamW(),
+            rate=rate,
+            number=number,
+            clip=None,
+        )
+    after = (join(high, residual) if low else high).double()
+    assert float((before - after).mean()) == pytest.approx(steps * rate, rel=0.15)
+
+
 def test_random_bits_depend_on_seed_step_and_index_alone() -> None:
     cpu = torch.device("cpu")
-    key = blockwise.rounding_key(7, 3)
+    key, another = blockwise.rounding_keys(7, 3)
     whole = blockwise.random_bits(key, 2**40, 4096, cpu)
     assert blockwise.random_bits(key, 2**40 + 1024, 64, cpu).equal(whole[1024:1088])
     assert whole.min() >= 0
     assert whole.max() < 2**16
-    for other in (blockwise.rounding_key(8, 3), blockwise.rounding_key(7, 4)):
+    for other in (another, *blockwise.rounding_keys(8, 3), *blockwise.rounding_keys(7, 4)):
         assert (blockwise.random_bits(other, 2**40, 4096, cpu) != whole).float().mean() > 0.99
     # SplitMix64 with the state 0 begins with these two numbers
     first = blockwise.random_bits(0, 0, 8, cpu).tolist()
@@ -206,7 +257,7 @@ def test_the_kernel_s_bits_are_pytorch_s(
     high = adamw.round_to_bf16(master)
     residual = torch.randint(-128, 128, (total,), generator=generator, dtype=torch.int8)
     moments = torch.stack(
-        [stored(blockwise.encode_first, first), stored(blockwise.encode_second, second.abs())]
+        [stored(blockwise.encode_first, first), stored(ENCODE_SECOND, second.abs())]
     )
     results = []
     for chosen in (fused, None):
@@ -282,7 +333,7 @@ def test_cutting_a_layer_changes_no_bit() -> None:
 def test_ratio_sums_read_the_stored_second_moment() -> None:
     count = 10 * BLOCK
     gradient, second = torch.randn(count), spread(5, 10).square()
-    made = stored(blockwise.encode_second, second)
+    made = stored(ENCODE_SECOND, second)
     sums, wanted = torch.empty(count // 64), torch.empty(count // 64)
     for function, given_, target in (
         (blockwise.ratio_sums, made, sums),

@@ -67,17 +67,17 @@ def test_loaded_weights_are_the_nearest_that_the_format_has(
                 assert ((master - wanted).abs() <= error * wanted.abs()).all()
 
 
-def test_the_seed_decides_stochastic_rounding_alone(
+def test_the_seed_decides_rounding_at_random(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    for state in OTHERS:
+    for state in FORMATS:
         found = []
         for seed in (0, 0, 1):
             with session(executable("double_buffer", state=state), seed=seed) as running:
                 running.step(1)
                 found.append(everything(running))
         assert found[0] == found[1]
-        assert (found[0] == found[2]) == (state != "bf16-sr")
+        assert (found[0] == found[2]) == (state == EXACT)
 
 
 class _Counted(TorchDispatchMode):

@@ -41,7 +41,8 @@ from megatrain.runtime.optimizer.blockwise import (
     encode_second,
     records,
     round_randomly,
-    rounding_key,
+    rounding_keys,
+    split_randomly,
 )
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
@@ -402,36 +403,34 @@ class Reference:
     def _store(self, layer: str, name: str, number: int) -> None:
         """Rounds a tensor's master and moments to what the state format stores of them."""
         if self._format.moments == "block8":
-            for moment, encode, decode in zip(
-                self.moments[layer][name],
-                (encode_first, encode_second),
-                (decoded_first, decoded_second),
-                strict=True,
-            ):
-                flat = _padded(moment)
-                stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
-                encode(flat, stored)
-                moment.view(-1).copy_(decode(stored)[: moment.numel()])
+            first, second = self.moments[layer][name]
+            flat = _padded(first)
+            stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
+            encode_first(flat, stored)
+            first.view(-1).copy_(decoded_first(stored)[: first.numel()])
+            key = rounding_keys(self._seed, number)[1]
+            encode_second(_padded(second), stored, key, self._index[layer][name])
+            second.view(-1).copy_(decoded_second(stored)[: second.numel()])
         self._round_master(self.masters[layer][name], number, self._index[layer][name])
 
     def _round_master(self, master: torch.Tensor, number: int, index: int | None) -> None:
         """Rounds a master to what the state format stores of it: to the nearest value, or at random
-        if `index` is given and the format rounds updates at random.
+        if `index` is given, as after an update.
         """
         if self.work.state == EXACT:
             return
         flat = _padded(master)
+        key = rounding_keys(self._seed, number)[0]
         if self._format.low is None:
-            high = (
-                round_to_bf16(flat)
-                if index is None
-                else round_randomly(flat, rounding_key(self._seed, number), index)
-            )
+            high = round_to_bf16(flat) if index is None else round_randomly(flat, key, index)
             stored = high.float()
         else:
             high = torch.empty_like(flat, dtype=torch.bfloat16)
             low = torch.empty_like(flat, dtype=TORCH_DTYPE[self._format.low])
-            split(flat, high, low)
+            if index is None:
+                split(flat, high, low)
+            else:
+                split_randomly(flat, high, low, key, index)
             stored = join(high, low)
         master.view(-1).copy_(stored[: master.numel()])
 

@@ -93,7 +93,7 @@ def test_an_update_costs_what_pytorch_moves(make_plan: Callable[..., Plan]) -> N
     parameters = ops["update"].parameters
     assert usual.touched_bytes(ops["update"]) == 26 * parameters
     assert usual.update_share(ops["update"]) == 1
-    assert coded.touched_bytes(ops["update"]) == (12.25 + 700) * parameters
+    assert coded.touched_bytes(ops["update"]) == (12.25 + 850) * parameters
     host = msgspec.structs.replace(ops["update"], id="UC0", lane="cpu")
     assert coded.touched_bytes(host) == 12.25 * parameters
     assert coded.update_share(host) == usual.update_share(host) == 1

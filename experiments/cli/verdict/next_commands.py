@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatrain.simulator.base.units import exact_size
@@ -31,13 +32,14 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
     if verdict.prediction_only:
         return []
     work = _workload(args, verdict)
+    state = _options(_state(verdict))  # `train` chooses the rest of the workload itself
     policy = [] if args.policy == "best" else ["--policy", args.policy]
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
     named = hardware or ["--hardware", "hardware.toml"]
     return [
         (
-            _quoted("train", model, "--data", "DATA", *measured, *policy, "--out", "RUN"),
+            _quoted("train", model, "--data", "DATA", *measured, *policy, *state, "--out", "RUN"),
             "on that machine: measures it if needed, plans and trains",
         ),
         (
@@ -51,30 +53,39 @@ def _quoted(*words: str) -> list[str]:
     return ["megatrain", *(shlex.quote(word) for word in words)]
 
 
-def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """Returns the options of the workload: its size, and what differs from the defaults."""
+def _state(verdict: Verdict) -> dict[str, tuple[object, object]]:
+    """Returns the options that decide the size of the optimizer's state, with their defaults."""
     work = verdict.workload
-    values = {
-        "batch": (work.batch, None),
-        "seq": (work.sequence, None),
-        "accumulation": (work.accumulation, 1),
-        "dtype": (work.dtype, "bf16"),
-        "clipping": (work.clipping, "global"),
-        "optimizer": (work.optimizer, "adamw"),
-        "state": (work.state, "exact"),
-        "attention": (work.attention, None),
-        "loss-chunk": (work.loss_chunk, 1024),
-    }
-    words = [
+    return {"optimizer": (work.optimizer, "adamw"), "state": (work.state, "exact")}
+
+
+def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
+    """Returns the words of those options whose value is not the default."""
+    return [
         word
         for name, (value, default) in values.items()
         if value != default
         for word in (f"--{name}", str(value))
     ]
+
+
+def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
+    """Returns the options of the workload: its size, and what differs from the defaults."""
+    work = verdict.workload
+    values: dict[str, tuple[object, object]] = {
+        "batch": (work.batch, None),
+        "seq": (work.sequence, None),
+        "accumulation": (work.accumulation, 1),
+        "dtype": (work.dtype, "bf16"),
+        "clipping": (work.clipping, "global"),
+        **_state(verdict),
+        "attention": (work.attention, None),
+        "loss-chunk": (work.loss_chunk, 1024),
+    }
     flags = {
         "--compile": work.compiled,
         "--no-dropout": work.no_dropout,
         "--plain-packing": args.documents is False,
         "--documents": args.documents is True,
     }
-    return words + [flag for flag, given in flags.items() if given]
+    return _options(values) + [flag for flag, given in flags.items() if given]

@@ -188,20 +188,6 @@ static inline void get_second(const uint8_t *record, float *second) {
     }
 }
 
-static inline void put_second(uint8_t *record, const float *second) {
-    float root[BLOCK];
-    for (int i = 0; i < BLOCK; i++)
-        root[i] = sqrtf(second[i]);
-    const uint16_t bits = put_scale(record, root);
-    if (bits == 0 || bits == NOT_A_NUMBER)
-        return;
-    const float inverse = 255.0f / from_bf16(bits);
-    for (int i = 0; i < BLOCK; i++) {
-        const float code = rintf(root[i] * inverse);
-        record[i] = root[i] > 0 ? (uint8_t)(code < 1 ? 1 : code) : 0;
-    }
-}
-
 /* Writes 16 random bits for each parameter of a block, which begins at parameter `index`: those of
  * the numbers index / 4 and up of a SplitMix64 generator. */
 static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
@@ -215,20 +201,38 @@ static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
     memcpy(bits, words, sizeof words); /* little endian */
 }
 
-static inline uint32_t quiet(uint32_t bits) {
-    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (uint32_t)NOT_A_NUMBER << 16 : bits;
+/* `key` and `index` are those of `random_bits`. */
+static inline void put_second(uint8_t *record, const float *second, uint64_t key, int64_t index) {
+    float root[BLOCK];
+    for (int i = 0; i < BLOCK; i++)
+        root[i] = sqrtf(second[i]);
+    const uint16_t bits = put_scale(record, root);
+    if (bits == 0 || bits == NOT_A_NUMBER)
+        return;
+    const float inverse = 255.0f / from_bf16(bits);
+    uint16_t random[BLOCK];
+    random_bits(key, index, random);
+    for (int i = 0; i < BLOCK; i++) {
+        const float code = floorf((float)random[i] * 0x1p-16f + root[i] * inverse);
+        record[i] = root[i] > 0 ? (uint8_t)(code < 1 ? 1 : code > 255 ? 255 : code) : 0;
+    }
+}
+
+/* A NaN stays one, which an addition could carry into another number. */
+static inline uint32_t add_unless_nan(uint32_t bits, uint32_t random) {
+    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (uint32_t)NOT_A_NUMBER << 16 : bits + random;
 }
 
 typedef struct {
     uint16_t *weights;
-    int8_t *low; /* null: stochastic rounding */
+    int8_t *low; /* null: weights are the whole masters */
     uint8_t *first, *second;
     const void *gradient;
     int gradient_is_fp32;
     float clip, scale;
     uint16_t *copy; /* may be null */
     Scalars scalars;
-    uint64_t key;
+    uint64_t weights_key, second_key;
     int64_t index;
 } BlockwiseUpdate;
 
@@ -256,34 +260,31 @@ static void blockwise_update(const void *call, int64_t from, int64_t end) {
             master[i] = step(master[i], first + i, second + i, gradient[i], u.clip, u.scale,
                              u.scalars);
         put_first(one, first);
-        put_second(two, second);
-        if (low) {
+        put_second(two, second, u.second_key, u.index + start);
+        uint16_t random[BLOCK];
+        random_bits(u.weights_key, u.index + start, random);
+        if (low)
             for (int i = 0; i < BLOCK; i++) {
-                const uint32_t rounded = (quiet(to_bits(master[i])) + 0x80u) >> 8;
+                const uint32_t rounded = add_unless_nan(to_bits(master[i]), random[i] & 0xFFu) >> 8;
                 low[i] = (int8_t)(uint8_t)rounded;
                 high[i] = (uint16_t)((rounded + 0x80u) >> 8);
             }
-        } else {
-            uint16_t bits[BLOCK];
-            random_bits(u.key, u.index + start, bits);
-            for (int i = 0; i < BLOCK; i++) {
-                const uint32_t whole = to_bits(master[i]), exact = quiet(whole);
-                high[i] = (uint16_t)((exact + (exact == whole ? bits[i] : 0)) >> 16);
-            }
-        }
+        else
+            for (int i = 0; i < BLOCK; i++)
+                high[i] = (uint16_t)(add_unless_nan(to_bits(master[i]), random[i]) >> 16);
         if (u.copy)
             memcpy(u.copy + start, high, sizeof(uint16_t) * BLOCK);
     }
 }
 
-/* Does one AdamW update of whole blocks whose moments are records. Without `low`, weights are
- * rounded with the random bits of `key`, where `index` is the index of the first parameter.
- * Otherwise as `megatrain_adamw`. */
+/* Does one AdamW update of whole blocks whose moments are records. Masters and second moments are
+ * rounded with the random bits of their keys, where `index` is the index of the first parameter.
+ * Without `low`, weights are the whole masters. Otherwise as `megatrain_adamw`. */
 void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int8_t *low,
                                uint8_t *first, uint8_t *second, const void *gradient,
                                int gradient_is_fp32, const float *clip, const float *scale,
-                               uint16_t *copy, const Scalars *scalars, uint64_t key,
-                               int64_t index) {
+                               uint16_t *copy, const Scalars *scalars, uint64_t weights_key,
+                               uint64_t second_key, int64_t index) {
     BlockwiseUpdate u = {weights,
                          low,
                          first,
@@ -294,7 +295,8 @@ void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int
                          scale ? *scale : 1.0f,
                          copy,
                          *scalars,
-                         key,
+                         weights_key,
+                         second_key,
                          index};
     if (u.clip != u.clip || u.scale != u.scale)
         return;

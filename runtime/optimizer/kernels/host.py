@@ -86,7 +86,7 @@ class HostKernels:
             *[pointer] * 5,
             flag,
             *[pointer] * 4,
-            ctypes.c_uint64,
+            *[ctypes.c_uint64] * 2,
             count,
         )
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
@@ -156,11 +156,11 @@ class HostKernels:
         scale: torch.Tensor | None,
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
-        key: int,
+        keys: tuple[int, int],
         index: int,
     ) -> None:
-        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `key` is the
-        `rounding_key` of the step.
+        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `keys` are the
+        `rounding_keys` of the step.
         """
         self._blockwise_adamw(
             self._team,
@@ -175,7 +175,7 @@ class HostKernels:
             _address(scale),
             _address(copy_to),
             (ctypes.c_float * len(scalars))(*scalars),
-            key,
+            *keys,
             index,
         )
 
