@@ -68,7 +68,7 @@ class _Version(argparse.Action):
 
 
 def parser(*described: str) -> OneLineParser:
-    """Returns the parser of these verbs with their options, or of all verbs without options."""
+    """Returns the parser of all verbs. Only the `described` ones have their options."""
     top = OneLineParser(
         prog="megatrain",
         description=(
@@ -80,10 +80,10 @@ def parser(*described: str) -> OneLineParser:
     verbs = top.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=OneLineParser
     )
-    for name in described or VERBS:
-        about = VERBS[name].__doc__ if described else None
-        verb = verbs.add_parser(name, help=_summary(name), description=about)
-        if described:
+    for name in VERBS:
+        verb = verbs.add_parser(name, help=_summary(name))
+        if name in described:
+            verb.description = VERBS[name].__doc__
             VERBS[name].describe(verb)
     return top
 

@@ -25,8 +25,8 @@ class DefaultSet(NamedTuple):
     """Sequences in a micro-batch."""
     sequence: int
     """Tokens in a sequence."""
-    grid: tuple[tuple[int, int], ...]
-    """Further pairs of batch and sequence."""
+    grid: tuple[tuple[int, int], ...] | None
+    """Further pairs of batch and sequence. None for those of `usual_grid`."""
     dtype: Dtype = "bf16"
     """Dtype of the computation."""
 
@@ -82,7 +82,8 @@ def set_of_named(
 ) -> DefaultSet:
     """Returns the workloads for models that the user names without a batch.
 
-    They are those that `megatrain train` would measure, and on a large GPU some more around them.
+    They are those that `megatrain train` would measure. On a large GPU they are the largest of
+    these and some around it.
 
     Args:
         device_type: `cuda` or `cpu`.
@@ -95,7 +96,7 @@ def set_of_named(
     length = sequence or min(usual, longest or usual)
     tokens = most_tokens(device_type, device_bytes)
     first, *others = row_counts(tokens, length)
-    grid = () if tokens == LARGE_TOKENS else tuple((rows, length) for rows in others)
+    grid = None if tokens == LARGE_TOKENS else tuple((rows, length) for rows in others)
     return DefaultSet((), first, length, grid, "fp32" if cpu else "bf16")
 
 

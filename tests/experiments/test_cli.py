@@ -188,8 +188,14 @@ def test_without_a_model_a_default_set_is_measured(
 @pytest.mark.parametrize(
     ("options", "points", "said"),
     [
-        ((), [(8, 64, "fp32"), (1, 64, "fp32")], "up to 8 x 64 tokens in fp32, as for `megatrain"),
-        (("--seq", 16), [(32, 16, "fp32"), (4, 16, "fp32"), (1, 16, "fp32")], "up to 32 x 16 "),
+        ((), [(8, 64, "fp32"), (1, 64, "fp32")], "8 x 64, 1 x 64 tokens in fp32"),
+        (
+            ("--seq", 16),
+            [(32, 16, "fp32"), (4, 16, "fp32"), (1, 16, "fp32")],
+            "32 x 16, 4 x 16, 1 x 16 tokens in fp32",
+        ),
+        (("--seq", 512), [(1, 512, "fp32")], "1 x 512 tokens in fp32"),
+        (("--grid", "2x16"), [(8, 64, "fp32"), (2, 16, "fp32")], "8 x 64, 2 x 16 tokens in fp32"),
         (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "bf16"), (2, 16, "bf16")], ""),
     ],
 )
@@ -214,11 +220,11 @@ def test_a_named_model_is_measured_with_what_suits_the_machine(
     assert outcome.status == 0, outcome.err
     assert [(work.batch, work.sequence, work.dtype) for work in heard] == points
     assert said in outcome.out
-    assert outcome.out.startswith("measured are" if said else "wrote")
+    assert outcome.out.startswith("micro-batches of " if said else "wrote")
 
 
 @pytest.mark.parametrize(
-    ("gib", "expected"), [(24, (8, 1024, ((1, 1024),))), (140, (32, 1024, ()))]
+    ("gib", "expected"), [(24, (8, 1024, ((1, 1024),))), (140, (32, 1024, None))]
 )
 def test_the_workload_of_a_named_model_suits_the_gpu(gib: int, expected: Any) -> None:
     found = set_of_named("cuda", gib * 2**30, sequence=None, longest=32_768)

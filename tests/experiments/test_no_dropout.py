@@ -95,7 +95,7 @@ def test_calibrate_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     calibrate.describe(parser)
     model = ModelSpec.load("tiny")
     workload, _ = calibrate._wanted(
-        parser.parse_args([*words, "--no-dropout"]), model, DefaultSet((), 32, 1024, ())
+        parser.parse_args([*words, "--no-dropout"]), model, DefaultSet((), 32, 1024, None)
     )
     assert workload.no_dropout
     assert config_of(model).attention_dropout == 0

@@ -22,6 +22,7 @@ from megatrain.experiments.run_report import sections, why
 from megatrain.experiments.run_report.compared_run import compare_run
 from megatrain.experiments.run_report.step_record import Evaluation
 from megatrain.experiments.run_report.training_sections import evaluations
+from megatrain.runtime.training.answers import Answer, add_answer
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -214,6 +215,8 @@ def trained(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained
     more = {"rows": 402, "unusable": 2, "cut": 7, "cut_tokens": 1800, "targets": 1000}
     changed = {"training": {**counts["training"], **more, "tokens": 4000}}
     (folder / "data.json").write_text(json.dumps(changed))
+    long = "https://example.org/" + "a" * 300
+    add_answer(folder, Answer(step=3, model="model", question=long, answer=long))
     assert cli.main(["report", str(folder)]) == 0
     return Trained(folder / "report.html", steps, evaluations)
 

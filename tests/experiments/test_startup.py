@@ -67,6 +67,16 @@ def test_the_list_of_verbs_has_the_first_line_of_each() -> None:
     }
 
 
+@pytest.mark.parametrize("words", [("--help",), ("--help", "check")], ids=" ".join)
+def test_the_help_of_the_command_lists_every_verb(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [verb for verb in cli.VERBS if verb not in (line[0] for line in listed if line)] == []
+
+
 @pytest.mark.usefixtures("workplace")
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     reading, writing = os.pipe()

@@ -134,13 +134,21 @@ def run(args: argparse.Namespace) -> int:
             fix="leave --again out",
         )
     models = [ModelSpec.load(source) for source in args.model]
-    usual = DefaultSet((), 32, 1024, ())
+    usual = DefaultSet((), 32, 1024, None)
+    suited = bool(models) and args.batch is None
     if not models:
         usual = _default_set(args)
         models = [model_of(name) for name in usual.models]
-    elif args.batch is None:
+    elif suited:
         usual = _set_of_named(args, models[0])
     workload, points = _wanted(args, models[0], usual)
+    if suited:
+        sizes = ", ".join(f"{each.batch} x {each.sequence:,}" for each in (workload, *points))
+        print(
+            f"micro-batches of {sizes} tokens in {workload.dtype} are measured; --batch, --seq,"
+            " --grid and --dtype choose others",
+            flush=True,
+        )
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
     from megatrain.experiments.cli.training.measuring import measuring
@@ -221,28 +229,17 @@ def _default_set(args: argparse.Namespace) -> DefaultSet:
 
 
 def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> DefaultSet:
-    """Returns the workloads for a model that is named without a batch, and prints them."""
+    """Returns the workloads for a model that is named without a batch."""
     # Mistakes are reported before PyTorch is loaded.
     sized = {"batch": 1, "seq": args.seq or 1, "dtype": args.dtype or "bf16"}
     options.workload(argparse.Namespace(**{**vars(args), **sized}), model, quiet=True)
 
     from megatrain.runtime import machine
-    from megatrain.runtime.calibration.presets import LARGE_DEVICE_BYTES, set_of_named
-    from megatrain.simulator.base.units import format_bytes
+    from megatrain.runtime.calibration.presets import set_of_named
 
     device = options.device(args)
     memory = args.device_memory or machine.usable_device_bytes(device)
-    found = set_of_named(device.type, memory, sequence=args.seq, longest=model.longest_row)
-    size = format_bytes(LARGE_DEVICE_BYTES)
-    gpu = f"a GPU of {size} or more" if memory >= LARGE_DEVICE_BYTES else f"a GPU below {size}"
-    place = gpu if device.type == "cuda" else "a CPU"
-    print(
-        f"measured are micro-batches of up to {found.batch} x {found.sequence:,} tokens in"
-        f" {args.dtype or found.dtype}, as for `megatrain train` on {place}; --batch, --seq and"
-        " --dtype choose others",
-        flush=True,
-    )
-    return found
+    return set_of_named(device.type, memory, sequence=args.seq, longest=model.longest_row)
 
 
 def _wanted(
@@ -253,18 +250,19 @@ def _wanted(
 
     from megatrain.runtime.calibration.presets import usual_grid
 
-    around = () if args.batch or (args.seq and usual.models) else usual.grid
+    around = None if args.batch or (args.seq and usual.models) else usual.grid
     args.batch, args.seq, args.dtype = (
         args.batch or usual.batch,
         args.seq or usual.sequence,
         args.dtype or usual.dtype,
     )
     workload = options.workload(args, model)
-    points = [
-        msgspec.structs.replace(workload, batch=rows, sequence=length)
-        for rows, length in args.grid or around
-    ] or usual_grid(workload)
-    return workload, points
+    sizes = args.grid or around
+    if sizes is None:
+        return workload, usual_grid(workload)
+    return workload, [
+        msgspec.structs.replace(workload, batch=rows, sequence=length) for rows, length in sizes
+    ]
 
 
 def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
