@@ -179,14 +179,14 @@ def test_splits_are_all_that_make_up_the_tokens(rows: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [None, 2, 9])
-@pytest.mark.parametrize("accumulation", [None, 2, 9])
+@pytest.mark.parametrize("groups", [None, 2, 9])
 def test_a_plan_is_shortened_and_never_made_longer(
-    make_plan: MakePlan, layers: Any, accumulation: Any
+    make_plan: MakePlan, layers: Any, groups: Any
 ) -> None:
     plan = make_plan("k_buffer", layers=4, accumulation=3)
-    found = with_knobs(plan, layers=layers, accumulation=accumulation, weight_slots=7)
+    found = with_knobs(plan, layers=layers, groups=groups, weight_slots=7)
     assert found.model.layers == min(layers or 4, 4)
-    assert found.workload.accumulation == min(accumulation or 3, 3)
+    assert found.workload.accumulation == min(groups or 3, 3)
     assert found.knobs == msgspec.structs.replace(plan.knobs, weight_slots=7)
 
 
