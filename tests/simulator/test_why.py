@@ -165,7 +165,7 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:
     roomy = chosen(device_limit=7 * GIB)
     assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
-    tight = chosen(device_limit=8 * GIB, host_limit=7 * GIB)
+    tight = chosen(device_limit=8 * GIB, host_limit=13 * GIB // 2)
     margin = margins(tight)["host"]
     assert tight.feasible
     assert margin.gain > 0.05
