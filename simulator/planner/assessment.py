@@ -115,13 +115,10 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     found = costs.workspace(plan.model, plan.workload) or workspace_estimate(
         plan.model, plan.workload
     )
-    # Each micro-batch of a group has attention masks of its own.
-    masks = (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
-    workspace = peak_workspace_bytes(
-        msgspec.structs.replace(found, layer=found.layer + masks) if masks else found,
-        schedule,
-        activations,
-    )
+    workspace = peak_workspace_bytes(found, schedule, activations)
+    if plan.workload.documents:
+        # Each micro-batch of a group has masks of its own. All of them exist during the head, too.
+        workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
     process = (
         {PROCESS: costs.process_bytes}
         if costs.process_bytes and any(buffer.place == "host" for buffer in schedule.buffers)

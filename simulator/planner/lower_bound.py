@@ -214,17 +214,21 @@ class _Flow:
         first = {str(block[0]) for block in blocks}
         self._weights(EMBEDDING)
         for layer in self.plan.model.decoders:
-            if (
+            offloads = (
                 layer.name in self.offloaded
                 and layer.name in first
                 and layer.name not in self.saved_layers
-            ):
+            )
+            computed = self.compute
+            if offloads:
                 # The inputs of earlier micro-batches may be copied before the last one is computed.
-                for _ in range(self.group - 1):
-                    self._down(self.hidden[1], 0.0)
-                self._down(self.hidden[1], self.compute)
+                self._down(self.hidden[1], computed if self.group == 1 else 0.0)
                 self.offloaded_at[layer.name] = self.down
             self._weights(layer.name)
+            if offloads:
+                # All but the first follow the copies that the layer's weights need.
+                for left in reversed(range(self.group - 1)):
+                    self._down(self.hidden[1], 0.0 if left else computed)
             self.compute += self.group * bounds.duration_ns("forward", layer.name)
         self._weights(head)
         self._gradient(head, self.group * bounds.duration_ns("head", ""))
@@ -234,11 +238,9 @@ class _Flow:
         names = [str(index) for index in block]
         if names[0] not in self.saved_layers:
             if names[0] in self.offloaded:
-                # Compute waits for the first input. The last one is loaded after it is saved.
+                # With several micro-batches, only the last input may have been saved just before.
                 self._up(self.hidden[0], self.offloaded_at[names[0]] if self.group == 1 else 0.0)
                 self._wait(self.up)
-                for _ in range(self.group - 1):
-                    self._up(self.hidden[0])
             for name in names:
                 self._weights(name)
                 kept = name in self.saved_attention
@@ -246,6 +248,10 @@ class _Flow:
         for name in reversed(names):
             self._weights(name)
             self._gradient(name, self.group * self.bounds.duration_ns("backward", name))
+        if names[0] in self.offloaded and names[0] not in self.saved_layers:
+            # The inputs of the other micro-batches follow the weights and the stored gradients.
+            for _ in range(self.group - 1):
+                self._up(self.hidden[0])
 
     def _size(
         self, code: str, layer: str, lane: str, per_parameter: float, *, parameters: bool = True

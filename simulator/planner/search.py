@@ -140,12 +140,14 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
     if len(searches) > 1:
         # The most promising first. It then excludes most plans of the others by their bounds.
         searches.sort(key=PlacementSearch.rough_ns)
-    best: Choice | None = None
+    found: list[Choice] = []
     for search in searches:
-        limit = best.step_seconds * 1e9 if best else math.inf
-        if search.least_ns() * _LEAST_GAIN < limit and (found := search.best(limit)):
-            best = min(best or found, found, key=rank)
-    return best or PlacementSearch(plan, costs).nearest_miss()
+        limit = min((choice.step_seconds * 1e9 for choice in found), default=math.inf)
+        if search.least_ns() * _LEAST_GAIN < limit and (choice := search.best(limit)):
+            found.append(choice)
+    if not found:
+        return PlacementSearch(plan, costs).nearest_miss()
+    return _with_runner_up(sorted(found, key=rank), [])
 
 
 def rank(choice: Choice) -> tuple[bool, int, int, float, str]:

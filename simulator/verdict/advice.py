@@ -27,7 +27,7 @@ from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -372,6 +372,8 @@ class Adviser:
         plan = msgspec.structs.replace(
             self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
         )
+        # Single micro-batches leave the most memory for saved activations.
+        plan = with_knobs(plan, micro_batch_group=1)
         return PlacementSearch(plan, cost_model(self.hardware, plan.model, work)).least_ns() / 1e9
 
     def _gained(

@@ -27,7 +27,7 @@ from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, RunnerUp, with_knobs
+from megatrain.simulator.planner.assessment import Choice, InShortGroups, RunnerUp, with_knobs
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -312,16 +312,19 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
     seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
-    # The relative range of two micro-batches is used for any number of them.
-    few = with_knobs(plan, groups=2)
+    # The relative range of two groups of micro-batches is used for any number of them.
+    few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload)
     if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
         return None, None
     schedule = policy_library.lower(few)
-    usual = uncontended_makespan_ns(schedule, costs)
-    least, most = (
-        uncontended_makespan_ns(schedule, WithinSpread(costs, hardware.uncertainty, longer=longer))
-        for longer in (False, True)
+    least, usual, most = (
+        uncontended_makespan_ns(schedule, InShortGroups(each, group))
+        for each in (
+            WithinSpread(costs, hardware.uncertainty, longer=False),
+            costs,
+            WithinSpread(costs, hardware.uncertainty, longer=True),
+        )
     )
     return seconds * least / usual, seconds * most / usual
 

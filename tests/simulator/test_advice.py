@@ -137,7 +137,7 @@ def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
             )
 
 
-@pytest.mark.parametrize(("device", "host"), [(12, 64), (14, 7)])
+@pytest.mark.parametrize(("device", "host"), [(12, 64), (16, 6)])
 def test_one_more_gib_is_used_by_plans_that_need_it(
     model: ModelSpec, device: int, host: int
 ) -> None:
@@ -202,3 +202,18 @@ def test_moments_of_half_the_size_save_half_of_their_copies(model: ModelSpec) ->
         half = sum(costs.duration_ns(op) for op in copies) / 2e9
         rest = choice.step_seconds - half
         assert 0.005 < entry.gain <= half / rest
+
+
+def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelSpec) -> None:
+    """Smaller groups than the choice's leave more memory for saved activations."""
+    work = msgspec.structs.replace(WORK, accumulation=4)
+    costs = cost_model(H200, model, work)
+    plan = candidates(model, H200, work, policies=["overlapped"])[0].plan
+    assert plan.prediction is not None
+    limit = plan.prediction.device_peak_bytes // 2
+    bounds = []
+    for group in (1, 4):
+        choice = assess(with_knobs(plan, micro_batch_group=group, placement=Placement()), costs)
+        adviser = Adviser(choice, H200, costs, ["overlapped"], lambda *_, found=choice: found, [])
+        bounds.append(adviser._least_seconds(work, limit, plan.host_limit_bytes))
+    assert bounds[0] == bounds[1] > 0

@@ -5,6 +5,8 @@ A bound is near the evaluator's time, and above compute's own work if something 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -139,3 +141,31 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]
     traffic = sum(demand.traffic * time for demand, time in demands if demand)
     assert flow.host == pytest.approx(traffic / costs.sharing.capacity)
+
+
+@pytest.mark.parametrize("clipping", ["global", "none"])
+@pytest.mark.parametrize("rate", [0.1, 10.0])
+def test_a_bound_of_grouped_micro_batches_with_offloaded_inputs_is_not_above_the_time(
+    make_plan: Callable[..., Plan], rate: float, clipping: str
+) -> None:
+    """Compute does not wait for the inputs of the other micro-batches before it needs them."""
+    found = make_plan(
+        "overlapped",
+        layers=1,
+        batch=16,
+        sequence=128,
+        accumulation=8,
+        micro_batch_group=4,
+        clipping=clipping,
+        placement=Placement(offloaded_inputs="all", host_updated="all"),
+    )
+    slow = msgspec.structs.replace(
+        HardwareSpec.load("h200"),
+        h2d_curve=(),
+        h2d_gb_per_s=rate,
+        host_memory=None,
+        peak_tflops={"bf16": 10.0},
+    )
+    costs = cost_model(slow, found.model, found.workload)
+    time = makespan_ns(policies.lower(found), costs)
+    assert 0.8 * time <= LowerBound(found, costs).step_ns(found) <= time

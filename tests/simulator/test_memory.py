@@ -263,6 +263,40 @@ def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(
         assert not pools.get("device.activations")
 
 
+@pytest.mark.parametrize("loss_chunk", [16, 4096], ids=["layers need most", "the head needs most"])
+def test_each_micro_batch_of_a_group_has_masks_of_its_own_between_documents(
+    make_plan: Callable[..., Plan], make_model: Callable[..., ModelSpec], loss_chunk: int
+) -> None:
+    """Without documents, all micro-batches share the mask of a window."""
+    model = make_model(
+        family="gemma2", head_dim=16, sliding_window=8, tied=False, vocabulary=4 * loss_chunk
+    )
+    for documents in (False, True):
+        plans = [
+            make_plan(
+                "overlapped",
+                model=model,
+                sequence=64,
+                dtype="fp32",
+                documents=documents,
+                accumulation=4,
+                loss_chunk=loss_chunk,
+                micro_batch_group=group,
+            )
+            for group in (1, 4)
+        ]
+        single, four = (
+            plan_account(
+                plan,
+                policies.outline(plan),
+                cost_model(HardwareSpec.load("h200"), plan.model, plan.workload),
+            ).pools["device.workspace"]
+            for plan in plans
+        )
+        more = 3 * plans[0].model.mask_bytes(plans[0].workload) if documents else 0
+        assert four - single == more
+
+
 def test_masks_are_counted_where_causality_alone_does_not_do(
     make_model: Callable[..., ModelSpec],
 ) -> None:

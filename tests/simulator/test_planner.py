@@ -6,6 +6,7 @@ If nothing fits, it says why.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import group_sizes, with_knobs
+from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import Choice, assess, search
 from megatrain.simulator.planner.slot_search import intervals
 
@@ -81,6 +83,24 @@ def test_micro_batches_go_through_the_model_together_where_copies_are_slow(
         with_knobs(choice.plan, micro_batch_group=1), cost_model(H200, SMALL, work)
     ).step_seconds
     assert choice.step_seconds < 0.8 * alone
+
+
+def test_the_runner_up_may_have_groups_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the second fastest of the plans that were found with groups of any size."""
+    seconds: list[float] = []
+    search_one = PlacementSearch.best
+
+    def recorded(self: PlacementSearch, limit_ns: float = math.inf) -> Choice | None:
+        if choice := search_one(self, limit_ns):
+            seconds.append(choice.step_seconds)
+            seconds.extend([choice.runner_up.step_seconds] if choice.runner_up else [])
+        return choice
+
+    monkeypatch.setattr(PlacementSearch, "best", recorded)
+    work = Workload(batch=8, sequence=1024, accumulation=2)
+    best = search(SMALL, H200, work, device_limit=4 * GIB, policies=["overlapped"])[0]
+    assert best.runner_up is not None
+    assert [best.step_seconds, best.runner_up.step_seconds] == sorted(seconds)[:2]
 
 
 def test_every_size_of_a_group_divides_the_accumulation() -> None:

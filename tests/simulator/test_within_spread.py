@@ -12,6 +12,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.within_spread import WithinSpread
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
@@ -126,6 +127,32 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
     assert noisy.step_seconds_high is not None
     assert noisy.step_seconds_low < verdict.step_seconds_low
     assert noisy.step_seconds_high > verdict.step_seconds_high
+
+
+def test_the_range_of_large_groups_is_that_of_the_whole_step(
+    plan: Plan, machine: HardwareSpec
+) -> None:
+    """Two groups of 16 micro-batches are shortened, with the same shares of copies and compute."""
+    config = {**plan.model.config, "tie_word_embeddings": False}
+    grouped = msgspec.structs.replace(
+        plan,
+        model=ModelSpec(name=plan.model.name, config=config),
+        workload=msgspec.structs.replace(plan.workload, batch=1, accumulation=32),
+        knobs=Knobs(micro_batch_group=16),
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+    )
+    choice = chosen(grouped, machine)
+    costs, schedule = (
+        cost_model(machine, grouped.model, grouped.workload),
+        policies.lower(grouped),
+    )
+    assert isinstance(costs, Calibrated)
+    slow = WithinSpread(costs, machine.uncertainty, longer=True)
+    share = uncontended_makespan_ns(schedule, slow) / uncontended_makespan_ns(schedule, costs)
+    verdict = summarize(choice, machine)
+    assert verdict.step_seconds_high is not None
+    assert verdict.step_seconds_high / verdict.step_seconds - 1 == pytest.approx(share - 1, rel=0.1)
 
 
 def test_mfu_is_of_the_datasheet_s_peak_and_not_of_the_measured_product(
