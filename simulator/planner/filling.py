@@ -31,9 +31,9 @@ from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     StateClass,
-    contributions,
     cost_keys,
     state_bytes,
+    sums_on_device,
 )
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -370,7 +370,7 @@ def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str]
     sizes = dict[tuple[StateClass, str], int]()
     for layer, spec in plan.model.stack.items():
         per_parameter = {name: state_bytes(plan, name, layer) for name in classes_of(plan)}
-        if not defers_update and contributions(plan, layer) == 1:
+        if not defers_update and sums_on_device(plan, layer):
             # The update follows the backward pass at once, so the gradient never leaves the device.
             del per_parameter["gradients"]
         sizes |= {

@@ -55,6 +55,7 @@ from megatrain.simulator.schedule.arithmetic import (
     StateClass,
     contributions,
     layer_state,
+    sums_on_device,
 )
 from megatrain.simulator.schedule.plan import Plan
 
@@ -94,7 +95,7 @@ class _OverlappedStore:
                     layer in placed
                     or name != "gradients"
                     or self.defers
-                    or self.contributions[layer] > 1
+                    or not sums_on_device(plan, layer)
                 ):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(

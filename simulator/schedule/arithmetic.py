@@ -51,6 +51,18 @@ def contributions(plan: Plan, layer: str) -> int:
     return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
 
 
+def sums_on_device(plan: Plan, layer: str) -> bool:
+    """Returns whether a slot can hold the gradient of `layer` until it is complete.
+
+    That is so with one contribution, and if all micro-batches are in one group. A block of several
+    layers would hold a slot for each of them, so it holds none.
+    """
+    count = contributions(plan, layer)
+    return count == 1 or (
+        count == plan.knobs.micro_batch_group and plan.knobs.checkpoint_interval == 1
+    )
+
+
 def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     """Returns the size and the dtype of each class of a layer's state."""
     work = plan.workload

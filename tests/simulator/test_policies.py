@@ -209,6 +209,26 @@ def test_a_group_of_micro_batches_loads_and_saves_a_layer_once(make_plan: Make) 
     assert all(moved[1][kind] == moved[2][kind] == moved[4][kind] > 0 for kind in inputs)
 
 
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({"clipping": "layer", "micro_batch_group": 4}, True),
+        ({"clipping": "layer", "micro_batch_group": 4, "checkpoint_interval": 2}, False),
+        ({"clipping": "layer", "micro_batch_group": 2}, False),
+        ({"clipping": "global", "micro_batch_group": 4}, False),
+    ],
+)
+def test_gradients_that_one_group_completes_take_no_host_memory(
+    make_plan: Make, changes: dict[str, Any], stays: bool
+) -> None:
+    """A gradient that is updated when its group ends needs no copy on the host."""
+    schedule = policies.lower(make_plan("overlapped", accumulation=4, **changes))
+    schedule.check()
+    gradients = [buffer for buffer in schedule.buffers if buffer.data == "gradients"]
+    assert any(buffer.place == "host" for buffer in gradients) is not stays
+    assert any(op.kind == "save_gradients" for op in schedule.ops) is not stays
+
+
 def test_resident_copies_nothing(make_plan: Make) -> None:
     assert set(policies.lower(make_plan("resident", accumulation=2)).lanes) == {"compute", "update"}
 
