@@ -106,7 +106,7 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             description=(
                 "question that `megatrain train` asks the trained model at the end; it prints the"
-                " answer and stores it in `answers.jsonl`"
+                " answer and stores it in `answers.jsonl`; may be repeated"
             )
         ),
     ] = ()

@@ -29,6 +29,11 @@ def answers(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(run, "answers.jsonl").read_text().splitlines()]
 
 
+def shown(answer: str) -> str:
+    """Returns what a terminal shows of an answer: no characters that control it."""
+    return "".join(each for each in answer if each.isprintable() or each in "\n\t")
+
+
 def test_the_trained_model_answers_as_in_chat(command: Any) -> None:
     outcome = command(*TRAIN, *ASK, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
@@ -36,11 +41,11 @@ def test_the_trained_model_answers_as_in_chat(command: Any) -> None:
     assert [(row["step"], row["model"], row["question"]) for row in said] == [
         (3, "model", question) for question in ASKED
     ]
-    end = "".join(f"\n> {row['question']}\n{row['answer']}\n" for row in said)
+    end = "".join(f"\n> {row['question']}\n{shown(row['answer'])}\n" for row in said)
     assert outcome.out.endswith(end)
     words = ("--temperature", 0, "--max-tokens", 256, "--device", "cpu")
     chat = command("chat", "run", "--prompt", ASKED[1], *words)
-    assert chat.out == f"{said[1]['answer']}\n"
+    assert chat.out == f"{shown(said[1]['answer'])}\n"
 
     # from a config, and the same again
     outcome = command("train", "plan.toml", "--config", "run/config.toml", "--out", "again")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from megatrain.experiments.cli.commands import chat
+from megatrain.experiments.cli.training import generation
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_an_answer_and_another_one_the_command(
         shown.append(text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "_show", show)
+    monkeypatch.setattr(generation, "show", show)
     typed("how", "are", KeyboardInterrupt)
     outcome = command("chat", talker, "--max-tokens", 40, "--device", "cpu", "--temperature", 0)
     assert outcome.status == 130

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         print("no chat template: the model continues the text", file=sys.stderr)
     if prompt is None:
         return _talk(conversation)
-    conversation.answer(prompt, _show)
+    conversation.answer(prompt, generation.show)
     print()
     return 0
 
@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
 def _talk(conversation: Conversation) -> int:
     """Answers one line after another, until the user ends it."""
     import readline  # noqa: F401  input() then lets a line be edited
+
+    from megatrain.experiments.cli.training.generation import show
 
     print("/quit ends, /new begins a new conversation, Ctrl-C ends an answer")
     while True:
@@ -107,7 +109,7 @@ def _talk(conversation: Conversation) -> int:
             conversation.forget()
         elif line:
             try:
-                conversation.answer(line, _show)
+                conversation.answer(line, show)
             except Interrupted:  # SIGTERM or SIGHUP
                 raise
             except KeyboardInterrupt:
@@ -115,10 +117,6 @@ def _talk(conversation: Conversation) -> int:
             except UserError as error:
                 print(f"{error}, with /new", end="")
             print()
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _model_folder(path: Path) -> Path:

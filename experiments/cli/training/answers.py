@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.experiments.cli.training.generation import generation_device, weight_bytes
+from megatrain.experiments.cli.training.generation import generation_device, show, weight_bytes
 from megatrain.runtime.files.exported_models import exported_models
 from megatrain.runtime.training.answers import Answer, add_answer
 from megatrain.simulator.base.errors import DoesNotFit, UserError
@@ -66,4 +66,4 @@ def _answer(run: Path, questions: Sequence[str], args: argparse.Namespace, seed:
 
 def _show(text: str, said: list[str]) -> None:
     said.append(text)
-    print(text, end="", flush=True)
+    show(text)

@@ -29,6 +29,13 @@ def refuse_larger_than_host(folder: Path, needed: int) -> None:
     _refuse_large(folder, needed, int(psutil.virtual_memory().available), "host memory")
 
 
+def show(text: str) -> None:
+    """Prints a part of an answer, without characters that control the terminal."""
+    print(
+        "".join(each for each in text if each.isprintable() or each in "\n\t"), end="", flush=True
+    )
+
+
 def generation_device(args: argparse.Namespace, folder: Path, needed: int) -> torch.device:
     """Returns the device on which weights of `needed` bytes fit. Without `--device`, a GPU is
     preferred.
