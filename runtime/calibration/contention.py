@@ -45,7 +45,7 @@ _MOST_UPDATED = 2**28
 _AHEAD = 3
 """Units of work that the thread of a stream enqueues ahead, as in the executor. Otherwise waiting
 for Python's lock would count as a slower GPU."""
-Rates = tuple[float, ...]
+LaneRates = tuple[float, ...]
 """Units of work per second, over a whole window and then over each of its parts."""
 Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
 """Units of work per second of each lane, by the lanes that run together."""
@@ -132,7 +132,7 @@ def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, fl
 
 def run_together(
     work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1
-) -> dict[str, Rates]:
+) -> dict[str, LaneRates]:
     """Runs the work of all lanes together for `windows` windows, and returns the rates of each
     lane. They are counted from when all lanes have started until the first stops.
 
@@ -184,7 +184,7 @@ def run_together(
     return {lane: _rates(stamps, begin, end) for lane, stamps in counts.items()}
 
 
-def _rates(stamps: list[float], begin: float, end: float) -> Rates:
+def _rates(stamps: list[float], begin: float, end: float) -> LaneRates:
     """Returns the rates from `begin` to `end`, computed from the times at which units of work
     ended. If fewer than two are in that range, uses all but the first.
 
@@ -260,7 +260,7 @@ def _update(count: int, device: torch.device) -> Work:
 
 def _measure_together(
     work: dict[str, Work], threads: dict[str, int], device: torch.device
-) -> dict[tuple[str, ...], dict[str, Rates]]:
+) -> dict[tuple[str, ...], dict[str, LaneRates]]:
     """Returns the rates of each lane alone, of all pairs and, with CUDA, of the three lanes that
     share the host's DRAM.
     """
@@ -321,7 +321,7 @@ def _measure_interleaving(
     def forward() -> None:
         functional_layers.forward(layer.name, weights, x)
 
-    def together(compute: Work, update: Work, alone: Rates) -> list[_ConcurrentUpdate]:
+    def together(compute: Work, update: Work, alone: LaneRates) -> list[_ConcurrentUpdate]:
         found = run_together({"compute": compute, "update": update}, threads, device)
         return [
             _ConcurrentUpdate(*rates)

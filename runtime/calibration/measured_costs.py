@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain.runtime import machine
-from megatrain.runtime.calibration.microbenchmarks import Rates
+from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.calibration.timing import rounded, spread
 from megatrain.simulator.hardware.cost_table import CostTable, Workspace
@@ -45,7 +45,7 @@ def cost_table(
     samples: Samples,
     amounts: Mapping[tuple[str, str | int], int],
     process_growth: Sequence[int],
-    rates: Rates,
+    rates: MeasuredRates,
     together: StepProfile,
     points: list[GridPoint],
     loss_chunk: int,
@@ -167,7 +167,7 @@ def _dispatch(waits: dict[str, list[list[int]]]) -> dict[str, int]:
 
 
 def linear_efficiency(
-    table: CostTable, rates: Rates, model: ModelSpec, workload: Workload
+    table: CostTable, rates: MeasuredRates, model: ModelSpec, workload: Workload
 ) -> float:
     """Returns the rate of matrix products in a decoder layer, relative to that of a single large
     product.

@@ -40,7 +40,7 @@ _CALLS, _ROUNDS = 100, 10  # calls in a round, and rounds, for launches and even
 
 
 @dataclass(frozen=True)
-class Rates:
+class MeasuredRates:
     """The measured rates, per second."""
 
     copies: dict[str, list[tuple[int, int]]]
@@ -74,7 +74,7 @@ def measure_rates(
     device: torch.device,
     threads: dict[str, int],
     host_update: Work,
-) -> Rates:
+) -> MeasuredRates:
     """Measures all rates, which takes about 20 s.
 
     Args:
@@ -149,7 +149,7 @@ def measure_rates(
         matmul, device_rate, host_rate, adam, thread_rate = (
             found.value for found in measured.values()
         )
-        return Rates(
+        return MeasuredRates(
             copies,
             duplex,
             contention,

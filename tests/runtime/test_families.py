@@ -36,7 +36,7 @@ from whole_models import (
 
 from megatrain.runtime.calibration import calibrate as calibration
 from megatrain.runtime.calibration.contention import Contention
-from megatrain.runtime.calibration.microbenchmarks import Rates
+from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
@@ -385,7 +385,7 @@ def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         calibration,
         "measure_rates",
-        lambda *_: Rates(
+        lambda *_: MeasuredRates(
             copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}
         ),
     )
