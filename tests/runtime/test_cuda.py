@@ -63,6 +63,11 @@ EVERY = [
     ),
 ]
 """policies, each with its knobs"""
+IN_GROUPS = [
+    ("overlapped", {"micro_batch_group": group, "state_slots": 2, "placement": placement})
+    for group, placement in ((2, PLACEMENTS[0]), (4, PLACEMENTS[2]), (4, PLACEMENTS[4]))
+]
+"""for four micro-batches and embeddings of their own"""
 STEPS = 10
 Master = tuple[str, str, torch.Tensor]
 """layer, tensor, and the tensor's fp32 master on the CPU"""
@@ -74,6 +79,7 @@ Master = tuple[str, str, torch.Tensor]
     [
         ("bf16", 1, False, "global"),
         ("bf16", 4, True, "global"),
+        ("bf16", 4, False, "global"),
         ("fp32", 4, False, "layer"),
         ("bf16", 1, True, "update"),
     ],
@@ -130,7 +136,7 @@ def test_every_schedule_gives_the_reference_s_bits(
     assert clipping != "global" or all(
         norm is not None and norm > settings.max_norm for _, norm in wanted
     ), "clipping is not active"
-    for policy, knobs in EVERY:
+    for policy, knobs in [*EVERY, *(IN_GROUPS if accumulation == 4 and not tied else [])]:
         results, trained = execute(
             make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}), settings, steps
         )
@@ -440,8 +446,14 @@ WORK = Workload(batch=8, sequence=1024)
 
 
 @pytest.mark.parametrize(
-    ("policy", "interval", "accumulation"),
-    [("double_buffer", 1, 1), ("double_buffer", 4, 1), ("k_buffer", 2, 2), ("resident", 3, 2)],
+    ("policy", "interval", "accumulation", "group"),
+    [
+        ("double_buffer", 1, 1, 1),
+        ("double_buffer", 4, 1, 1),
+        ("k_buffer", 2, 2, 1),
+        ("resident", 3, 2, 1),
+        ("overlapped", 1, 4, 4),
+    ],
 )
 def test_the_device_s_peak_is_foretold(
     machine: HardwareSpec,
@@ -449,15 +461,18 @@ def test_the_device_s_peak_is_foretold(
     policy: str,
     interval: int,
     accumulation: int,
+    group: int,
 ) -> None:
     """The predicted peak of device memory is at least the measured one, and at most 3 % more."""
     device, work = torch.device("cuda", 0), msgspec.structs.replace(WORK, accumulation=accumulation)
     limits = {"device_limit_bytes": machine.device_bytes, "host_limit_bytes": machine.host_bytes}
     plan = make_plan(
         policy,
-        weight_slots=SLOTS[policy],
+        weight_slots=SLOTS.get(policy, 2),
         checkpoint_interval=interval,
         chunk_bytes=2**24,
+        accumulation=accumulation,
+        micro_batch_group=group,
         **limits,
     )
     costs = cost_model(machine, MODEL, work)
