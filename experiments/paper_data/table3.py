@@ -86,7 +86,7 @@ class Plain:
     the norm of all gradients, and AdamW on the masters.
 
     It rounds where the runtime does: each gradient to bf16, and a master to bf16 for the forward
-    pass. With `rounded`, masters are bf16 too, so the part of an update that rounding removes is
+    pass. Squares are summed in the runtime's order, in which each tensor has its padding. With `rounded`, masters are bf16 too, so the part of an update that rounding removes is
     lost.
     """
 
@@ -123,8 +123,18 @@ class Plain:
         }
         self.model.zero_grad()
         sums = [
-            sum_of_squares(torch.cat([gradient.flatten() for gradient in tensors.values()]))
-            for tensors in gradients.values()
+            sum_of_squares(
+                torch.cat(
+                    [
+                        torch.nn.functional.pad(
+                            gradients[layer.name][tensor.name].flatten(),
+                            (0, tensor.padded - tensor.elements),
+                        )
+                        for tensor in layer.tensors
+                    ]
+                )
+            )
+            for layer in MODEL.stack.values()
         ]
         factor, _ = clip_coefficient(sums, SETTINGS.max_norm)
         for layer, tensors in gradients.items():

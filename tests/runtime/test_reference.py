@@ -122,11 +122,15 @@ def test_the_reference_trains_as_plain_pytorch(
         )
 
 
-def test_the_step_of_table_3_has_the_bits_of_the_reference() -> None:
-    """The paper's table 3 says that plain PyTorch and this runtime have the same bits."""
-    torch.manual_seed(0)
+def test_the_step_of_table_3_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's table 3 says that plain PyTorch and this runtime have the same bits.
+
+    Every step is clipped here, so that the order in which squares are summed shows in the weights.
+    """
+    monkeypatch.setattr(table3, "SETTINGS", AdamW(max_norm=0.01))
+    torch.manual_seed(2)  # with which another order shows within eight steps
     model, work = table3.MODEL, table3.WORK
-    weights = random_weights(0)
+    weights = random_weights(2)
     masters = {
         layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
         for layer in model.stack.values()
@@ -134,7 +138,7 @@ def test_the_step_of_table_3_has_the_bits_of_the_reference() -> None:
     reference = Reference(model, work, config_of(model), table3.SETTINGS, masters, CPU)
     plain = table3.Plain(masters)
     with table3.one_thread():
-        for number in (1, 2):
+        for number in range(1, 9):
             ids, labels = torch.randint(256, (2, work.batch, work.sequence))
             batch = Batch(ids, labels)
             loss, _ = reference.step([batch], rate=1e-3, number=number)
