@@ -86,8 +86,8 @@ class Plain:
     the norm of all gradients, and AdamW on the masters.
 
     It rounds where the runtime does: each gradient to bf16, and a master to bf16 for the forward
-    pass. Squares are summed in the runtime's order, in which each tensor has its padding. With `rounded`, masters are bf16 too, so the part of an update that rounding removes is
-    lost.
+    pass. Squares are summed in the runtime's order, in which each tensor has its padding. With
+    `rounded`, masters are bf16 too, so the part of an update that rounding removes is lost.
     """
 
     def __init__(self, masters: Masters, *, rounded: bool = False) -> None:
