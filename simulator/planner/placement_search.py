@@ -81,7 +81,7 @@ _STATE_SLOTS = 4
 _MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
-_MOST_REFINED = 1.1  # a candidate is not refined if it is slower than a limit by this factor
+_MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
     {},
@@ -180,16 +180,17 @@ class PlacementSearch:
         return self._best_of(fitting, limit_ns)
 
     def rough_ns(self) -> float:
-        """Returns the lowest bound, in ns, of plans that save no activations and hold as much state
-        on the device as fits. Infinity if none of them fits.
+        """Returns the lowest bound, in ns, of plans that save the activations of no layer, or of as
+        many as fit, and hold as much state on the device as fits. Infinity if none of them fits.
         """
+        layers, plans = self.plan.model.layers, list[Plan]()
+        for base in (Placement(), Placement(offloaded_inputs="all")):
+            most = self.filling.most_saved(self.plan, base)
+            for saved in {0, max(most, 0)}:
+                kept = msgspec.structs.replace(base, saved_activations=last(layers, saved))
+                plans += self.filling.fills(self.plan, kept)
         return min(
-            (
-                self.lower_bound.step_ns(plan)
-                for base in (Placement(), Placement(offloaded_inputs="all"))
-                for plan in self.filling.fills(self.plan, base)
-                if self.filling.account(plan).fits
-            ),
+            (self.lower_bound.step_ns(plan) for plan in plans if self.filling.account(plan).fits),
             default=math.inf,
         )
 
