@@ -21,6 +21,7 @@ from megatrain.simulator.policies.building.parameter_store_policy import Paramet
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import kept_moments
 from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
@@ -183,7 +184,7 @@ def verified(plan: Plan) -> Schedule:
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
             fix="write it again with `megatrain plan --from`, or make a new plan",
         )
-    schedule.check(optimizer.find(plan.workload.optimizer).moments)
+    schedule.check(kept_moments(plan))
     return schedule
 
 
