@@ -93,10 +93,10 @@ def _views(workspace: torch.Tensor, matrices: Matrices) -> Sequence[torch.Tensor
     """Returns the temporary tensors of an update in `workspace`: two of the shape of the matrices
     and two squares in bf16, and three blocks in fp32.
     """
-    count, rows, columns = matrices
-    shapes: list[tuple[int, ...]] = [(count, rows, columns)] * 2
-    shapes += [(count, matrices.side, matrices.side)] * 2
-    shapes += [(min(count * matrices.size, BLOCK),)] * 3
+    number, rows, columns = matrices
+    shapes: list[tuple[int, ...]] = [(number, rows, columns)] * 2
+    shapes += [(number, matrices.side, matrices.side)] * 2
+    shapes += [(min(number * matrices.size, BLOCK),)] * 3
     made, start = [], 0
     for shape, size in zip(shapes, matrices.workspace, strict=True):
         dtype = torch.bfloat16 if len(shape) == 3 else torch.float32

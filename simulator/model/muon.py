@@ -20,19 +20,22 @@ _GROUP = 2**24
 """Elements that are orthogonalised together, unless one matrix has more. Many small matrices, such
 as those of experts, would otherwise take many small kernels. The number is part of the arithmetic,
 because a library may choose another kernel for another number of matrices."""
-BLOCK = 2**22
+BLOCK = 2**24
 """Elements that are updated at a time, before and after the iterations."""
 GPU_BYTES = 172
 """Bytes per parameter that PyTorch's elementwise operations move on a GPU, beyond reading and
 writing the state and the gradient. Counted in the source of the update, one operation at a
 time."""
+LIBRARY_BYTES = 32 * 2**20
+"""Bytes that cuBLAS needs for each stream on which it multiplies matrices, as PyTorch sets them for
+an H100 and later. Earlier GPUs need 8 MiB."""
 _ALIGNED = 256
 
 
 class Matrices(NamedTuple):
     """Matrices of one shape, one after the other in a tensor."""
 
-    count: int
+    number: int
     """The number of matrices: 1, or the number of experts."""
     rows: int
     """The rows of each."""
@@ -52,7 +55,7 @@ class Matrices(NamedTuple):
     @property
     def group(self) -> int:
         """How many matrices are orthogonalised together."""
-        return min(max(_GROUP // self.size, 1), self.count)
+        return min(max(_GROUP // self.size, 1), self.number)
 
     @property
     def flops(self) -> int:

@@ -37,6 +37,7 @@ from megatrain.simulator.schedule.arithmetic import (
     cost_keys,
     gradient_bytes,
     state_bytes,
+    whole_matrices,
 )
 from megatrain.simulator.schedule.plan import Plan
 
@@ -176,6 +177,7 @@ class _Flow:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
+        self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (
             plan.placed("saved_activations"),
@@ -256,7 +258,20 @@ class _Flow:
     def _size(
         self, code: str, layer: str, lane: str, per_parameter: float, *, parameters: bool = True
     ) -> _Size:
-        """Returns the times of the ops `code` on all elements of `layer`, in chunks."""
+        """Returns the times of the ops `code` on all elements of `layer`, in chunks. If the chunks
+        are whole matrices, the time of one op is taken for all of them, and none for the last.
+        """
+        if layer in self.matrices:
+            whole = self.bounds.chunks_ns(
+                code,
+                layer,
+                lane,
+                self.stack[layer].elements,
+                self.stack[layer].elements,
+                per_parameter,
+                parameters=parameters,
+            )
+            return whole[0], 0.0, whole[2]
         return self.bounds.chunks_ns(
             code,
             layer,
@@ -344,10 +359,12 @@ class _Flow:
             layer,
             "update",
             elements,
-            self.chunk if up or streams else elements,
+            self.chunk if (up or streams) and layer not in self.matrices else elements,
             0,
             parameters=True,
         )
+        if layer in self.matrices:
+            size = (size[0], 0.0, size[2])
         self.updates = max(
             self.updates + size[0], after + size[0], (self.up if up else 0.0) + size[1]
         )

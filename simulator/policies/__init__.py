@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
@@ -37,6 +38,7 @@ __all__ = [
     "outline",
     "peers",
     "timed",
+    "updating",
     "verified",
 ]
 
@@ -52,6 +54,17 @@ def contenders() -> list[str]:
     The fastest plan uses one of these.
     """
     return [name for name in names() if not find(name).dominated_by]
+
+
+def updating(names: Iterable[str], workload: Workload) -> list[str]:
+    """Returns the policies of `names` that can update with the optimizer of `workload`. If there
+    are none, it returns all, and lowering them says why.
+    """
+    chosen = list(names)
+    if not optimizer.find(workload.optimizer).by_tensor:
+        return chosen
+    able = [name for name in chosen if not find(name).updates_on_host]
+    return able or chosen
 
 
 def peers() -> list[str]:

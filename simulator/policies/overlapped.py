@@ -512,7 +512,7 @@ class _DeviceUpdate:
             )
         return slots
 
-    def _bytes(self, chunk: Chunk, names: list[StateClass], per_parameter: float) -> int:
+    def _bytes(self, chunk: Chunk, names: Sequence[StateClass], per_parameter: float) -> int:
         """Returns the bytes of a load or a save of the classes `names`."""
         _, first, count = chunk
         more = 0

@@ -24,7 +24,7 @@ class UpdatePart(NamedTuple):
     """The index of its tensor in the layer."""
     first: int
     """Its first parameter in the layer's flat buffer."""
-    count: int
+    parameters: int
     """Its parameters. The padding of a tensor is not in a part of matrices."""
     matrices: Matrices | None
     """The matrices that it consists of, with their number; None for any other range."""
@@ -84,9 +84,9 @@ class UpdateLayout:
                 found.append(UpdatePart(index, begin, end - begin, None))
                 continue
             every = treatment.matrices
-            for start in range(0, every.count, every.group):
-                some = every._replace(count=min(every.group, every.count - start))
-                place, size = offset + start * every.size, some.count * every.size
+            for start in range(0, every.number, every.group):
+                some = every._replace(number=min(every.group, every.number - start))
+                place, size = offset + start * every.size, some.number * every.size
                 if begin <= place and place + size <= end:
                     found.append(UpdatePart(index, place, size, some))
         return found
@@ -94,7 +94,7 @@ class UpdateLayout:
     def flops(self, first: int, count: int) -> int:
         """Returns the FLOPs of matrix products in an update of this range."""
         return sum(
-            part.matrices.count * part.matrices.flops
+            part.matrices.number * part.matrices.flops
             for part in self.parts(first, count)
             if part.matrices
         )
