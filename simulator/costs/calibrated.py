@@ -57,7 +57,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
-    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it.
+    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
+    and for updates that multiply matrices.
     """
 
     def __init__(
@@ -94,17 +95,26 @@ class Calibrated(ContendedCosts):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
-        unknown = kind in PASS_KINDS or (
-            kind == "update_ratios"
-            and not any(name.partition("@")[0] == kind for name in self.table.curves)
+        unknown = (
+            kind in PASS_KINDS
+            or (
+                kind == "update_ratios"
+                and not any(name.partition("@")[0] == kind for name in self.table.curves)
+            )
+            or (
+                kind == "update"
+                and self._elementwise is not None
+                and self._elementwise.needs_products(op.layer)
+            )
         )
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
-        name = kind if op.layer.isdigit() else f"{kind} {op.layer}"
-        if op.flops and not op.shape:
-            name = f"{name} {op.flops}"
-        key = (name, op.lane, op.adds, size)
+        key = (
+            (kind, op.lane, op.adds, size)
+            if op.layer.isdigit()
+            else (f"{kind} {op.layer}", op.lane, op.adds, size)
+        )
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
@@ -138,27 +148,21 @@ class Calibrated(ContendedCosts):
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
-        update by another optimizer takes the share of its time that it moves of its bytes, and the
-        time of its matrix products, and is flagged.
+        update by another optimizer takes the share of its time that it moves of its bytes, and is
+        flagged. Raises UserError for one that multiplies matrices, which has no curve.
         """
-        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
-        if op.kind not in ("update", "cpu_update") or self._elementwise is None:
-            return duration, beyond
-        share = self._elementwise.update_share(op)
-        if share == 1:
-            return duration, beyond
-        return math.ceil(share * duration) + self._products_ns(op), True
-
-    def _products_ns(self, op: Op) -> int:
-        """Returns the time of an update's matrix products. Raises UserError without a peak rate."""
-        if op.flops and self._datasheet is None:
+        if op.flops:
             raise UserError(
                 f"costs of {self.table.measured_on}: {op.id}",
                 found="an update with matrix products, and no peak rate for the workload's dtype",
                 allowed="a machine with a peak rate",
                 fix=FIX,
             )
-        return self._datasheet.products_ns(op) if self._datasheet else 0
+        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
+        if op.kind not in ("update", "cpu_update") or self._elementwise is None:
+            return duration, beyond
+        share = self._elementwise.update_share(op)
+        return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of

@@ -46,6 +46,10 @@ class Elementwise:
         """Checks whether the layer's gradient of a step is wider than the compute dtype."""
         return self._gradient_width(layer) > self._width
 
+    def needs_products(self, layer: str) -> bool:
+        """Checks whether the update of the layer multiplies matrices."""
+        return layer in self._whole_matrices
+
     def summed_bytes(self, op: Op) -> int:
         """Returns the extra bytes that a compute op moves because its gradient is one of several.
         They are in addition to the bytes with one micro-batch, which calibration measures.

@@ -29,6 +29,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.policies.building.training_step import update_flops
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     UPDATED,
@@ -116,6 +117,7 @@ class LowerBound:
         per_parameter: float,
         *,
         parameters: bool,
+        flops: int = 0,
     ) -> _Size:
         """Returns the times of the copies or updates of one layer, split into chunks.
 
@@ -127,8 +129,10 @@ class LowerBound:
             chunk: Elements of one chunk. The last chunk may be smaller.
             per_parameter: Bytes copied per element. 0 for an update.
             parameters: Whether the cost of an op depends on the number of its parameters.
+            flops: FLOPs of matrix products of an update, if it is one op.
         """
-        key = code, layer if not layer.isdigit() else "", elements, chunk, per_parameter
+        name = layer if not layer.isdigit() else ""
+        key = code, name, elements, chunk, per_parameter, flops
         if key not in self._copied:
             whole, rest = divmod(elements, chunk)
             all_ns = last_ns = host_ns = 0.0
@@ -140,6 +144,7 @@ class LowerBound:
                         lane=lane,
                         bytes=int(size * per_parameter),
                         parameters=count_of,
+                        flops=flops,
                     )
                     last_ns = self._costs.duration_ns(op) + self._costs.dispatch_ns.get(lane, 0)
                     all_ns += count * last_ns
@@ -362,6 +367,7 @@ class _Flow:
             self.chunk if (up or streams) and layer not in self.matrices else elements,
             0,
             parameters=True,
+            flops=update_flops(self.plan, layer, 0, elements).get("flops", 0),
         )
         if layer in self.matrices:
             size = (size[0], 0.0, size[2])
