@@ -378,6 +378,39 @@ def plans(draw: st.DrawFn) -> Plan:
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
 
 
+@st.composite
+def muon_plans(draw: st.DrawFn) -> Plan:
+    """Returns any plan with the optimizer Muon, which the CPU cannot use on decoder layers."""
+    plan = draw(plans().filter(lambda plan: plan.policy in ("resident", "overlapped")))
+    work = msgspec.structs.replace(
+        plan.workload,
+        optimizer=MUON,
+        state=EXACT,
+        clipping=draw(st.sampled_from([kind for kind in CLIPPING if kind != "update"])),
+    )
+    able = [layer for layer in plan.model.stack if not layer.isdigit()]
+    on_host = draw(st.lists(st.sampled_from(able), unique=True))
+    placement = msgspec.structs.replace(
+        plan.knobs.placement, host_updated="" if plan.policy == "resident" else ",".join(on_host)
+    )
+    knobs = msgspec.structs.replace(plan.knobs, placement=placement)
+    return planned(plan.policy, plan.model, work, knobs)
+
+
+@given(muon_plans())
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+def test_any_plan_with_muon_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@given(muon_plans())
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+def test_hundreds_of_plans_with_muon_give_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
 @given(plans())
 @settings(max_examples=6)
 def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
