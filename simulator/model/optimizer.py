@@ -31,7 +31,7 @@ class Treatment(NamedTuple):
 
 
 class Optimizer:
-    """Updates fp32 master weights, element by element.
+    """Updates fp32 master weights.
 
     A subclass sets `name` and `moments` and defines `update`. Import torch inside `update`, or not
     at all: planning then does not load it.

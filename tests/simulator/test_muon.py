@@ -148,7 +148,8 @@ def test_policies_that_update_on_the_host_are_refused_in_one_line(
         policies.lower(make_plan(policy, optimizer="muon"))
     assert str(caught.value) == (
         f"policy {policy}: optimizer: found layer 0 updated on the CPU with optimizer muon;"
-        " allowed: updates of its matrices on the GPU, which orthogonalises them; fix: use policy overlapped"
+        " allowed: updates of its matrices on the GPU, which orthogonalises them;"
+        " fix: use policy overlapped"
     )
 
 
