@@ -22,7 +22,7 @@ from megatrain.simulator.policies.building.parameter_store_policy import Paramet
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.schedule.arithmetic import kept_moments
+from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
@@ -131,7 +131,8 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`.
+    format is not `exact`. Raises it, too, if the policy updates on the host and the optimizer
+    cannot.
     """
     policy = find(plan.policy)
     if policy.prediction_only and plan.workload.state != EXACT:
@@ -148,6 +149,9 @@ def _policy(plan: Plan) -> Policy:
             allowed=f"{optimizer.ADAMW}, as that system was described",
             fix="use another policy, or leave out --optimizer",
         )
+    if policy.updates_on_host:
+        where = f"policy {plan.policy}: optimizer"
+        refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
 
 

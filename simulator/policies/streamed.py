@@ -16,7 +16,7 @@ from megatrain.simulator.policies.building.parameter_store_policy import Paramet
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.policies.building.training_step import state, update_operands
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.schedule.arithmetic import contributions, refuse_on_host
+from megatrain.simulator.schedule.arithmetic import contributions
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -39,9 +39,6 @@ class Streamed:
                 allowed=">= 1 if gradients are summed (accumulation > 1 or tied embeddings)",
                 fix="set gradient_staging = 2",
             )
-        refuse_on_host(
-            plan, self.stack.keys(), f"policy {plan.policy}: optimizer", "use policy overlapped"
-        )
         self.host = state(builder, plan, "host")
         self.clipping = Clipping(builder, plan, "host", "cpu", "cpu")
         decoder = max(layer.elements for layer in plan.model.decoders)

@@ -144,8 +144,12 @@ def test_schedules_are_sound_and_name_the_sizes_of_both_kinds_of_state(
 def test_policies_that_update_on_the_host_are_refused_in_one_line(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
+    plan = make_plan(policy, optimizer="muon")
     with pytest.raises(UserError) as caught:
-        policies.lower(make_plan(policy, optimizer="muon"))
+        policies.lower(plan)
+    with pytest.raises(UserError) as searched:
+        search(plan.model, H200, plan.workload, policies=[policy])
+    assert str(searched.value) == str(caught.value)
     assert str(caught.value) == (
         f"policy {policy}: optimizer: found layer 0 updated on the CPU with optimizer muon;"
         " allowed: updates of its matrices on the GPU, which orthogonalises them;"
