@@ -420,8 +420,7 @@ class Adviser:
 
         None if the plan keeps no fp32 moments.
         """
-        size = state_bytes(self.plan, "moments", EMBEDDING)
-        if not size or not self._wide_moments:
+        if not state_bytes(self.plan, "moments", EMBEDDING) or not self._wide_moments:
             return None
         schedule = policy_library.lower(self.plan)
 
@@ -429,11 +428,10 @@ class Adviser:
             moved = op.kind in ("load_state", "save_state") and any(
                 schedule.buffer[base_buffer(name)].data == "moments" for name in op.writes
             )
-            return (
-                msgspec.structs.replace(op, bytes=op.bytes - int(op.parameters * size) // 2)
-                if moved
-                else op
-            )
+            if not moved:
+                return op
+            size = state_bytes(self.plan, "moments", op.layer)
+            return msgspec.structs.replace(op, bytes=op.bytes - int(op.parameters * size) // 2)
 
         streams = any(op.kind in ("load_state", "save_state") for op in schedule.ops)
         gain = (
