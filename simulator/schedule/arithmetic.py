@@ -22,7 +22,7 @@ from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES
 from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.update_layout import update_layout
+from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
 
 SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
@@ -109,22 +109,16 @@ def layer_moments(plan: Plan, layer: str) -> int:
 
 def whole_matrices(plan: Plan) -> frozenset[str]:
     """Returns the layers whose update needs whole matrices. Only the device updates them."""
-    if not find(plan.workload.optimizer).by_tensor:
-        return frozenset()
-    return frozenset(
-        name
-        for name, layer in plan.model.stack.items()
-        if (layout := update_layout(plan.workload.optimizer, layer)) and layout.matrices
-    )
+    name = plan.workload.optimizer
+    return needing_whole_matrices(name, plan.model) if find(name).by_tensor else frozenset()
 
 
 def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
     """Raises UserError if one of `layers`, which the CPU is to update, needs whole matrices.
     `where` names what asks for it.
     """
-    found = next(
-        (layer for layer in plan.model.stack if layer in layers & whole_matrices(plan)), ""
-    )
+    unable = layers & whole_matrices(plan)
+    found = next((layer for layer in plan.model.stack if layer in unable), "")
     if found:
         raise UserError(
             where,

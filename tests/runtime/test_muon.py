@@ -191,9 +191,12 @@ def test_a_clip_factor_of_nan_leaves_everything_as_it_was() -> None:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a group of matrices have at most 512 elements, so that chunks end between experts."""
     monkeypatch.setattr(sizes, "_GROUP", 512)
-    update_layout._layout.cache_clear()
+    made = (update_layout._layout, update_layout._alike)
+    for cached in made:
+        cached.cache_clear()
     yield
-    update_layout._layout.cache_clear()
+    for cached in made:
+        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("small_groups")
