@@ -46,8 +46,8 @@ _COMMENTS = {
         "pages are allocated. For information only."
     ),
     "costs.attention": (
-        "The attention kernel alone, by its heads: tokens of a causal sequence, ns of a forward, and\n"
-        "ns of a backward."
+        "The attention kernel alone, by its heads: tokens of a causal sequence, ns of a forward,\n"
+        "and ns of a backward."
     ),
     "costs.dispatch_ns": "By lane, the ns from an operation being ready to its start.",
     "costs.contention": (
