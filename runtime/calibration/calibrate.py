@@ -42,6 +42,7 @@ from megatrain.runtime.calibration.profile_steps import StepProfile, profile_ste
 from megatrain.runtime.calibration.timing import rounded
 from megatrain.runtime.execution.executor import lane_threads
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.host import usable_host_bytes
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
@@ -251,7 +252,7 @@ def calibrate(
         device: The device to measure.
         grid: Further workloads.
         others: Further models.
-        host_bytes: Replaces the host memory that the machine reports.
+        host_bytes: Replaces the host memory that a plan may have on this machine.
         device_bytes: Replaces the device memory that the machine reports.
         progress: Called with a description of each measurement before it starts.
 
@@ -261,7 +262,7 @@ def calibrate(
     """
     limits = (
         device_bytes or machine.usable_device_bytes(device),
-        host_bytes or machine.host_bytes(),
+        host_bytes or usable_host_bytes(),
     )
     workload, *grid = (
         msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid)
