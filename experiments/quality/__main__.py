@@ -106,9 +106,9 @@ def parser() -> options.OneLineParser:
     made.add_argument(
         "--text-bytes",
         type=options.size("--text-bytes"),
-        default=100 * 2**20,
+        default=96 * 2**20,
         metavar="SIZE",
-        help="read no further file after this much text (default 100MiB)",
+        help="read no further file after this much text (default 96MiB)",
     )
     made.add_argument(
         "--compile",
@@ -242,6 +242,7 @@ def show(
                     "training",
                     "held_out",
                     "step_seconds",
+                    "interval_seconds",
                     "seconds",
                     "movement",
                     "failure",
@@ -290,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
         f" {time.monotonic() - begin:.1f} s",
         flush=True,
     )
-    parts: list[Part] = ["training", *(["fine-tune"] if args.fine_tune else [])]
+    parts: list[Part] = ["training", "fine-tune"] if args.fine_tune else ["training"]
     runs = [
         specs(part, args.variants, args.seeds, settings, device=args.device, parallel=args.parallel)
         for part in parts
@@ -308,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
                 f"failed: {row.failure}"
                 if row.failure
                 else f"held-out loss {row.held_out[-1][1]:.4f}, step {1e3 * row.step_seconds:.1f}"
-                f" ms, {row.seconds:.1f} s"
+                f" ms, {1e3 * row.interval_seconds:.1f} ms with data, {row.seconds:.1f} s"
             ),
             flush=True,
         )

@@ -6,6 +6,7 @@ at the end. After SIGTERM the run saves a checkpoint, and the next process conti
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import statistics
@@ -26,7 +27,7 @@ from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.machine import default_device, describe, device_bytes, host_bytes
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.runtime.training.callback import Callback
+from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config, EvaluationSettings, Saving, TrainingSettings
 from megatrain.runtime.training.evaluating import evaluate
 from megatrain.runtime.training.learning_rate import LearningRate
@@ -126,6 +127,7 @@ class _Recorder(Callback):
     def __init__(self, spec: RunSpec, sample: Path) -> None:
         self._spec, self._sample = spec, sample
         self._first: list[torch.Tensor] = []
+        self._ends: list[float] = []
         self.begin = time.monotonic()
         self.seconds = 0.0
         self.movement: Movement | None = None
@@ -136,6 +138,15 @@ class _Recorder(Callback):
         self.begin = time.monotonic()
         if self._spec.part == "fine-tune":
             self._first = self._masters(trainer)
+
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        self._ends.append(time.monotonic())
+
+    @property
+    def interval(self) -> float:
+        """Median time between the ends of two steps in seconds; 0 if there were none."""
+        between = [after - before for before, after in itertools.pairwise(self._ends)]
+        return statistics.median(between) if between else 0.0
 
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         self.seconds = time.monotonic() - self.begin
@@ -217,6 +228,7 @@ def run(folder: Path, spec: RunSpec, first_seed: int) -> None:
         held_out=(*before, *row.held_out),
         parameters=plan.model.parameters,
         epoch_tokens=recorder.epoch_tokens,
+        interval_seconds=round(recorder.interval, 6),
         seconds=round(recorder.seconds, 3),
         movement=recorder.movement,
         machine=describe(device),

@@ -106,6 +106,8 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     after it."""
     step_seconds: float = 0.0
     """Median time of a step, while `parallel` runs share the device."""
+    interval_seconds: float = 0.0
+    """Median time from the end of a step to that of the next, with its data and records."""
     seconds: float = 0.0
     """Wall time of all steps and evaluations since the run began or was resumed."""
     movement: Movement | None = None

@@ -106,7 +106,11 @@ def _start(folder: Path, spec: RunSpec, first_seed: int) -> _Started:
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env={"TORCHINDUCTOR_CACHE_DIR": compiled, "TOKENIZERS_PARALLELISM": "false"}
+        env={
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         | dict(os.environ),
     )
     return _Started(spec, process, log)

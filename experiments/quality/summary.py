@@ -220,19 +220,19 @@ def _part_table(chosen: Sequence[VariantSummary], *, fine_tune: bool) -> list[st
             str(len(each.seeds)),
             f"{each.held_out.mean:.4f}",
             _number(each.held_out.deviation, ".4f"),
-            _number(each.difference and each.difference.mean, "+.4f"),
-            _number(each.difference and each.difference.error, ".4f"),
+            _number(each.difference.mean if each.difference else None, "+.4f"),
+            _number(each.difference.error if each.difference else None, ".4f"),
             f"{each.training:.4f}",
             f"{1e3 * each.step_seconds:.1f} ms",
         ]
         if fine_tune:
             moved = each.movement
             row += [
-                _number(each.gain and each.gain.mean, "+.5f"),
-                _number(moved and moved.relative, ".2e"),
-                _number(moved and moved.changed, ".1%"),
-                _number(moved and moved.progress, ".3f"),
-                _number(moved and moved.cosine, ".3f"),
+                _number(each.gain.mean if each.gain else None, "+.5f"),
+                _number(moved.relative if moved else None, ".2e"),
+                _number(moved.changed if moved else None, ".1%"),
+                _number(moved.progress if moved else None, ".3f"),
+                _number(moved.cosine if moved else None, ".3f"),
             ]
         rows.append(row)
     failures = [f"{each.variant}, {text}" for each in chosen for text in each.failures]

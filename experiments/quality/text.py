@@ -34,8 +34,8 @@ LEAST_BYTES, MOST_BYTES = 200, 2**20
 """Sizes of files that are read. Longer ones are mostly tables."""
 HELD_OUT = 64
 """One file in this many is held out."""
-TOKENIZER_BYTES = 2**24
-"""Bytes of training text that the tokenizer is trained on."""
+TOKENIZER_CHARACTERS = 2**23
+"""Characters of training text that the tokenizer is trained on."""
 END = "<|endoftext|>"
 """The token between two files."""
 TRAINING, HELD_OUT_FILE, SUMMARY = "training.jsonl", "held_out.jsonl", "text.json"
@@ -189,7 +189,7 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_first(texts, TOKENIZER_BYTES), trainer)
+    made.train_from_iterator(_first(texts, TOKENIZER_CHARACTERS), trainer)
     written: str = made.to_str()
     return written.encode()
 
