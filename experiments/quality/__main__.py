@@ -25,7 +25,7 @@ from megatrain.experiments.quality.picture import quality_png
 from megatrain.experiments.quality.rows import Part, QualityRow, RunSettings, load_rows
 from megatrain.experiments.quality.running import run_all, specs
 from megatrain.experiments.quality.summary import summarize, table
-from megatrain.experiments.quality.variant import variants
+from megatrain.experiments.quality.variant import variants, workload_of
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_json, write_text
 from megatrain.simulator.model.state_format import EXACT
@@ -66,7 +66,7 @@ def parser() -> options.OneLineParser:
         "--fine-tune",
         action="store_true",
         help=(
-            "also train each variant from the weights of exact with the first seed, at a small"
+            "also train each variant from the weights of exact with the least seed, at a small"
             " constant rate"
         ),
     )
@@ -160,7 +160,8 @@ def model_config(settings: RunSettings) -> dict[str, object]:
 def checked_settings(args: argparse.Namespace) -> RunSettings:
     """Returns the settings of the options, and stores them in the folder.
 
-    Raises UserError if the folder has runs with other settings.
+    Raises UserError if the folder has runs with other settings, or if a variant or the model
+    cannot be trained. Nothing is written then.
     """
     settings = RunSettings(
         hidden=args.hidden,
@@ -176,6 +177,9 @@ def checked_settings(args: argparse.Namespace) -> RunSettings:
         text_bytes=args.text_bytes,
         compiled=args.compile,
     )
+    for name in args.variants:
+        workload_of(name, settings)
+    model_config(settings)
     path = args.out / _SETTINGS
     if path.is_file():
         stored = convert(read_json(path), RunSettings, str(path))
@@ -275,7 +279,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         print(show(args.show))
         return 0
-    settings, begin = checked_settings(args), time.monotonic()
+    begin = time.monotonic()
     if args.fine_tune and EXACT not in args.variants:
         raise UserError(
             "--fine-tune",
@@ -283,6 +287,7 @@ def run(args: argparse.Namespace) -> int:
             allowed=f"{EXACT}, whose weights a fine-tuning begins with",
             fix=f"add {EXACT} to --variants",
         )
+    settings = checked_settings(args)
     roots = args.text or text.roots()
     found = text.prepare(args.out / "data", roots, settings.text_bytes, model_config(settings))
     print(
@@ -316,7 +321,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         for part in runs:
-            run_all(args.out, part, args.seeds[0], ended)
+            run_all(args.out, part, min(args.seeds), ended)
     except KeyboardInterrupt as error:
         error.add_note(f"interrupted; repeat the command to continue; runs are in {args.out}")
         raise

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.quality import text
 from megatrain.experiments.quality.rows import LOSSES, Movement, QualityRow, RunSpec
-from megatrain.experiments.quality.variant import fields_of
+from megatrain.experiments.quality.variant import workload_of
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.machine import default_device, describe, device_bytes, host_bytes
@@ -54,18 +53,6 @@ def plan_of(spec: RunSpec, data: Path, device: torch.device) -> Plan:
 
     Raises UserError if the workload cannot have the variant's fields.
     """
-    shared = spec.settings
-    fields: dict[str, Any] = fields_of(spec.variant)
-    work = Workload(
-        **{
-            "batch": shared.batch,
-            "sequence": shared.sequence,
-            "loss_chunk": shared.step_tokens,
-            "compiled": shared.compiled,
-            "dtype": "bf16",
-            **fields,
-        }
-    )
     plan = Plan(
         policy="resident",
         hardware="",
@@ -73,7 +60,7 @@ def plan_of(spec: RunSpec, data: Path, device: torch.device) -> Plan:
         device_limit_bytes=device_bytes(device) // spec.parallel,
         host_limit_bytes=host_bytes(),
         model=ModelSpec.load(str(data / "config.json")),
-        workload=work,
+        workload=workload_of(spec.variant, spec.settings),
         knobs=Knobs(placement=Placement(saved_activations="all")),
     )
     return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
@@ -202,20 +189,17 @@ def run(folder: Path, spec: RunSpec, first_seed: int) -> None:
     if spec.part == "fine-tune":
         source = folder / "runs" / base_name(spec, first_seed) / "model"
     recorder, begun = _Recorder(spec, out.with_suffix(".npy")), _FirstEvaluation()
-    resume: Any = None
-    if spec.part == "fine-tune":
-        # It is short, and its first weights are only known where it begins.
+    resumes = spec.part == "training" and any(out.glob("checkpoints/*"))
+    if not resumes:
+        # Without a checkpoint there is nothing to continue. A fine-tuning is short, and its first
+        # weights are only known where it begins.
         shutil.rmtree(out, ignore_errors=True)
-    elif any(out.glob("checkpoints/*")):
-        resume = "newest"
-    elif (out / "config.toml").exists():
-        resume = "scratch"
     fitted = Trainer(
         plan,
         model=source,
         config=config,
         out=out,
-        resume=resume,
+        resume="newest" if resumes else None,
         callbacks=[recorder, *([begun] if spec.part == "fine-tune" else [])],
         progress=False,
         device=device,

@@ -58,7 +58,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One run."""
 
     part: Part
-    """From random weights, or from those of `exact` with the first seed."""
+    """From random weights, or from those of `exact` with the least seed."""
     variant: str
     """The variant's name (`variant.py`)."""
     seed: int

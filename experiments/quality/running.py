@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+from time import sleep
 from typing import IO, NamedTuple
 
 import msgspec
 
 from megatrain.experiments.quality.rows import Part, QualityRow, RunSettings, RunSpec
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_json
 
+_LOCK = ".lock"
 _POLL_SECONDS = 0.2
 _LAST_LINES = 4096
 """Bytes at the end of a run's output in which the reason of its failure is looked for."""
@@ -24,7 +27,7 @@ OnEnd = Callable[[QualityRow], None]
 
 class _Started(NamedTuple):
     spec: RunSpec
-    process: subprocess.Popen[bytes]
+    process: Popen[bytes]
     log: IO[bytes]
 
 
@@ -66,6 +69,8 @@ def run_all(folder: Path, runs: Iterable[RunSpec], first_seed: int, on_end: OnEn
     A run that fails gets a row with the reason, and the others go on. If this process is
     interrupted, every run gets SIGTERM, saves a checkpoint, and is waited for.
 
+    Raises UserError if runs of another command are still in `folder`.
+
     Args:
         folder: the folder of the comparison.
         runs: the runs; `parallel` of the first is the number that is done at a time.
@@ -76,23 +81,41 @@ def run_all(folder: Path, runs: Iterable[RunSpec], first_seed: int, on_end: OnEn
     parallel = waiting[0].parallel if waiting else 0
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     started: list[_Started] = []
+    with (folder / _LOCK).open("wb") as lock:
+        _take(lock, folder)
+        try:
+            while waiting or started:
+                while waiting and len(started) < parallel:
+                    started.append(_start(folder, waiting.pop(0), first_seed, lock.fileno()))
+                sleep(_POLL_SECONDS)
+                for each in [each for each in started if each.process.poll() is not None]:
+                    started.remove(each)
+                    on_end(_ended(folder, each))
+        finally:
+            for each in started:
+                each.process.send_signal(signal.SIGTERM)
+            for each in started:
+                each.process.wait()
+                each.log.close()
+
+
+def _take(lock: IO[bytes], folder: Path) -> None:
+    """Locks the folder. The runs keep the lock too, also if this process is killed.
+
+    Raises UserError if runs of another command are still there.
+    """
     try:
-        while waiting or started:
-            while waiting and len(started) < parallel:
-                started.append(_start(folder, waiting.pop(0), first_seed))
-            time.sleep(_POLL_SECONDS)
-            for each in [each for each in started if each.process.poll() is not None]:
-                started.remove(each)
-                on_end(_ended(folder, each))
-    finally:
-        for each in started:
-            each.process.send_signal(signal.SIGTERM)
-        for each in started:
-            each.process.wait()
-            each.log.close()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(
+            str(folder),
+            found="runs of another command",
+            allowed="one command at a time",
+            fix="wait until it has ended, or name another folder with --out",
+        ) from None
 
 
-def _start(folder: Path, spec: RunSpec, first_seed: int) -> _Started:
+def _start(folder: Path, spec: RunSpec, first_seed: int, lock: int) -> _Started:
     """Starts the process of a run. It is in a session of its own, so that Ctrl-C does not reach it
     twice.
     """
@@ -100,12 +123,13 @@ def _start(folder: Path, spec: RunSpec, first_seed: int) -> _Started:
     words = [str(folder), msgspec.json.encode(spec).decode(), str(first_seed)]
     # All runs compile the same layers. The first that does so does it for all.
     compiled = str((folder / "compiled").resolve())
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-m", "megatrain.experiments.quality.child", *words],
-        stdin=subprocess.DEVNULL,
+        stdin=DEVNULL,
         stdout=log,
-        stderr=subprocess.STDOUT,
+        stderr=STDOUT,
         start_new_session=True,
+        pass_fds=(lock,),
         env={
             "TORCHINDUCTOR_CACHE_DIR": compiled,
             "TORCHINDUCTOR_COMPILE_THREADS": "4",

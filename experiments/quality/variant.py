@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import typing
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
+from megatrain.experiments.quality.rows import RunSettings
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import registered
 from megatrain.simulator.model.state_format import EXACT, FORMATS
@@ -15,16 +17,34 @@ _FIXED = ("attention",)
 not what is computed."""
 
 
-def words() -> dict[str, str]:
-    """Returns every word that may follow a state format, and the field of a workload that it is a
-    value of. A word that is a value of two fields is in neither.
+class FieldValue(NamedTuple):
+    """A field of a workload and its value."""
+
+    field: str
+    value: str
+
+
+def words() -> dict[str, FieldValue]:
+    """Returns every word that may follow a state format, and what it sets.
+
+    A word is a value of a field, such as `layer`, or the name of a field that is None by default,
+    for the first of its values. A word that is a value of two fields is left out.
     """
     hints = typing.get_type_hints(Workload)
-    values = {name: _words_of(hint) for name, hint in hints.items() if name not in _FIXED}
+    values = {
+        name: _words_of(hint)
+        for name, hint in hints.items()
+        if name not in ("state", "optimizer", *_FIXED)
+    }
     values["optimizer"] = tuple(registered())
-    found = [(word, name) for name, each in values.items() for word in each if name != "state"]
-    counts = [word for word, _ in found]
-    return {word: name for word, name in found if counts.count(word) == 1}
+    found = [(word, FieldValue(name, word)) for name, each in values.items() for word in each]
+    found += [
+        (name, FieldValue(name, each[0]))
+        for name, each in values.items()
+        if each and type(None) in typing.get_args(hints[name])
+    ]
+    counts = Counter(word for word, _ in found)
+    return {word: value for word, value in found if counts[word] == 1}
 
 
 def _words_of(hint: Any) -> tuple[str, ...]:
@@ -52,16 +72,35 @@ def fields_of(variant: str) -> dict[str, str]:
         )
     known, fields = words(), {"state": state}
     for word in others:
-        field = known.get(word)
-        if field is None or field in fields:
+        found = known.get(word)
+        if found is None or found.field in fields:
             raise UserError(
                 f"--variants {variant}",
-                found=repr(word) if field is None else f"two words for {field}",
-                allowed=", ".join(f"{each} ({name})" for each, name in known.items()),
+                found=repr(word) if found is None else f"two words for {found.field}",
+                allowed=", ".join(f"{each} ({value.field})" for each, value in known.items()),
                 fix="use one of these words for each field, or leave it out",
             )
-        fields[field] = word
+        fields[found.field] = found.value
     return fields
+
+
+def workload_of(variant: str, settings: RunSettings) -> Workload:
+    """Returns the workload of a variant: bf16 unless the variant says otherwise, with the
+    loss in one chunk.
+
+    Raises UserError if the workload cannot have the variant's fields.
+    """
+    fields: dict[str, Any] = {"dtype": "bf16", **fields_of(variant)}
+    try:
+        return Workload(
+            batch=settings.batch,
+            sequence=settings.sequence,
+            loss_chunk=settings.step_tokens,
+            compiled=settings.compiled,
+            **fields,
+        )
+    except UserError as error:
+        raise error.inside(f"--variants {variant}") from None
 
 
 def variants(text: str) -> list[str]:
