@@ -16,7 +16,7 @@ from megatrain.simulator.plots import canvas
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a949e")
 _TITLES = {"training": "Trained from random weights", "fine-tune": "Fine-tuned"}
 _LOSS_INCHES, _DIFFERENCE_INCHES, _GAP_INCHES, _BOTTOM_INCHES = 2.2, 2.6, 0.55, 0.62
-_TOP_INCHES = 1.0
+_BETWEEN_INCHES, _TOP_INCHES = 0.95, 1.0
 
 
 def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) -> None:
@@ -26,10 +26,10 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
     Raises UserError if `path` cannot be written.
     """
     parts = [part for part in _TITLES if any(each.part == part for each in summaries)]
-    one = _LOSS_INCHES + _DIFFERENCE_INCHES + 2 * _GAP_INCHES
+    one = _LOSS_INCHES + _DIFFERENCE_INCHES + _GAP_INCHES + _BETWEEN_INCHES
     with matplotlib.rc_context(canvas.STYLE):
         figure = canvas.new_figure(
-            _BOTTOM_INCHES + len(parts) * one + _TOP_INCHES - _GAP_INCHES,
+            _BOTTOM_INCHES + len(parts) * one + _TOP_INCHES - _BETWEEN_INCHES,
             "Loss on held-out text",
             subtitle,
         )
@@ -54,7 +54,7 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
             lower.set_xlim(upper.get_xlim())
             lower.set_xlabel("step")
             if upper.lines:
-                upper.legend(loc="upper right", ncol=3)
+                upper.legend(loc="upper right", ncol=4)
         canvas.save(figure, path)
 
 
