@@ -280,6 +280,7 @@ def run(args: argparse.Namespace) -> int:
         print(show(args.show))
         return 0
     begin = time.monotonic()
+    options.refuse_missing_gpu(args)
     if args.fine_tune and EXACT not in args.variants:
         raise UserError(
             "--fine-tune",

@@ -64,7 +64,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int
     """Seed of the weights and of the order of the data."""
     device: str
-    """`auto` or `cpu`."""
+    """`auto`, `cuda` or `cpu`."""
     parallel: int
     """Number of runs that share the device."""
     settings: RunSettings

@@ -209,7 +209,7 @@ def _part_table(chosen: Sequence[VariantSummary], *, fine_tune: bool) -> list[st
     head += ["training loss", "step"]
     if fine_tune:
         head += ["change of loss", "moved", "weights changed", "along exact", "cosine"]
-    rows = [head]
+    rows, digits = [head], ".6f" if fine_tune else ".4f"
     for each in chosen:
         if each.held_out is None:
             continue
@@ -218,17 +218,17 @@ def _part_table(chosen: Sequence[VariantSummary], *, fine_tune: bool) -> list[st
         row = [
             each.variant,
             str(len(each.seeds)),
-            f"{each.held_out.mean:.4f}",
-            _number(each.held_out.deviation, ".4f"),
-            _number(each.difference.mean if each.difference else None, "+.4f"),
-            _number(each.difference.error if each.difference else None, ".4f"),
+            f"{each.held_out.mean:{digits}}",
+            _number(each.held_out.deviation, digits),
+            _number(each.difference.mean if each.difference else None, f"+{digits}"),
+            _number(each.difference.error if each.difference else None, digits),
             f"{each.training:.4f}",
             f"{1e3 * each.step_seconds:.1f} ms",
         ]
         if fine_tune:
             moved = each.movement
             row += [
-                _number(each.gain.mean if each.gain else None, "+.5f"),
+                _number(each.gain.mean if each.gain else None, f"+{digits}"),
                 _number(moved.relative if moved else None, ".2e"),
                 _number(moved.changed if moved else None, ".1%"),
                 _number(moved.progress if moved else None, ".3f"),

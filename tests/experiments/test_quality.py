@@ -207,6 +207,20 @@ def test_two_commands_in_one_folder_are_refused(tmp_path: Path) -> None:
             running.run_all(tmp_path, [], 0, lambda _: None)
 
 
+@pytest.mark.cuda
+def test_command_on_a_gpu(
+    tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real processes, two at a time on one GPU, with compiled layers."""
+    out = tmp_path / "out"
+    words = [*WORDS, "--hidden", "128", "--seq", "64", "--seeds", "0", "--compile", "--fine-tune"]
+    words += ["--out", str(out), "--text", str(sources), "--device", "auto"]
+    assert quality.main(words) == 0, capsys.readouterr().out
+    for row in load_rows(out):
+        assert all(3 < loss < 8 for _, loss in row.held_out)
+        assert "cuda" in row.machine
+
+
 # ---- variants
 
 
