@@ -57,7 +57,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
-    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it.
+    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
+    and for updates that multiply matrices.
     """
 
     def __init__(
@@ -94,9 +95,17 @@ class Calibrated(ContendedCosts):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
-        unknown = kind in PASS_KINDS or (
-            kind == "update_ratios"
-            and not any(name.partition("@")[0] == kind for name in self.table.curves)
+        unknown = (
+            kind in PASS_KINDS
+            or (
+                kind == "update_ratios"
+                and not any(name.partition("@")[0] == kind for name in self.table.curves)
+            )
+            or (
+                kind == "update"
+                and self._elementwise is not None
+                and self._elementwise.needs_products(op.layer)
+            )
         )
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
@@ -142,8 +151,15 @@ class Calibrated(ContendedCosts):
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
         update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged.
+        flagged. Raises UserError for one that multiplies matrices, which has no curve.
         """
+        if op.flops:
+            raise UserError(
+                f"costs of {self.table.measured_on}: {op.id}",
+                found="an update with matrix products, and no peak rate for the workload's dtype",
+                allowed="a machine with a peak rate",
+                fix=FIX,
+            )
         duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond

@@ -8,8 +8,9 @@
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
-* Other ops: bytes or parameters divided by a rate. On the host, an update by another optimizer than
-  AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
+* Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
+  FLOPs divided by the rate of linear layers in bf16. On the host, an update by another optimizer
+  than AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
 
 The three terms of a compute op add up because its kernels run one after the other. A matrix product
 also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix products of
@@ -47,6 +48,7 @@ from megatrain.simulator.hardware.cost_table import (
 )
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
+from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
@@ -95,7 +97,11 @@ class Datasheet(EstimatedCosts):
             lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}
         }
         self.sharing = ContentionModel(
-            pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns
+            pairs,
+            hardware.host_memory,
+            hardware.duplex_curve,
+            hardware.turns,
+            products=find(workload.optimizer).by_tensor,
         )
         self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
@@ -113,6 +119,9 @@ class Datasheet(EstimatedCosts):
             and model.family not in UNFUSED_ATTENTION
         )
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
+        products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
+        self._products_per_ns = products * 1e3 * hardware.linear_efficiency
+        """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
         self._attention_flops_per_ns = (
             flops_per_ns
             * attention.efficiency
@@ -242,9 +251,14 @@ class Datasheet(EstimatedCosts):
                 allowed="a kind with a datasheet formula",
                 fix=FIX,
             )
-        return math.ceil(
+        elementwise = math.ceil(
             touched / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s)
         )
+        return elementwise + self.products_ns(op)
+
+    def products_ns(self, op: Op) -> int:
+        """Returns the time of an update's matrix products, from their FLOPs."""
+        return math.ceil(op.flops / self._products_per_ns) if op.flops else 0
 
 
 def measured_row(
