@@ -24,10 +24,11 @@ from megatrain.runtime.layers.functional_layers import (
 )
 from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import blockwise, outside
+from megatrain.runtime.optimizer import blockwise, moving_norms, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.workload import BY_TENSOR
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
@@ -373,12 +374,16 @@ class Binder(BufferTensors):
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
 
     def _norm(self, op: Op) -> Run:
-        """Computes the sum of squares of a layer's gradient."""
-        gradient, total = (
-            self._elements(op.reads[0], op),
-            self.arenas.flat(op.writes[0], torch.float32, 1),
-        )
-        workers = self._workers(op)
+        """Computes the sum of squares of a layer's gradient or, with clipping by `adagc`, of the
+        gradient of each of its tensors.
+        """
+        gradient, workers = self._elements(op.reads[0], op), self._workers(op)
+        if self.plan.workload.clipping == "adagc":
+            tensors = self.plan.model.stack[op.layer].tensors
+            sums = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
+            parts = list(gradient.split([tensor.padded for tensor in tensors]))
+            return lambda: moving_norms.sums_of_squares(parts, sums, workers)
+        total = self.arenas.flat(op.writes[0], torch.float32, 1)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
     def _ratios(self, op: Op) -> Run:
@@ -427,6 +432,8 @@ class Binder(BufferTensors):
         ]
         if op.layer and self.plan.workload.clipping == "update":
             return self._scales(op, losses)
+        if op.layer and self.plan.workload.clipping == "adagc":
+            return self._clip_by_moving_norms(op, losses)
         sums = [
             scalar
             for buffer, scalar in scalars.items()
@@ -461,6 +468,27 @@ class Binder(BufferTensors):
             optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses)
         )
 
+    def _clip_by_moving_norms(self, op: Op, losses: list[torch.Tensor]) -> Run:
+        """Returns the function that computes the factor on the gradient of each tensor of a layer,
+        for clipping by `adagc`. It also brings the moving norms up to date, unless the layer's
+        update is stopped.
+        """
+        count = len(self.plan.model.stack[op.layer].tensors)
+        sums, moving, result = (
+            self.arenas.flat(buffer, torch.float32, count)
+            for buffer in (*op.reads[:2], op.writes[0])
+        )
+
+        def run() -> None:
+            if self.state.update_at is not None:
+                factors, later = moving_norms.clip(
+                    sums, moving, settings=self.settings, number=self.state.update_at[1]
+                )
+                result.copy_(factors * optimizer.finite_or_nan(losses))
+                moving.copy_(torch.where(result.isnan(), moving, later))
+
+        return run
+
     def _runs(
         self, op: Op, factor: str
     ) -> list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]]:
@@ -468,20 +496,21 @@ class Binder(BufferTensors):
         with its parameter group, the clipping factor on its gradient, and the factor on its
         learning rate; the factor that does not apply is None.
         """
-        layer = self.plan.model.stack[op.layer]
-        if self.plan.workload.clipping != "update":
+        layer, kind = self.plan.model.stack[op.layer], self.plan.workload.clipping
+        if kind not in BY_TENSOR:
             clip = self._values(op, factor, 1)[0]
             return [
                 (part, treated, clip, None)
                 for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
             ]
         made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
-        scales = self._values(op, factor, len(layer.tensors))
-        for tensor, offset, scale in zip(layer.tensors, layer.offsets, scales, strict=True):
+        factors = self._values(op, factor, len(layer.tensors))
+        for tensor, offset, value in zip(layer.tensors, layer.offsets, factors, strict=True):
             start = offset - op.offset
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
-                made.append((part, param_group(self.settings, layer, tensor), None, scale))
+                both = (None, value) if kind == "update" else (value, None)
+                made.append((part, param_group(self.settings, layer, tensor), *both))
         return made
 
     def _update(self, op: Op) -> Run:

@@ -11,7 +11,11 @@ from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 Dtype = Literal["bf16", "fp32"]
-Clipping = Literal["global", "layer", "update", "none"]
+Clipping = Literal["global", "layer", "update", "adagc", "none"]
+BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
+"""The kinds of clipping whose factors follow from one layer alone."""
+BY_TENSOR: tuple[Clipping, ...] = ("update", "adagc")
+"""The kinds of clipping that have a factor for each tensor."""
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
 
@@ -41,6 +45,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     * `layer`: each layer's gradient by its own norm
     * `update`: each tensor's learning rate by the root of the mean of g^2 / v over its elements
       (StableAdamW, arXiv 2304.13013, algorithm 2)
+    * `adagc`: each tensor's gradient by a moving average of its own norm (AdaGC, arXiv 2502.11034)
     * `none`: not at all
     """
     compiled: bool = False

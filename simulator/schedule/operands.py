@@ -35,7 +35,7 @@ OPERANDS = {
     "accumulate_gradients": ("gradients( gradients)?", "gradients"),
     "norm": ("gradients", "norms"),
     "update_ratios": ("gradients moments", "ratio_sums"),
-    "clip": ("(norms|ratio_sums|losses| )*", "clips"),
+    "clip": ("(norms|moving_norms|ratio_sums|losses| )*", "clips( moving_norms)?"),
     **dict.fromkeys(
         ("update", "cpu_update"),
         ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?"),

@@ -119,9 +119,8 @@ class Adviser:
             short = msgspec.structs.replace(work, batch=1, sequence=context)
             found.append(self._changed({"seq": context, "batch": 1}, short))
         if work.clipping == "global":
-            found.append(
-                self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none"))
-            )
+            by_tensor = msgspec.structs.replace(work, clipping="adagc")
+            found.append(self._changed({"clipping": "adagc"}, by_tensor))
         found += self._more_memory()
         return found + (self._smaller_moments() if self._wide_moments else [])
 
@@ -469,6 +468,8 @@ def _excess(account: Account) -> tuple[int, int]:
 
 def _note(options: dict[str, str], work: Workload) -> str:
     """Returns what the changed `options`, which make up the workload `work`, cost in words."""
+    if options.get("clipping") == "adagc":
+        return "clips each tensor by its own moving norm, not all by their common norm"
     if "clipping" in options:
         return "gives up gradient clipping"
     if {"batch", "accumulation", "seq"} & options.keys():

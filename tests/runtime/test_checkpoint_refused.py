@@ -256,6 +256,9 @@ def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
         "epsilon": 1e-8,
         "weight_decay": 0.1,
         "max_norm": 0.05,
+        "adagc_factor": 1.05,
+        "adagc_decay": 0.98,
+        "adagc_warm_up": 100,
         "groups": [],
     }
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
