@@ -282,3 +282,63 @@ def test_a_run_begins_without_moving_norms(executable: Callable[..., Plan]) -> N
         tensors = executor.state.tensors()
         for layer in plan.model.stack.values():
             assert tensors[f"{layer.name}.moving_norms"].tolist() == [0] * len(layer.tensors)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    "work", [{"state": "master24"}, {"state": "bf16-sr", "accumulation": 4}], ids=str
+)
+def test_every_plan_has_the_same_bits_on_a_gpu(
+    make_plan: Callable[..., Plan], work: dict[str, Any]
+) -> None:
+    sizes = {
+        "layers": 4,
+        "hidden": 256,
+        "intermediate": 512,
+        "head_dim": 64,
+        "device_limit_bytes": 2**32,
+        "host_limit_bytes": 2**32,
+        "clipping": "adagc",
+    }
+    first = None
+    for policy, knobs in [*PLANS, *(GROUPED if "accumulation" in work else PLANS[-1:])]:
+        plan = make_plan(policy, **{**work, **knobs, **sizes})
+        with Executor(
+            plan,
+            config_of(plan.model),
+            SETTINGS,
+            torch.device("cuda", 0),
+            schedule=policies.lower(plan),
+        ) as executor:
+            executor.state.load(random_weights(0))
+            results = [
+                executor.step(batches, rate=1e-2, number=number)
+                for number, batches in enumerate(drawn(plan), 1)
+            ]
+            values = [(made.loss, made.gradient_norm, made.clip_factor) for made in results]
+            state = {name: tensor.cpu() for name, tensor in executor.state.tensors().items()}
+        assert min(made.clip_factor or 1 for made in results[WARM_UP:]) < 0.95
+        first = first or (values, state)
+        assert values == first[0], (policy, knobs)
+        for name, tensor in state.items():
+            bits = (each.contiguous().view(torch.uint8) for each in (tensor, first[1][name]))
+            assert torch.equal(*bits), (policy, knobs, name)
+
+
+@pytest.mark.cuda
+def test_a_gpu_has_the_factors_and_moving_norms_of_the_cpu() -> None:
+    settings = AdamW(adagc_warm_up=20)
+    sizes = torch.rand(60, 500, generator=torch.Generator().manual_seed(1)).mul_(3)
+    found = []
+    for device in ("cpu", "cuda"):
+        moving = torch.zeros(500, device=device)
+        for number, sums in enumerate(sizes.to(device), 1):
+            factors, moving = clip(sums, moving, settings=settings, number=number)
+            found.append((factors.cpu(), moving.cpu()))
+    for on_cpu, on_gpu in zip(found[:60], found[60:], strict=True):
+        assert torch.equal(on_cpu[0], on_gpu[0])
+        assert torch.equal(on_cpu[1], on_gpu[1])

@@ -235,10 +235,10 @@ class Reference:
             clipped[layer] = {}
             for name, gradient in tensors.items():
                 squares.append(sum_of_squares(gradient.flatten()))
-                size, factor = rounded_sqrt(squares[-1]), torch.tensor(1.0)
+                size, factor = rounded_sqrt(squares[-1]), torch.ones_like(squares[-1])
                 before = self.moving.get((layer, name))
                 first = before is None or number <= settings.adagc_warm_up
-                limit = torch.tensor(settings.max_norm)
+                limit = torch.full_like(size, settings.max_norm)
                 if before is not None and not first:
                     limit = before * settings.adagc_factor
                 if size > limit:
