@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 from megatrain.simulator.model.state_format import EXACT, FORMATS
-from megatrain.simulator.model.workload import Clipping
+from megatrain.simulator.model.workload import Clipping, Gradients
 
 if TYPE_CHECKING:
     import torch
@@ -291,6 +291,15 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         ),
     )
     group.add_argument(
+        "--gradients",
+        choices=get_args(Gradients),
+        default="exact",
+        help=(
+            "how gradients are stored that wait for the norm of all gradients: `exact` (default),"
+            " or `8bit`"
+        ),
+    )
+    group.add_argument(
         "--attention",
         choices=("flash", "cudnn"),
         help="attention kernel; kernels round differently (default: the one that PyTorch picks)",
@@ -374,6 +383,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
         state=args.state,
+        gradients=args.gradients,
     )
 
 

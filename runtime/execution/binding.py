@@ -24,7 +24,7 @@ from megatrain.runtime.layers.functional_layers import (
 )
 from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import blockwise, moving_norms, outside
+from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
@@ -44,6 +44,8 @@ class StepState:
 
     scale: float = 0.0
     """Factor on each token's loss: 1 / (labelled tokens of the step)."""
+    number: int = 0
+    """Number of the step whose gradients are computed."""
     update_at: tuple[float, int] | None = None
     """Learning rate and number of the step whose update is applied. None if no update is due, as
     in the first step of a plan that defers updates."""
@@ -95,6 +97,7 @@ class Binder(BufferTensors):
             "embed_backward": self._embed_backward,
             "accumulate_gradients": self._accumulate_gradients,
             "norm": self._norm,
+            "encode_gradients": self._encode_gradients,
             "update_ratios": self._ratios,
             "clip": self._clip,
             "update": self._update,
@@ -386,6 +389,14 @@ class Binder(BufferTensors):
         total = self.arenas.flat(op.writes[0], torch.float32, 1)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
+    def _encode_gradients(self, op: Op) -> Run:
+        """Encodes a layer's gradient in 8 bits."""
+        gradient, stored = self._elements(op.reads[0], op), self._elements(op.writes[0], op)
+        index = self._first[op.layer]
+        return lambda: coded_gradients.encode(
+            gradient, stored, self._seed, self.state.number, index
+        )
+
     def _ratios(self, op: Op) -> Run:
         """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
         gradient, moments = map(base_buffer, op.reads)
@@ -532,7 +543,15 @@ class Binder(BufferTensors):
             else torch.empty(0, op.parameters, device=self.arenas.device)
         )
         dtype = self.schedule.dtype_of(kept, op.layer) if kept else "fp32"
-        weights, g = self._elements(target, op), self._elements(gradient, op)
+        weights, stored_gradient = self._elements(target, op), self._elements(gradient, op)
+        coded = self.schedule.dtype_of(gradient, op.layer) == "block8"
+
+        def gradient_of(part: slice) -> torch.Tensor:
+            if not coded:
+                return stored_gradient[part]
+            first, end = blockwise.records(part.start), blockwise.records(part.stop)
+            return coded_gradients.decoded(stored_gradient[first:end])
+
         source = self._elements(sources[0], op) if sources else None
         workers = self._workers(op)
         runs = [
@@ -544,7 +563,8 @@ class Binder(BufferTensors):
                 clip,
                 scale,
             )
-            for part, treated, clip, scale in self._runs(op, factor)
+            for whole, treated, clip, scale in self._runs(op, factor)
+            for part in (self._pieces_of(whole, weights.device) if coded else [whole])
         ]
 
         def run() -> None:
@@ -557,7 +577,7 @@ class Binder(BufferTensors):
                         weights[part],
                         None if low is None else low[part],
                         moments[:, stored],
-                        g[part],
+                        gradient_of(part),
                         settings=self.settings,
                         rate=rate * treated.rate_factor,
                         number=number,
@@ -571,6 +591,14 @@ class Binder(BufferTensors):
                 copy_to.copy_(weights)
 
         return run
+
+    def _pieces_of(self, whole: slice, device: torch.device) -> list[slice]:
+        """Returns the parts of `whole` whose gradients are decoded at one time."""
+        size = coded_gradients.block_size(device)
+        return [
+            slice(start, min(start + size, whole.stop))
+            for start in range(whole.start, whole.stop, size)
+        ]
 
     def _rule(self, dtype: str, index: int) -> Callable[..., None]:
         """Returns the update of elements from `index` of the model on, whose moments have

@@ -273,6 +273,7 @@ class Executor:
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)
+            self._state.number = number
             # a plan that defers updates applies the previous step's update in this step
             self._state.update_at = self._deferred if self._flush else (rate, number)
             self._deferred = None

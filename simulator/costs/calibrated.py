@@ -95,7 +95,7 @@ class Calibrated(ContendedCosts):
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
         unknown = kind in PASS_KINDS or (
-            kind == "update_ratios"
+            kind in ("update_ratios", "encode_gradients")
             and not any(name.partition("@")[0] == kind for name in self.table.curves)
         )
         if unknown and self._datasheet is not None:

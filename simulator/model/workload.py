@@ -11,6 +11,7 @@ from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 Dtype = Literal["bf16", "fp32"]
+Gradients = Literal["exact", "8bit"]
 Clipping = Literal["global", "layer", "update", "adagc", "none"]
 BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
 """The kinds of clipping whose factors follow from one layer alone."""
@@ -70,6 +71,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
     state: str = EXACT
     """The format of master weights and moments (`model/state_format.py`)."""
+    gradients: Gradients = "exact"
+    """How gradients are stored that wait for the norm of all gradients: `exact` in the dtype in
+    which they are summed, or `8bit` in codes of 8 bits (`runtime/optimizer/coded_gradients.py`)."""
 
     def __post_init__(self) -> None:
         if self.clipping == "update" and self.optimizer != ADAMW:
@@ -80,6 +84,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 fix="clip by global or layer, or do not clip",
             )
         self._refuse_state()
+        self._refuse_gradients()
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
@@ -113,6 +118,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     found=f"{self.state} with {field} {found}",
                     allowed=f"{self.state} with {field} {only}",
                     fix=f"use {field} {only}, or state {EXACT}",
+                )
+
+    def _refuse_gradients(self) -> None:
+        """Raises UserError if gradients in 8 bits cannot be used here."""
+        for field, found, only in (
+            ("clipping", self.clipping, "global"),
+            ("accumulation", self.accumulation, 1),
+            ("optimizer", self.optimizer, ADAMW),
+        ):
+            if self.gradients != "exact" and found != only:
+                raise UserError(
+                    "workload: gradients",
+                    found=f"{self.gradients} with {field} {found}",
+                    allowed=f"{self.gradients} with {field} {only}",
+                    fix=f"use {field} {only}, or leave out --gradients",
                 )
 
     @property

@@ -83,6 +83,7 @@ def search(
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         policy_library.find(name)
+    names = policy_library.able(names, workload)
     if hardware.unified:
         names = [name for name in names if name == "resident"]
     if not names:
@@ -192,6 +193,7 @@ def candidates(
     Raises UserError as `search` does.
     """
     names = policy_library.contenders() if policies is None else policies
+    names = policy_library.able(names, workload)
     if hardware.unified:
         device_limit = host_limit = min(
             device_limit or hardware.device_bytes, host_limit or hardware.host_bytes

@@ -16,6 +16,7 @@ import msgspec
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
@@ -25,6 +26,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
     "Policy",
+    "able",
     "contenders",
     "evaluation",
     "executable",
@@ -51,6 +53,15 @@ def contenders() -> list[str]:
     The fastest plan uses one of these.
     """
     return [name for name in names() if not find(name).dominated_by]
+
+
+def able(names: list[str], workload: Workload) -> list[str]:
+    """Returns those of the policies `names` that can store gradients as `workload` says. If none of
+    them can, returns all, each of which refuses the plan.
+    """
+    if workload.gradients == "exact":
+        return names
+    return [name for name in names if find(name).places_state] or names
 
 
 def peers() -> list[str]:
@@ -117,9 +128,12 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`.
+    format is not `exact`. Also if gradients are stored in 8 bits, and the policy does not store
+    them, or adds several.
     """
     policy = find(plan.policy)
+    if plan.workload.gradients != "exact":
+        _refuse_coded_gradients(plan, policy)
     if policy.prediction_only and plan.workload.state != EXACT:
         raise UserError(
             f"policy {plan.policy}: state",
@@ -135,6 +149,24 @@ def _policy(plan: Plan) -> Policy:
             fix="use another policy, or leave out --optimizer",
         )
     return policy
+
+
+def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the policy cannot store the model's gradients in 8 bits."""
+    if not policy.places_state:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=plan.workload.gradients,
+            allowed="exact, since only overlapped stores gradients in 8 bits",
+            fix="use policy overlapped, or leave out --gradients",
+        )
+    if plan.model.tied:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=f"{plan.workload.gradients} with tied embeddings",
+            allowed="exact, since those of the embeddings are stored before they are added",
+            fix="leave out --gradients",
+        )
 
 
 @contextlib.contextmanager

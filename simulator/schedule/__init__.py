@@ -21,6 +21,7 @@ Kinds of ops, their lane where it is fixed, and their operands:
 * `accumulate_gradients` (cpu): staging buffer -> host gradient
 * `load_second_moment` (h2d): host moments -> a chunk of moments; copies only the second moment
 * `norm`: gradient -> the layer's sum of squares, or one for each of its tensors
+* `encode_gradients`: gradient -> the same in codes of 8 bits, which updates read
 * `update_ratios`: gradient, moments -> sums of g^2 / v over 64 elements each, where v is the second
   moment after this step
 * `clip`: every sum of squares, every loss -> the clip coefficient, or NaN if a value that it read

@@ -34,6 +34,7 @@ OPERANDS = {
     "embed_backward": ("tokens hidden( gradients)?", "gradients"),
     "accumulate_gradients": ("gradients( gradients)?", "gradients"),
     "norm": ("gradients", "norms"),
+    "encode_gradients": ("gradients", "gradients"),
     "update_ratios": ("gradients moments", "ratio_sums"),
     "clip": ("(norms|moving_norms|ratio_sums|losses| )*", "clips( moving_norms)?"),
     **dict.fromkeys(
@@ -48,12 +49,15 @@ _PATTERNS = {
 }
 _PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second_moment")
 """Kinds that work on `parameters` elements, starting at `offset`."""
+_WHOLE = ("norm", "accumulate_gradients", "encode_gradients")
+"""Kinds that work on the gradient of a whole layer."""
 
 
 def check_buffer(buffer: Buffer) -> None:
     """Checks the dtype of a buffer. Raises ScheduleError if its class of data cannot have it."""
     only = DTYPES_OF.get(buffer.data)
-    if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed")):
+    coded = ("block8",) if buffer.data == "gradients" else ()
+    if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed", *coded)):
         allowed = " or ".join(only or ("bf16", "fp32"))
         raise ScheduleError(f"{buffer.id}: {buffer.data} in {buffer.dtype}, not in {allowed}")
     if buffer.dtype == "home" and not buffer.chunk:
@@ -106,6 +110,16 @@ def check_operands(
         if moments and "moments" not in written:
             raise ScheduleError(f"{op.id}: writes no moments, of which there are {moments}")
         _check_planes(op, written)
+    if kind in ("backward", "head", "embed_backward", "norm", "encode_gradients"):
+        coded = [
+            name
+            for name in (op.reads if kind in ("norm", "encode_gradients") else op.writes)
+            if buffers[base_buffer(name)].data == "gradients" and dtypes[name] == "block8"
+        ]
+        if coded:
+            raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
+    if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
+        raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
     _check_sizes(op, buffers, dtypes, moments)
 
 
@@ -150,7 +164,7 @@ def _check_sizes(
             elements = op.parameters + (0 if buffer.chunk else op.offset)
             count = elements * (moments if buffer.data == "moments" else 1)
             needed = int(count * WIDTH[dtypes[name]])
-        elif op.kind in ("norm", "accumulate_gradients") and buffer.data == "gradients":
+        elif op.kind in _WHOLE and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:
             continue

@@ -328,6 +328,9 @@ def plans(draw: st.DrawFn) -> Plan:
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
     policy = draw(st.sampled_from(policies.names()))
+    stores_one = work.clipping == "global" and work.accumulation == 1 and not model.tied
+    if policy == "overlapped" and stores_one and draw(st.booleans()):
+        work = msgspec.structs.replace(work, gradients="8bit")
     layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
     summed = work.accumulation > 1 or model.tied
     knobs = Knobs(

@@ -45,6 +45,7 @@ from megatrain.runtime.optimizer.blockwise import (
     rounding_keys,
     split_randomly,
 )
+from megatrain.runtime.optimizer.coded_gradients import decoded, encode
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
@@ -204,6 +205,8 @@ class Reference:
             }
         if self.work.clipping == "adagc":
             gradients, norm = self._clipped_by_moving_norms(gradients, number)
+        if self.work.gradients == "8bit":
+            gradients = self._stored(gradients, number)
         for layer, tensors in gradients.items():
             groups = {
                 tensor.name: param_group(self.settings, self.spec.stack[layer], tensor)
@@ -222,6 +225,20 @@ class Reference:
                 self._store(layer, name, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
+
+    def _stored(
+        self, gradients: dict[str, dict[str, torch.Tensor]], number: int
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the gradients as an update reads them if they are stored in codes."""
+        read: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, tensors in gradients.items():
+            read[layer] = {}
+            for name, gradient in tensors.items():
+                flat = _padded(gradient)
+                stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
+                encode(flat, stored, self._seed, number, self._index[layer][name])
+                read[layer][name] = decoded(stored)[: gradient.numel()].view(gradient.shape)
+        return read
 
     def _clipped_by_moving_norms(
         self, gradients: dict[str, dict[str, torch.Tensor]], number: int
