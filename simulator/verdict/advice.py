@@ -70,12 +70,11 @@ class Adviser:
             choice,
             hardware,
             costs,
-            names,
+            policy_library.able(names, choice.plan.workload),
             search,
             footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
-        self.names = policy_library.able(names, self.work)
         self.speed = tokens_per_second(self.work, choice.step_seconds)
         self._wide_moments = layer_state(self.plan, EMBEDDING)["moments"].dtype == "fp32"
         """Whether the plan keeps moments that bf16 would halve."""

@@ -254,9 +254,25 @@ def test_they_are_named_and_found_where_exact_gradients_do_not_fit(
     assert entry.fits
     assert entry.note == "stores gradients in 8 bits, rounded at random"
     coded = msgspec.structs.replace(work, gradients="8bit")
-    found = judge(model, HardwareSpec.load("h200"), coded, **limits)
+    found = judge(model, HardwareSpec.load("h200"), coded, advise=False, **limits)
     assert (found.feasible, found.policy) == (True, "overlapped")
     assert entry.tokens_per_second == found.tokens_per_second
+
+
+def test_a_plan_with_them_gets_advice_that_it_can_follow(
+    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one micro-batch, and other clipping stores no gradients."""
+    monkeypatch.setattr(advice, "alternatives", lambda *_, **__: [])
+    model = make_model(layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024)
+    work = Workload(batch=8, sequence=64, loss_chunk=512, gradients="8bit")
+    hardware = HardwareSpec.load("h200")
+    for device, fits in ((128, True), (64, False)):
+        verdict = judge(model, hardware, work, device_limit=device * 2**20, host_limit=2**30)
+        assert verdict.feasible is fits
+        assert not {"accumulation", "policy"} & {key for e in verdict.advice for key in e.options}
+        for entry in verdict.advice:
+            assert entry.options.get("clipping") is None or entry.options["gradients"] == "exact"
 
 
 @pytest.mark.parametrize(
