@@ -113,10 +113,7 @@ def test_encoding_and_decoding_take_what_is_predicted() -> None:
 
 
 def planned(executable: Callable[..., Plan], knobs: dict[str, Any], **work: Any) -> Plan:
-    plan = executable("overlapped", layers=3, **work, **knobs)
-    coded = msgspec.structs.replace(plan.workload, gradients="8bit")
-    plan = msgspec.structs.replace(plan, workload=coded)
-    return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
+    return executable("overlapped", layers=3, gradients="8bit", **work, **knobs)
 
 
 @pytest.mark.parametrize("work", [{}, {"dtype": "fp32"}, {"state": "master24"}], ids=str)
@@ -217,9 +214,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
 def test_they_take_half_of_the_memory_and_of_the_copies(executable: Callable[..., Plan]) -> None:
     plan = planned(executable, KNOBS[0])
-    exact = msgspec.structs.replace(
-        plan, workload=msgspec.structs.replace(plan.workload, gradients="exact")
-    )
+    exact = executable("overlapped", layers=3, **KNOBS[0])
     held, copied = [], []
     for each in (exact, plan):
         schedule = policies.lower(each)
@@ -301,9 +296,7 @@ def test_a_workload_that_stores_no_single_gradient_is_refused(
 def test_a_policy_that_cannot_store_codes_refuses_the_plan(
     make_plan: Callable[..., Plan], policy: str, tied: bool
 ) -> None:
-    plan = make_plan(policy, tied=tied)
-    coded = msgspec.structs.replace(plan.workload, gradients="8bit")
-    plan = msgspec.structs.replace(plan, workload=coded)
+    plan = make_plan(policy, tied=tied, gradients="8bit")
     if policy == "overlapped" and not tied:
         assert policies.lower(plan).ops
         return
