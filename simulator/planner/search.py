@@ -83,9 +83,9 @@ def search(
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         policy_library.find(name)
-    names = policy_library.able(names, workload)
     if hardware.unified:
         names = [name for name in names if name == "resident"]
+    names = policy_library.updating(names, workload)
     if not names:
         raise UserError(
             "policy",
@@ -193,7 +193,6 @@ def candidates(
     Raises UserError as `search` does.
     """
     names = policy_library.contenders() if policies is None else policies
-    names = policy_library.able(names, workload)
     if hardware.unified:
         device_limit = host_limit = min(
             device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
@@ -217,7 +216,7 @@ def candidates(
     else:
         later = [
             name
-            for name in names
+            for name in policy_library.updating(names, workload)
             if name != "resident" and not policy_library.find(name).places_state
         ]
         # The likely winner is searched last, so that its schedule is still cached afterwards.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -22,11 +22,11 @@ from megatrain.simulator.policies.building.parameter_store_policy import Paramet
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
     "Policy",
-    "able",
     "contenders",
     "evaluation",
     "executable",
@@ -38,6 +38,7 @@ __all__ = [
     "outline",
     "peers",
     "timed",
+    "updating",
     "verified",
 ]
 
@@ -55,13 +56,18 @@ def contenders() -> list[str]:
     return [name for name in names() if not find(name).dominated_by]
 
 
-def able(names: list[str], workload: Workload) -> list[str]:
-    """Returns those of the policies `names` that can store gradients as `workload` says. If none of
-    them can, returns all, each of which refuses the plan.
+def updating(names: Iterable[str], workload: Workload) -> list[str]:
+    """Returns the policies of `names` that can update with the optimizer of `workload`, and store
+    gradients as it says. If there are none, it returns all, and lowering them says why.
     """
-    if workload.gradients == "exact":
-        return names
-    return [name for name in names if find(name).places_state] or names
+    chosen = list(names)
+    able = [
+        name
+        for name in chosen
+        if not (optimizer.find(workload.optimizer).by_tensor and find(name).updates_on_host)
+        and (workload.gradients == "exact" or find(name).places_state)
+    ]
+    return able or chosen
 
 
 def peers() -> list[str]:
@@ -128,8 +134,9 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`. Also if gradients are stored in 8 bits, and the policy does not store
-    them, or adds several.
+    format is not `exact`. Raises it, too, if the policy updates on the host and the optimizer
+    cannot, or if gradients are stored in 8 bits and the policy does not store them, or adds
+    several.
     """
     policy = find(plan.policy)
     if plan.workload.gradients != "exact":
@@ -148,6 +155,9 @@ def _policy(plan: Plan) -> Policy:
             allowed=f"{optimizer.ADAMW}, as that system was described",
             fix="use another policy, or leave out --optimizer",
         )
+    if policy.updates_on_host:
+        where = f"policy {plan.policy}: optimizer"
+        refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
 
 
@@ -215,7 +225,7 @@ def verified(plan: Plan) -> Schedule:
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
             fix="write it again with `megatrain plan --from`, or make a new plan",
         )
-    schedule.check(optimizer.find(plan.workload.optimizer).moments)
+    schedule.check(kept_moments(plan))
     return schedule
 
 

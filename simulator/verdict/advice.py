@@ -70,7 +70,7 @@ class Adviser:
             choice,
             hardware,
             costs,
-            policy_library.able(names, choice.plan.workload),
+            policy_library.updating(names, choice.plan.workload),
             search,
             footprints,
         )

@@ -89,7 +89,8 @@ def test_every_schedule_gives_the_reference_s_bits(
     make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str
 ) -> None:
     device = torch.device("cuda", 0)
-    settings = AdamW(max_norm=0.5, weight_decay=0.1, adagc_warm_up=4)
+    # The mean gradient of four micro-batches of random tokens has a norm below 0.5.
+    settings = AdamW(max_norm=0.1, weight_decay=0.1, adagc_warm_up=4)
     sizes = {
         "hidden": 256,
         "intermediate": 512,

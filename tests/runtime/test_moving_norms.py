@@ -159,8 +159,9 @@ def trained(
         ({"accumulation": 4}, GROUPED),
         ({"state": "master24"}, PLANS[2::2]),
         ({"state": "bf16-sr", "accumulation": 4}, [PLANS[1], *GROUPED]),
+        ({"optimizer": "muon"}, PLANS[2:4]),
     ],
-    ids=["bf16", "fp32", "grouped", "master24", "bf16-sr"],
+    ids=["bf16", "fp32", "grouped", "master24", "bf16-sr", "muon"],
 )
 def test_every_plan_has_the_reference_s_bits_after_the_warm_up(
     executable: Callable[..., Plan],
