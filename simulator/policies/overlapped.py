@@ -21,6 +21,10 @@ A step therefore defers its update to the next step, which updates each layer ju
 forward pass. Every forward pass reads updated weights: nothing is stale. `flush_update` applies
 the update that the last step deferred.
 
+If gradients are stored in 8 bits (`gradients = "8bit"`), `encode_gradients` comes between the norm
+and the copy of a gradient. Copies and homes of gradients hold codes then, and the deferred update
+reads them.
+
 With any other clipping, a layer is updated inside the backward pass, as soon as its gradient is
 complete. The gradient of a layer that the device updates never leaves the device.
 
@@ -336,19 +340,29 @@ class _OverlappedStore:
                 self.summing[layer] = buffer
             return
         if self.encodes:
-            coded = home if home.startswith("device.") else ""
-            coded = coded or self.builder.acquire(self._coded_pool(layer))
-            count = self.stack[layer].elements
-            encode = OpId("encode_gradients", layer)
-            self.builder.op(encode, "update", [buffer], [coded], parameters=count)
-            self.builder.release(buffer)
-            buffer = coded
+            buffer = self._encoded(layer, buffer, home)
         if buffer != home:
             width = self.state[layer]["gradients"].bytes
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
+
+    def _encoded(self, layer: str, gradient: str, home: str) -> str:
+        """Encodes the gradient and releases its slot. Returns the buffer with the codes: `home` if
+        that is on the device, or a slot.
+        """
+        resident = home.startswith("device.")
+        coded = home if resident else self.builder.acquire(self._coded_pool(layer))
+        self.builder.op(
+            OpId("encode_gradients", layer),
+            "update",
+            [gradient],
+            [coded],
+            parameters=self.stack[layer].elements,
+        )
+        self.builder.release(gradient)
+        return coded
 
     def apply_on_host(self, layer: str) -> None:
         """Emits AdamW on `layer` by the CPU, from a gradient in host memory.
