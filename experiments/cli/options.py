@@ -13,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.workload import Clipping, Gradients
 
 if TYPE_CHECKING:
     import torch
@@ -265,11 +266,12 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--clipping",
-        choices=("global", "layer", "update", "none"),
+        choices=get_args(Clipping),
         default="global",
         help=(
             "how gradients are clipped: by the norm of all gradients (default), by the norm of each"
-            " layer, by the size of each tensor's update as in StableAdamW, or not at all"
+            " layer, by the size of each tensor's update as in StableAdamW, by the moving norm of"
+            " each tensor as in AdaGC, or not at all"
         ),
     )
     group.add_argument(
@@ -289,6 +291,15 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         + "; ".join(
             f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
             for made in FORMATS.values()
+        ),
+    )
+    group.add_argument(
+        "--gradients",
+        choices=get_args(Gradients),
+        default="exact",
+        help=(
+            "how gradients are stored that wait for the norm of all gradients: `exact` (default),"
+            " or `8bit`"
         ),
     )
     group.add_argument(
@@ -375,6 +386,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
         state=args.state,
+        gradients=args.gradients,
     )
 
 

@@ -62,14 +62,14 @@ def records(parameters: int) -> int:
 
 def decoded_first(stored: torch.Tensor) -> torch.Tensor:
     """Returns the first moments [n] fp32 in `stored`, uint8 records."""
-    codes, scales = _unpacked(stored)
+    codes, scales = unpacked(stored)
     q = codes.view(torch.int8).float()
     return (q * scales).div_(254 - q.abs()).view(-1)
 
 
 def decoded_second(stored: torch.Tensor) -> torch.Tensor:
     """Returns the second moments [n] fp32 in `stored`, uint8 records."""
-    codes, scales = _unpacked(stored)
+    codes, scales = unpacked(stored)
     root = codes.float().mul_(scales * (1 / 255))
     return root.mul_(root).view(-1)
 
@@ -77,9 +77,9 @@ def decoded_second(stored: torch.Tensor) -> torch.Tensor:
 def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
     """Writes the first moments `first` [n] fp32 to `stored`."""
     values = first.view(-1, BLOCK)
-    bits = _scale_bits(values)
-    codes = (values * 254).div_(_scale(bits) + values.abs()).round_()
-    _pack(codes, bits, stored, torch.int8)
+    bits = scale_bits(values)
+    codes = (values * 254).div_(scale_of(bits) + values.abs()).round_()
+    pack(codes, bits, stored, torch.int8)
 
 
 def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: int) -> None:
@@ -87,21 +87,21 @@ def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: i
     `key` from parameter `index` on.
     """
     root = adamw.rounded_sqrt(second).view(-1, BLOCK)
-    bits = _scale_bits(root)
-    inverse = torch.full_like(root[:, :1], 255).div_(_scale(bits))
+    bits = scale_bits(root)
+    inverse = torch.full_like(root[:, :1], 255).div_(scale_of(bits))
     codes = random_bits(key, index, second.numel(), second.device).view(-1, BLOCK) * 2.0**-16
     codes.add_(root * inverse).floor_().clamp_(1, 255).mul_(root > 0)
-    _pack(codes, bits, stored, torch.uint8)
+    pack(codes, bits, stored, torch.uint8)
 
 
-def _unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the codes [blocks, 32] uint8 and the scales [blocks, 1] fp32."""
     rows = stored.view(-1, RECORD)
     scales = rows[:, BLOCK:].contiguous().view(torch.bfloat16)
     return rows[:, :BLOCK].contiguous(), scales.float()
 
 
-def _scale_bits(values: torch.Tensor) -> torch.Tensor:
+def scale_bits(values: torch.Tensor) -> torch.Tensor:
     """Returns the scale of each row of `values` [blocks, 32] as the bits of a bf16: [blocks, 1]
     int32.
     """
@@ -112,13 +112,12 @@ def _scale_bits(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < _SMALLEST, 0, bits)
 
 
-def _scale(bits: torch.Tensor) -> torch.Tensor:
+def scale_of(bits: torch.Tensor) -> torch.Tensor:
+    """Returns the scales whose bits as a bf16 are `bits` int32, as fp32."""
     return (bits << 16).view(torch.float32)
 
 
-def _pack(
-    codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype
-) -> None:
+def pack(codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> None:
     """Writes the records of `codes` [blocks, 32] fp32 with the scales `bits`. Blocks whose scale is
     0 or NaN have the codes 0.
     """
@@ -133,11 +132,12 @@ def rounding_keys(seed: int, number: int) -> tuple[int, int]:
     """Returns the keys of the random bits of step `number`, for weights and for second moments.
     They are 64-bit integers.
     """
-    key = _mixed(_mixed(seed & _MASK) + number & _MASK)
-    return key, _mixed(key)
+    key = mixed(mixed(seed & _MASK) + number & _MASK)
+    return key, mixed(key)
 
 
-def _mixed(value: int) -> int:
+def mixed(value: int) -> int:
+    """Returns another 64-bit integer, that of one step of SplitMix64."""
     value = value + _GAMMA & _MASK
     for shift, factor in _MIX:
         value = (value ^ value >> shift) * factor & _MASK

@@ -98,7 +98,7 @@ class Calibrated(ContendedCosts):
         unknown = (
             kind in PASS_KINDS
             or (
-                kind == "update_ratios"
+                kind in ("update_ratios", "encode_gradients")
                 and not any(name.partition("@")[0] == kind for name in self.table.curves)
             )
             or (

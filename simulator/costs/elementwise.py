@@ -6,7 +6,7 @@ from megatrain.simulator.hardware.cost_table import PASS_KINDS
 from megatrain.simulator.model.muon import GPU_BYTES
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
-from megatrain.simulator.model.state_format import FORMATS, UPDATE_COSTS
+from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import UPDATED, layer_state_of
@@ -19,10 +19,12 @@ class Elementwise:
     def __init__(self, model: ModelSpec, workload: Workload) -> None:
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
         moments = find(workload.optimizer).moments
-        state = layer_state_of(workload.dtype, workload.state, moments, False)
+        state = layer_state_of(workload.dtype, workload.state, moments, False, workload.gradients)
         self._updated = 2 * sum(state[name].bytes for name in UPDATED)
         """Bytes of state that the update of a parameter reads and writes."""
         self._update_costs = UPDATE_COSTS[FORMATS[workload.state].moments]
+        self._coded = state["gradients"].bytes if workload.gradients == "8bit" else 0
+        """Bytes of the code of a gradient that an update reads, 0 if it is not in codes."""
         self._second = state["moments"].bytes / max(moments, 1)
         """Bytes of one of the optimizer's moments of a parameter."""
 
@@ -75,6 +77,7 @@ class Elementwise:
         kind.
 
         * `norm` reads the gradient.
+        * `encode_gradients` reads the gradient and writes its codes, with PyTorch's temporaries.
         * `update_ratios` reads the gradient and the second moment.
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
           also reads the gradient.
@@ -87,6 +90,8 @@ class Elementwise:
             return op.bytes
         if kind == "norm":
             return gradient * op.parameters
+        if kind == "encode_gradients":
+            return int((gradient + self._coded + CODED_GRADIENT_BYTES.encode) * op.parameters)
         if kind == "update_ratios":
             return int((gradient + self._second) * op.parameters)
         if kind == "accumulate_gradients":
@@ -103,7 +108,10 @@ class Elementwise:
         if op.layer in self._whole_matrices:
             return self._whole_matrices[op.layer] + self._gradient_width(op.layer) + GPU_BYTES
         temporaries = self._update_costs.gpu_bytes if op.kind == "update" else 0
-        return self._updated + self._gradient_width(op.layer) + temporaries
+        gradient: float = self._gradient_width(op.layer)
+        if self._coded:
+            gradient = self._coded + CODED_GRADIENT_BYTES.decode
+        return self._updated + gradient + temporaries
 
     def update_share(self, op: Op) -> float:
         """The bytes that the update `op` moves over those of AdamW's with fp32 moments, which is

@@ -48,6 +48,23 @@ UPDATE_COSTS: dict[PlaneDtype, UpdateCosts] = {
 """By the dtype of the moments."""
 
 
+class CodedGradientBytes(NamedTuple):
+    """What gradients in 8 bits take in PyTorch, in bytes per parameter. No kernel does it in one
+    pass. `tests/runtime/test_coded_gradients.py` counts them.
+    """
+
+    encode: int
+    """What encoding reads and writes, beyond the gradient and its codes."""
+    decode: int
+    """What decoding reads and writes, beyond the codes, and the update's read of the result."""
+    temporary: int
+    """The temporaries of encoding that exist at one time, of at most `GPU_BLOCK` parameters.
+    Decoding has fewer."""
+
+
+CODED_GRADIENT_BYTES = CodedGradientBytes(encode=160, decode=20, temporary=18)
+
+
 class StateFormat(NamedTuple):
     """The planes of a layer whose weights are bf16, besides the weights. Layers that compute in
     fp32 have the format `exact`, in which the weight is the whole master.

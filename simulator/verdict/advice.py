@@ -25,6 +25,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
@@ -69,7 +70,7 @@ class Adviser:
             choice,
             hardware,
             costs,
-            names,
+            policy_library.updating(names, choice.plan.workload),
             search,
             footprints,
         )
@@ -119,11 +120,25 @@ class Adviser:
             short = msgspec.structs.replace(work, batch=1, sequence=context)
             found.append(self._changed({"seq": context, "batch": 1}, short))
         if work.clipping == "global":
-            found.append(
-                self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none"))
-            )
+            values: dict[str, object] = {"clipping": "adagc"}
+            if work.gradients != "exact":
+                values["gradients"] = "exact"
+            found.append(self._changed(values, msgspec.structs.replace(work, **values)))
+            if self._can_code_gradients():
+                coded = msgspec.structs.replace(work, gradients="8bit")
+                found.append(self._changed({"gradients": "8bit"}, coded))
         found += self._more_memory()
         return found + (self._smaller_moments() if self._wide_moments else [])
+
+    def _can_code_gradients(self) -> bool:
+        """Returns whether the gradients that the plan stores could be stored in 8 bits instead."""
+        work = self.work
+        return (work.gradients, work.accumulation, work.optimizer, self.plan.model.tied) == (
+            "exact",
+            1,
+            ADAMW,
+            False,
+        ) and any(policy_library.find(name).places_state for name in self.names)
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
         """Returns the effect of another workload on memory. `values` are the changed options."""
@@ -326,9 +341,9 @@ class Adviser:
         work, changes = self.work, dict[str, object]()
         if work.batch < 2**20:
             changes["batch"] = 2 * work.batch
-        if work.accumulation <= 512:
+        if work.gradients == "exact" and work.accumulation <= 512:
             changes["accumulation"] = 2 * work.accumulation
-        if work.clipping == "global":
+        if work.gradients == "exact" and work.clipping == "global":
             changes["clipping"] = "none"
         moments = self._fast_moments()  # first, while the schedule of the choice is still cached
         found = [
@@ -467,6 +482,10 @@ def _excess(account: Account) -> tuple[int, int]:
 
 def _note(options: dict[str, str], work: Workload) -> str:
     """Returns what the changed `options`, which make up the workload `work`, cost in words."""
+    if options.get("clipping") == "adagc":
+        return "clips each tensor by its own moving norm, not all by their common norm"
+    if options.get("gradients") == "8bit":
+        return "stores gradients in 8 bits, rounded at random"
     if "clipping" in options:
         return "gives up gradient clipping"
     if {"batch", "accumulation", "seq"} & options.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,33 @@ def test_only_exact_is_calibrated(command: Command) -> None:
     outcome = command("calibrate", "tiny", "--state", "master24", "--out", "x.toml")
     assert outcome.status == 2
     assert "--state: found master24; allowed: exact" in outcome.err
+
+
+def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Command) -> None:
+    words = ("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *WORK)
+    planned = good(command(*words, "--gradients", "8bit", "--out", "p.toml"))
+    assert "and gradients stored in 8 bits fits" in " ".join(planned.split())
+    assert Plan.load(Path("p.toml")).workload.gradients == "8bit"
+    good(command(*words, "--clipping", "adagc", "--out", "q.toml"))
+    train = ("--data", "corpus", "--device", "cpu", "--steps", 2, "--adagc-warm-up", 1)
+    for plan, norms in (("p", "exact"), ("q", "adagc")):
+        good(command("train", f"{plan}.toml", *train, "--out", plan))
+        rows = [json.loads(line) for line in Path(plan, "metrics.jsonl").read_text().splitlines()]
+        assert all(row["gradient_norm"] > 0 for row in rows)
+        factors = [row.get("clip_factor") for row in rows]
+        assert factors == [None, None] if norms == "exact" else 0 < min(factors) <= 1
+
+
+def test_gradients_in_8_bits_are_refused_where_they_are_not_stored(command: Command) -> None:
+    for words, message in (
+        (("calibrate", "tiny", "--out", "x.toml"), "--gradients: found 8bit; allowed: exact"),
+        (
+            ("check", "tiny", "--hardware", "h200", "--clipping", "layer"),
+            "8bit with clipping layer",
+        ),
+        (("check", "tiny", "--hardware", "h200", "--policy", "resident"), "policy resident: grad"),
+    ):
+        outcome = command(*words, "--gradients", "8bit")
+        assert outcome.status == 2
+        assert message in outcome.err
+        assert outcome.err.count("\n") == 1

@@ -82,13 +82,15 @@ Master = tuple[str, str, torch.Tensor]
         ("bf16", 4, False, "global"),
         ("fp32", 4, False, "layer"),
         ("bf16", 1, True, "update"),
+        ("bf16", 4, False, "adagc"),
     ],
 )
 def test_every_schedule_gives_the_reference_s_bits(
     make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str
 ) -> None:
+    device = torch.device("cuda", 0)
     # The mean gradient of four micro-batches of random tokens has a norm below 0.5.
-    device, settings = torch.device("cuda", 0), AdamW(max_norm=0.1, weight_decay=0.1)
+    settings = AdamW(max_norm=0.1, weight_decay=0.1, adagc_warm_up=4)
     sizes = {
         "hidden": 256,
         "intermediate": 512,

@@ -98,6 +98,20 @@ def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> 
             assert not followed(model, entry, held, less=MIB).feasible
 
 
+def test_where_stored_gradients_do_not_fit_another_clipping_is_named(model: ModelSpec) -> None:
+    """What it gains is that of the search, and what it gives up is named."""
+    held = {"device_limit": 12 * MIB, "host_limit": 8 * MIB}
+    verdict = judged(model, advise=True, **held)
+    assert not verdict.feasible
+    (entry,) = [entry for entry in verdict.advice if "clipping" in entry.options]
+    assert entry.options == {"clipping": "adagc"}
+    assert entry.fits
+    assert entry.note.startswith("clips each tensor by its own moving norm")
+    for kind in ("adagc", "layer"):
+        work = msgspec.structs.replace(WORK, clipping=kind)
+        assert entry.tokens_per_second == judged(model, work, **held).tokens_per_second
+
+
 def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: ModelSpec) -> None:
     for device, host in ((1, 1), (1, 64), (64, 1)):
         held = {"device_limit": device * MIB, "host_limit": host * MIB}

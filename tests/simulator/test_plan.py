@@ -217,7 +217,7 @@ GONE = object()
             [
                 "workload.clipping: ",
                 "found 'value'",
-                "allowed: 'global', 'layer', 'update', 'none'",
+                "allowed: 'global', 'layer', 'update', 'adagc', 'none'",
                 "fix: ",
             ],
         ),

@@ -368,10 +368,10 @@ def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
     model, hardware = ModelSpec.load("qwen3-1.7b"), HardwareSpec.load("apple-m4-max")
     verdict = judge(model, hardware, work)
     assert not verdict.feasible
-    entry = next(entry for entry in verdict.advice if "clipping" in entry.options)
-    assert not entry.fits
-    unclipped = msgspec.structs.replace(work, clipping="none")
-    assert not judge(model, hardware, unclipped, advise=False).feasible
+    assert not [entry for entry in verdict.advice if "clipping" in entry.options], (
+        "a resident plan holds all gradients, however they are clipped"
+    )
+    assert any("batch" in entry.options or "seq" in entry.options for entry in verdict.advice)
 
 
 def test_training_arithmetic() -> None:

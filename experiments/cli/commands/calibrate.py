@@ -125,6 +125,13 @@ def run(args: argparse.Namespace) -> int:
             allowed=f"{EXACT}, which is what is measured",
             fix="leave it out; a plan with another format derives its costs from this file",
         )
+    if args.gradients != "exact":
+        raise UserError(
+            "--gradients",
+            found=args.gradients,
+            allowed="exact, which is what is measured",
+            fix="leave it out; a plan that stores them otherwise derives its costs from this file",
+        )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:
         raise UserError(

@@ -102,7 +102,8 @@ def answer(verdict: Verdict, place: str) -> str:
     work = verdict.workload
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
     state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
-    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}"
+    stored = "" if work.gradients == "exact" else " and gradients stored in 8 bits"
+    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}{stored}"
     if verdict.feasible:
         condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
         return f"{what} fits on {place}{condition}."
