@@ -33,7 +33,7 @@ from megatrain.simulator.model.families import (
     cut,
     text_config,
 )
-from megatrain.simulator.model.workload import Dtype, Workload
+from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
 
 ALIGNMENT = 64
 """The size of a tensor in a layer's buffer is a multiple of this many elements: 128 bytes in bf16,
@@ -125,6 +125,8 @@ class Work(NamedTuple):
     moved_bytes: int
     """Bytes of device memory that elementwise kernels read and write, plus the weights read and the
     weight gradients written."""
+    fp8_flops: int = 0
+    """The part of `linear_flops` that is computed in fp8."""
 
     @property
     def flops(self) -> int:
@@ -306,6 +308,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _part(self, layer: str) -> Part:
         return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
+    def fp8_weights(self, layer: str) -> dict[str, int]:
+        """Returns the weights of a decoder layer whose products can be in fp8, with their elements.
+
+        They are those of its linear layers of which both sizes are multiples of `FP8_MULTIPLE`.
+        Routers and experts are not among them.
+        """
+        return {
+            name: math.prod(shape)
+            for name, shape in self._part(layer).linears
+            if not any(size % FP8_MULTIPLE for size in shape)
+        }
+
     def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
         """Returns the forward FLOPs of a decoder layer: 2 per token and element of the matrices
         that the token uses, plus attention without masked pairs.
@@ -401,6 +415,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
             + passes * width * self.stack[layer].parameters,
+            passes * 2 * tokens * sum(self.fp8_weights(layer).values()) if workload.fp8 else 0,
         )
 
     def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:

@@ -10,10 +10,13 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
+Scaling = Literal["rowwise", "tensorwise"]
 Dtype = Literal["bf16", "fp32"]
 Clipping = Literal["global", "layer", "update", "none"]
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
+FP8_MULTIPLE = 16
+"""The sizes of fp8 matrix products are multiples of this."""
 
 # A schedule has the ops of every micro-batch. With 48 layers, this number gives half a million ops,
 # which take half a minute to make.
@@ -43,6 +46,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
       (StableAdamW, arXiv 2304.13013, algorithm 2)
     * `none`: not at all
     """
+    fp8: Scaling | None = None
+    """How the operands of fp8 matrix products are scaled (`runtime/layers/fp8_linear.py`). The
+    linear layers of decoder layers then multiply in fp8, forward and backward. All else is in
+    `dtype`, which has to be bf16. None means that all products are in `dtype`."""
     compiled: bool = False
     """True if layers run through torch.compile. They are faster, save a third less activations, and
     round differently from eager layers."""
@@ -75,6 +82,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 fix="clip by global or layer, or do not clip",
             )
         self._refuse_state()
+        self._refuse_fp8()
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
@@ -110,6 +118,23 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     fix=f"use {field} {only}, or state {EXACT}",
                 )
 
+    def _refuse_fp8(self) -> None:
+        """Raises UserError if the matrix products cannot be in fp8."""
+        if self.fp8 and self.dtype != "bf16":
+            raise UserError(
+                "workload: fp8",
+                found=f"{self.fp8} with dtype {self.dtype}",
+                allowed="fp8 products in layers that otherwise compute in bf16",
+                fix="use dtype bf16",
+            )
+        if self.fp8 and self.tokens % FP8_MULTIPLE:
+            raise UserError(
+                "workload: fp8",
+                found=f"{self.batch} x {self.sequence} = {self.tokens} tokens in a micro-batch",
+                allowed=f"a multiple of {FP8_MULTIPLE} tokens",
+                fix=f"make the sequence a multiple of {FP8_MULTIPLE}, or use bf16",
+            )
+
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
@@ -132,10 +157,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The workload's part of `Op.shape`: everything that the duration of a compute op depends
         on, such as `32x1024-bf16-documents`.
         """
+        fp8 = f"-fp8-{self.fp8}" if self.fp8 else ""
         compiled, attention = (
             "-compiled" if self.compiled else "",
             f"-{self.attention}" if self.attention else "",
         )
-        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + (
+        return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}" + (
             DOCUMENTS if self.documents else ""
         )
