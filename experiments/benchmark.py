@@ -130,6 +130,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             "seq",
             "accumulation",
             "dtype",
+            "fp8_scaling",
             "clipping",
             "optimizer",
             "loss_chunk",

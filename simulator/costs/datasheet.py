@@ -5,6 +5,7 @@
 * Compute ops, with sequences of S tokens:
 
       linear FLOPs / (peak x linear efficiency)
+      (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
@@ -67,6 +68,21 @@ _ATTENTION_BACKWARD = 1.25
 products and not four, because it recomputes the scores (Dao, 2023)."""
 
 
+def fp8_speed(hardware: HardwareSpec) -> float:
+    """Returns how many times as fast as bf16 products the machine's fp8 products are. Raises
+    UserError if it has none.
+    """
+    speed = hardware.fp8_speed()
+    if speed is None:
+        raise UserError(
+            f"hardware {hardware.name}: peak_tflops",
+            found="no rate for fp8",
+            allowed="a GPU with fp8 matrix products, compute capability 8.9 or later, such as h200",
+            fix="use --dtype bf16",
+        )
+    return speed
+
+
 class Datasheet(EstimatedCosts):
     """Durations from the rates of a HardwareSpec. Raises UserError if the machine has no peak for
     the workload's dtype.
@@ -110,6 +126,7 @@ class Datasheet(EstimatedCosts):
             and model.family not in UNFUSED_ATTENTION
         )
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
+        self._fp8_speed = fp8_speed(hardware) if workload.fp8 else 1.0
         self._attention_flops_per_ns = (
             flops_per_ns
             * attention.efficiency
@@ -164,7 +181,8 @@ class Datasheet(EstimatedCosts):
                 * (2 if self.masked else 1)
             )
             self._computed[kind, layer, kept] = math.ceil(
-                work.linear_flops / self._linear_flops_per_ns
+                (work.linear_flops - work.fp8_flops + work.fp8_flops / self._fp8_speed)
+                / self._linear_flops_per_ns
                 + attention / self._attention_flops_per_ns
                 + work.moved_bytes / self.hardware.device_gb_per_s
             )

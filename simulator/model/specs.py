@@ -308,17 +308,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _part(self, layer: str) -> Part:
         return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
-    def fp8_weights(self, layer: str) -> dict[str, int]:
-        """Returns the weights of a decoder layer whose products can be in fp8, with their elements.
+    def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """Returns the weights of a decoder layer whose products can be in fp8, with their shapes,
+        [out, in].
 
-        They are those of its linear layers of which both sizes are multiples of `FP8_MULTIPLE`.
-        Routers and experts are not among them.
+        They are those of its linear layers whose sizes are multiples of `FP8_MULTIPLE`. Routers and
+        experts are not among them.
         """
         return {
-            name: math.prod(shape)
+            name: shape
             for name, shape in self._part(layer).linears
             if not any(size % FP8_MULTIPLE for size in shape)
         }
+
+    @functools.cached_property
+    def fp8_share(self) -> float:
+        """The share of the decoder layers' matrix products, by FLOPs, that can be in fp8."""
+        able = sum(
+            math.prod(shape)
+            for layer in self.decoders
+            for shape in self.fp8_weights(layer.name).values()
+        )
+        return able / sum(self._part(layer.name).active for layer in self.decoders)
+
+    def _fp8_bytes(self, kind: str, layer: str, workload: Workload) -> int:
+        """Returns the traffic of the casts to fp8 in an op of a decoder layer.
+
+        With T tokens, a cast of an operand of n elements in bf16 reads it twice and writes it once
+        in fp8 (5 n), or 13 n in eager layers, where each step is a kernel of its own. `forward` and
+        `recompute` cast the input and the weight of each linear layer. `backward` casts them again
+        and the gradient of the output, rowwise twice, and copies all three once more into the order
+        that the product needs (2 n).
+        """
+        if not workload.fp8:
+            return 0
+        cast = 5 if workload.compiled else 13
+        moved = 0
+        for target, source in self.fp8_weights(layer).values():
+            operands, gradient = (
+                workload.tokens * source + source * target,
+                workload.tokens * target,
+            )
+            moved += cast * operands
+            if kind == "backward":
+                twice = 2 if workload.fp8 == "rowwise" else 1
+                moved += twice * cast * gradient + 2 * (operands + gradient)
+        return moved
 
     def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
         """Returns the forward FLOPs of a decoder layer: 2 per token and element of the matrices
@@ -355,6 +390,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
           and
           2 P b for the weights read and the gradients written.
+          With fp8 products, these three also have the traffic of the casts (`_fp8_bytes`).
         * `head`: three times the forward FLOPs. Traffic: T times both traffics of the norm;
           T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
           the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
@@ -414,8 +450,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             passes * 2 * tokens * part.active,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
-            + passes * width * self.stack[layer].parameters,
-            passes * 2 * tokens * sum(self.fp8_weights(layer).values()) if workload.fp8 else 0,
+            + passes * width * self.stack[layer].parameters
+            + self._fp8_bytes(kind, layer, workload),
+            passes * 2 * tokens * sum(map(math.prod, self.fp8_weights(layer).values()))
+            if workload.fp8
+            else 0,
         )
 
     def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:

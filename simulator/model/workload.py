@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,7 @@ Dtype = Literal["bf16", "fp32"]
 Clipping = Literal["global", "layer", "update", "none"]
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
+_FP8 = "-fp8-"
 FP8_MULTIPLE = 16
 """The sizes of fp8 matrix products are multiples of this."""
 
@@ -157,7 +158,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The workload's part of `Op.shape`: everything that the duration of a compute op depends
         on, such as `32x1024-bf16-documents`.
         """
-        fp8 = f"-fp8-{self.fp8}" if self.fp8 else ""
+        fp8 = f"{_FP8}{self.fp8}" if self.fp8 else ""
         compiled, attention = (
             "-compiled" if self.compiled else "",
             f"-{self.attention}" if self.attention else "",
@@ -165,3 +166,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}" + (
             DOCUMENTS if self.documents else ""
         )
+
+
+def without_fp8(shape: str) -> str:
+    """Returns the shape of the same op without fp8 products."""
+    for scaling in get_args(Scaling):
+        shape = shape.replace(f"{_FP8}{scaling}", "")
+    return shape

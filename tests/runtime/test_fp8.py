@@ -7,9 +7,125 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Session  # noqa: F401
 from fp8_definition import error, products
 
-from megatrain.runtime.layers.fp8_linear import Fp8Linear, install, quantise
-from megatrain.simulator.base.errors import UserError
+from megatrain.runtime.layers.fp8_linear import Fp8Linear, install
 from megatrain.simulator.schedule.plan import Placement, Plan
+
+WIDE = {"hidden": 64, "intermediate": 96, "head_dim": 16}
+
+
+def linear(source: int, target: int, scaling: str, *, bias: bool = False) -> Fp8Linear:
+    made = torch.nn.Linear(source, target, bias, dtype=torch.bfloat16)
+    install(torch.nn.ModuleDict({"up": made}), ["up.weight"], scaling)  # type: ignore[arg-type]
+    assert isinstance(made, Fp8Linear)
+    return made
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_products_are_those_of_the_definition(scaling: str) -> None:
+    torch.manual_seed(0)
+    layer = linear(128, 96, scaling)
+    x = torch.randn(64, 128, dtype=torch.bfloat16)
+    x *= torch.logspace(-2, 1, 64, dtype=torch.bfloat16)[:, None]
+    gradient = 1e-6 * torch.randn(64, 96, dtype=torch.bfloat16)
+    output = layer(x.requires_grad_())
+    found = [output, *torch.autograd.grad(output, (x, layer.weight), gradient)]
+    x, weight = x.detach(), layer.weight.detach()
+    exact = [x.float() @ weight.float().t(), gradient.float() @ weight.float()]
+    exact.append(gradient.float().t() @ x.float())
+    wanted = products(x, weight, gradient, scaling)
+    for name, ours, theirs, plain in zip(wanted._fields, found, wanted, exact, strict=True):
+        assert error(ours, theirs) < 0.005, name
+        assert 0.01 < error(ours, plain) < (0.045 if scaling == "rowwise" else 0.07), name
+
+
+def test_rowwise_scaling_keeps_small_rows() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    x[1:] *= 1e-7
+    for scaling, low, high in (("rowwise", 0, 0.05), ("tensorwise", 0.99, 1.01)):
+        layer = linear(64, 48, scaling)
+        plain = x[1:].float() @ layer.weight.float().t()
+        assert low <= error(layer(x)[1:], plain) < high, scaling
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_nan_or_an_infinity_is_not_lost(scaling: str, wrong: float) -> None:
+    layer, x = linear(32, 32, scaling), torch.ones(16, 32, dtype=torch.bfloat16)
+    gradient = torch.ones_like(x)
+    output = layer(x.requires_grad_())
+    gradient[3, 5] = wrong
+    dx, dw = torch.autograd.grad(output, (x, layer.weight), gradient)
+    assert dx[3].isnan().all()
+    assert dw[5].isnan().all()
+    x = x.detach().clone()
+    x[3, 5] = wrong
+    assert layer(x)[3].isnan().all()
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_zeros_stay_zeros(scaling: str) -> None:
+    layer, x = linear(32, 32, scaling), torch.zeros(16, 32, dtype=torch.bfloat16)
+    output = layer(x.requires_grad_())
+    for made in (output, *torch.autograd.grad(output, (x, layer.weight), torch.zeros_like(x))):
+        assert not made.any()
+
+
+def test_a_bias_is_added_and_has_a_gradient() -> None:
+    torch.manual_seed(0)
+    layer, x = linear(32, 48, "rowwise", bias=True), torch.randn(4, 8, 32, dtype=torch.bfloat16)
+    layer.bias = torch.nn.Parameter(torch.randn(48, dtype=torch.bfloat16))
+    with_bias = layer(x)
+    (found,) = torch.autograd.grad(with_bias.sum(), (layer.bias,))
+    assert torch.equal(found, torch.full_like(found, 32))
+    bias, layer.bias = layer.bias, None  # type: ignore[assignment]
+    assert torch.equal(with_bias, layer(x) + bias)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(15, 32, dtype=torch.bfloat16), torch.ones(16, 32)], ids=["rows", "dtype"]
+)
+def test_inputs_that_do_not_fit_are_multiplied_without_fp8(x: torch.Tensor) -> None:
+    layer = linear(32, 32, "rowwise").to(x.dtype)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
+
+
+def test_compiled_products_are_the_eager_ones() -> None:
+    torch.manual_seed(0)
+    layer, x = linear(64, 32, "rowwise"), torch.randn(32, 64, dtype=torch.bfloat16)
+    x.requires_grad_()
+    compiled = torch.compile(layer, dynamic=False, fullgraph=True, backend="aot_eager")
+    eager, found = (
+        (output, *torch.autograd.grad(output.square().sum(), (x, layer.weight)))
+        for output in (layer(x), compiled(x))
+    )
+    assert all(map(torch.equal, eager, found))
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_plan_gives_the_same_bits(
+    executable: Callable[..., Plan], session: Callable[..., Any], scaling: str, tied: bool
+) -> None:
+    common = {**WIDE, "fp8": scaling, "tied": tied, "accumulation": 2, "device_limit_bytes": 2**26}
+    every: list[tuple[str, dict[str, Any]]] = [
+        ("resident", {}),
+        ("sequential", {}),
+        ("double_buffer", {"checkpoint_interval": 3}),
+        ("overlapped", {"placement": Placement(saved_activations="all")}),
+        ("overlapped", {"placement": Placement(weights="1-2,e", offloaded_inputs="0-1")}),
+    ]
+    if not tied:
+        every.append(("overlapped", {"micro_batch_group": 2}))
+    found = []
+    for policy, knobs in every:
+        with session(executable(policy, **{"chunk_bytes": 2**14, **common, **knobs})) as running:
+            found.append(running.bits())
+    assert all(bits == found[0] for bits in found), [bits.results for bits in found]
+    with session(executable("resident", **{**common, "fp8": None})) as running:
+        plain = running.bits()
+    assert plain != found[0]
+    for (ours, _), (theirs, _) in zip(found[0].results, plain.results, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.02)
