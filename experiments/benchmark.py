@@ -181,6 +181,13 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             allowed=f"{EXACT}, which is what other systems run",
             fix=f"leave out --state, or name only {', '.join(OWN)} in --systems",
         )
+    if others and plan.workload.fp8:
+        raise UserError(
+            "--dtype",
+            found=f"fp8, with {', '.join(others)}",
+            allowed="bf16, which is what other systems run",
+            fix=f"use --dtype bf16, or name only {', '.join(OWN)} in --systems",
+        )
     if others and plan.workload.optimizer != ADAMW:
         raise UserError(
             "optimizer",

@@ -26,11 +26,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Scaling, Workload
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_LINEAR = (torch.nn.Linear, FalconLinear)
+"""Modules that `Fp8Linear` can replace. The latter computes what the former does, in two ops."""
 _EXPONENT = 0x7F80_0000
 """The bits of the exponent of an fp32 number."""
 _LEAST = 1e-12
@@ -153,7 +156,7 @@ def install(layer: torch.nn.Module, weights: Iterable[str], scaling: Scaling) ->
     """
     for name in weights:
         module = layer.get_submodule(name.removesuffix(".weight"))
-        if type(module) is not torch.nn.Linear:
+        if type(module) not in _LINEAR:
             raise ValueError(f"{name} belongs to a {type(module).__name__}, not to an nn.Linear")
         module.__class__ = Fp8Linear
         vars(module)["scaling"] = scaling

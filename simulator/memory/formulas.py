@@ -36,10 +36,10 @@ def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
     operand in bf16 and in fp8, so that inputs take half. It does not know that weights stay in
     their slot, and saves them in fp8, too.
     """
-    if not (workload.fp8 and workload.compiled):
+    if not workload.compiled:
         return 0
     return max(
-        sum(map(math.prod, model.fp8_weights(layer.name).values()))
+        sum(map(math.prod, model.fp8_products(layer.name, workload).values()))
         for layer in {layer.signature: layer for layer in model.decoders}.values()
     )
 
@@ -55,7 +55,7 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
     shapes = {
         shape
         for layer in {layer.signature: layer for layer in model.decoders}.values()
-        for shape in (model.fp8_weights(layer.name).values() if workload.fp8 else ())
+        for shape in model.fp8_products(layer.name, workload).values()
     }
     return max(
         (

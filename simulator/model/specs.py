@@ -321,13 +321,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not any(size % FP8_MULTIPLE for size in shape)
         }
 
-    @functools.cached_property
-    def fp8_share(self) -> float:
-        """The share of the decoder layers' matrix products, by FLOPs, that can be in fp8."""
+    def fp8_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns the `fp8_weights` of a decoder layer that `workload` multiplies in fp8: all, or
+        none.
+        """
+        able = workload.fp8 and not workload.tokens % FP8_MULTIPLE
+        return self.fp8_weights(layer) if able else {}
+
+    def fp8_share(self, workload: Workload) -> float:
+        """Returns the share of the decoder layers' matrix products, by FLOPs, that are in fp8."""
         able = sum(
             math.prod(shape)
             for layer in self.decoders
-            for shape in self.fp8_weights(layer.name).values()
+            for shape in self.fp8_products(layer.name, workload).values()
         )
         return able / sum(self._part(layer.name).active for layer in self.decoders)
 
@@ -340,11 +346,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         and the gradient of the output, rowwise twice, and copies all three once more into the order
         that the product needs (2 n).
         """
-        if not workload.fp8:
-            return 0
-        cast = 5 if workload.compiled else 13
-        moved = 0
-        for target, source in self.fp8_weights(layer).values():
+        cast, moved = 5 if workload.compiled else 13, 0
+        for target, source in self.fp8_products(layer, workload).values():
             operands, gradient = (
                 workload.tokens * source + source * target,
                 workload.tokens * target,
@@ -452,9 +455,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
             + passes * width * self.stack[layer].parameters
             + self._fp8_bytes(kind, layer, workload),
-            passes * 2 * tokens * sum(map(math.prod, self.fp8_weights(layer).values()))
-            if workload.fp8
-            else 0,
+            passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
         )
 
     def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:

@@ -49,8 +49,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     fp8: Scaling | None = None
     """How the operands of fp8 matrix products are scaled (`runtime/layers/fp8_linear.py`). The
-    linear layers of decoder layers then multiply in fp8, forward and backward. All else is in
-    `dtype`, which has to be bf16. None means that all products are in `dtype`."""
+    linear layers of decoder layers then multiply in fp8, forward and backward, if their sizes and
+    the tokens of a micro-batch are multiples of `FP8_MULTIPLE`. All else is in `dtype`, which has
+    to be bf16. None means that all products are in `dtype`."""
     compiled: bool = False
     """True if layers run through torch.compile. They are faster, save a third less activations, and
     round differently from eager layers."""
@@ -128,13 +129,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed="fp8 products in layers that otherwise compute in bf16",
                 fix="use dtype bf16",
             )
-        if self.fp8 and self.tokens % FP8_MULTIPLE:
-            raise UserError(
-                "workload: fp8",
-                found=f"{self.batch} x {self.sequence} = {self.tokens} tokens in a micro-batch",
-                allowed=f"a multiple of {FP8_MULTIPLE} tokens",
-                fix=f"make the sequence a multiple of {FP8_MULTIPLE}, or use bf16",
-            )
 
     @property
     def tokens(self) -> int:
@@ -152,6 +146,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         document index.
         """
         return 3 if self.documents else 2
+
+    @property
+    def precision(self) -> str:
+        """The dtype that layers compute in, in words."""
+        return f"{self.dtype} with {self.fp8} fp8 products" if self.fp8 else self.dtype
 
     @property
     def shape(self) -> str:

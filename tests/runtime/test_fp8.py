@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
+from family_sample import others_nightly
 from fp8_definition import error, products
+from whole_models import model_of
 
+from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers import fp8_linear
 from megatrain.runtime.layers.fp8_linear import Fp8Linear, install
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.layers.meta_model import meta_model
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.workload import Scaling, Workload
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 WIDE = {"hidden": 64, "intermediate": 96, "head_dim": 16}
@@ -129,3 +142,67 @@ def test_every_plan_gives_the_same_bits(
     assert plain != found[0]
     for (ours, _), (theirs, _) in zip(found[0].results, plain.results, strict=True):
         assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
+def test_the_linear_layers_of_every_family_are_found(family: str) -> None:
+    model = model_of(family)
+    whole = meta_model(config_of(model), torch.bfloat16, torch.device("cpu"))
+    stack = DecoderStack.of(whole)
+    for layer, module in zip(model.decoders, stack.layers_of(whole), strict=True):
+        weights = model.fp8_weights(layer.name)
+        install(module, weights, "rowwise")
+        found = {
+            f"{name}.weight": tuple(part.weight.shape)
+            for name, part in module.named_modules()
+            if isinstance(part, Fp8Linear)
+        }
+        assert found == weights
+        assert all("router" not in name and ".experts." not in name for name in found)
+
+
+def test_layers_that_cannot_be_in_fp8_stay_as_they_are(make_model: Callable[..., Any]) -> None:
+    work = Workload(batch=2, sequence=16, fp8="rowwise")
+    odd = make_model(hidden=64, intermediate=100, head_dim=16)
+    assert [name.split(".")[0] for name in odd.fp8_weights("0")] == ["self_attn"] * 4
+    layers = FunctionalLayers(odd, work, config_of(odd), torch.device("cpu"))
+    kinds = {type(part) for part in layers._kinds[0]._module.modules()}
+    assert {Fp8Linear, torch.nn.Linear} <= kinds
+    with pytest.raises(ValueError, match="LayerNorm"):
+        install(torch.nn.ModuleDict({"up": torch.nn.LayerNorm(16)}), ["up.weight"], "rowwise")
+    few = msgspec.structs.replace(work, batch=1, sequence=15)
+    assert not odd.fp8_products("0", few)
+
+
+@pytest.mark.parametrize(
+    ("capability", "error", "words"),
+    [
+        ((8, 6), 0.0, "found A card, which has none"),
+        ((9, 0), 0.5, "products differ by 0.500"),
+        ((9, 0), RuntimeError("no kernel\nat all"), "PyTorch's fp8 product fails: no kernel;"),
+    ],
+)
+def test_a_gpu_without_fp8_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    executable: Callable[..., Plan],
+    capability: tuple[int, int],
+    error: float | Exception,
+    words: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    outcome = {"side_effect": error} if isinstance(error, Exception) else {"return_value": error}
+    monkeypatch.setattr(fp8_linear, "_trial_error", mock.Mock(**outcome))
+    fp8_linear._obstacle.cache_clear()
+    with pytest.raises(UserError, match=words) as caught:
+        preflight(executable(**WIDE, fp8="rowwise"), AdamW(), torch.device("cuda"))
+    fp8_linear._obstacle.cache_clear()
+    assert "\n" not in str(caught.value)
+    preflight(executable(**WIDE), AdamW(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_the_trial_finds_no_difference_here(scaling: Scaling) -> None:
+    assert fp8_linear._trial_error(scaling, torch.device("cpu")) < 0.004
+    preflight_of = Workload(batch=1, sequence=16, fp8=scaling)
+    fp8_linear.refuse_fp8(preflight_of, torch.device("cpu"))

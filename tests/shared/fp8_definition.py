@@ -61,4 +61,5 @@ def products(
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Returns the norm of the difference over the norm of `wanted`."""
-    return float((found.detach().float() - wanted.float()).norm() / wanted.float().norm())
+    with torch.no_grad():
+        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
