@@ -187,7 +187,7 @@ def linear_efficiency(
         / (ATTENTION_EFFICIENCY * rates.matmul_flops)
     )
     flops: float = work.linear_flops
-    if rates.fp8_flops:
+    if work.fp8_flops:
         flops -= work.fp8_flops * (1 - rates.matmul_flops / rates.fp8_flops)
     return min(1.0, flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
 

@@ -13,6 +13,9 @@ from family_sample import others_nightly
 from fp8_definition import error, products
 from whole_models import model_of
 
+from megatrain.runtime.calibration import calibrate, microbenchmarks
+from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import fp8_linear
@@ -21,9 +24,12 @@ from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.workload import Scaling, Workload
-from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 WIDE = {"hidden": 64, "intermediate": 96, "head_dim": 16}
 
@@ -117,8 +123,7 @@ def test_compiled_products_are_the_eager_ones() -> None:
     assert all(map(torch.equal, eager, found))
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("scaling", "tied"), [("rowwise", False), ("tensorwise", True)])
 def test_every_plan_gives_the_same_bits(
     executable: Callable[..., Plan], session: Callable[..., Any], scaling: str, tied: bool
 ) -> None:
@@ -206,3 +211,41 @@ def test_the_trial_finds_no_difference_here(scaling: Scaling) -> None:
     assert fp8_linear._trial_error(scaling, torch.device("cpu")) < 0.004
     preflight_of = Workload(batch=1, sequence=16, fp8=scaling)
     fp8_linear.refuse_fp8(preflight_of, torch.device("cpu"))
+
+
+def test_a_calibration_measures_layers_and_products_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, make_model: Callable[..., Any]
+) -> None:
+    for name in ("_SECONDS", "_HOST_SECONDS"):
+        monkeypatch.setattr(calibrate, name, 0.0)
+    monkeypatch.setattr(calibrate, "_STEPS", 2)
+    monkeypatch.setitem(microbenchmarks._MATRIX_ROWS, "cpu", 64)
+    copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
+    fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
+    sides, none = (1e10, 1e10, 1e10, 1e8), Contention({}, None, {})
+    rates = MeasuredRates(copies, [], none, 1e11, *sides, fixed, {}, 1.7e11)
+    monkeypatch.setattr(calibrate, "measure_rates", lambda *_: rates)
+    model, work = make_model(**WIDE), Workload(batch=2, sequence=16, fp8="rowwise")
+    cpu, room = torch.device("cpu"), {"host_bytes": 2**33, "device_bytes": 2**32}
+    found = calibrate.calibrate("here", model, work, config_of(model), cpu, **room)
+    assert found.peak_tflops == {"bf16": 0.1, "fp8": 0.17}
+    assert found.fp8_speed() == pytest.approx(1.7)
+    assert found.costs is not None
+    assert found.costs.compute["backward"].keys() == {f"{model.shape}/{work.shape}"}
+    costs = cost_model(found, model, work)
+    forward = next(op for op in lower(executable_plan(model, work)).ops if op.kind == "forward")
+    assert not costs.extrapolated(forward)
+    assert microbenchmarks._fp8_matmul("rowwise", cpu).value > 0
+
+
+def executable_plan(model: Any, work: Workload) -> Plan:
+    return Plan(
+        policy="resident",
+        hardware="here",
+        source="",
+        device_limit_bytes=2**32,
+        host_limit_bytes=2**32,
+        model=model,
+        workload=work,
+        knobs=Knobs(),
+    )
