@@ -47,6 +47,8 @@ _ELSEWHERE = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-di
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """What a driver makes, of which one is there on every machine with a GPU: of NVIDIA, of Windows
 Subsystem for Linux, of AMD, and of Jetson."""
+FP8 = "fp8"
+"""The value of `--dtype` for bf16 layers with fp8 matrix products."""
 _SOLD_AS = 1.1
 """The memory that a GPU is sold with, at most, by what programs can use of it."""
 
@@ -260,9 +262,16 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--dtype",
-        choices=("bf16", "fp32"),
+        choices=("bf16", "fp32", FP8),
         default="bf16",
-        help="dtype that layers compute in (default bf16)",
+        help="dtype that layers compute in (default bf16); fp8 is bf16 with the matrix products of"
+        " decoder layers in fp8",
+    )
+    group.add_argument(
+        "--fp8-scaling",
+        choices=("rowwise", "tensorwise"),
+        default="rowwise",
+        help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
     )
     group.add_argument(
         "--clipping",
@@ -363,6 +372,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
     """
     from megatrain.simulator.model.workload import Workload
 
+    fp8 = args.dtype == FP8
     obstacle = _against_documents(args, model) if args.documents is not False else None
     if obstacle and args.documents:
         raise UserError(
@@ -377,7 +387,8 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         batch=args.batch,
         sequence=args.seq,
         accumulation=args.accumulation,
-        dtype=args.dtype,
+        dtype="bf16" if fp8 else args.dtype,
+        fp8=args.fp8_scaling if fp8 else None,
         clipping=args.clipping,
         loss_chunk=args.loss_chunk,
         compiled=args.compile,

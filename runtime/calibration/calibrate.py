@@ -281,6 +281,7 @@ def calibrate(
             workload,
             batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)),
             compiled=False,
+            fp8=None,
         )
         most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
         needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
@@ -347,7 +348,10 @@ def calibrate(
         device_bytes=limits[0],
         host_bytes=limits[1],
         cores=machine.cores(),
-        peak_tflops={workload.dtype: rounded(rates.matmul_flops / 1e12)},
+        peak_tflops={
+            workload.dtype: rounded(rates.matmul_flops / 1e12),
+            **({"fp8": rounded(rates.fp8_flops / 1e12)} if rates.fp8_flops else {}),
+        },
         linear_efficiency=rounded(linear_efficiency(table, rates, small, workload, rate)),
         attention_efficiency=rounded(rate[0]),
         attention_half_tokens=rate[1],

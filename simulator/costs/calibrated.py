@@ -17,6 +17,9 @@ datasheet times of both.
 If a layer was measured only with documents, or only without, the other duration is scaled by the
 ratio of the datasheet times of both.
 
+If a layer was measured only in bf16 and multiplies in fp8, its duration is scaled in the same way.
+Other compute ops do not depend on fp8, and take their durations in bf16.
+
 A duration outside the measured sizes or shapes is flagged as extrapolated.
 """
 
@@ -45,9 +48,13 @@ from megatrain.simulator.hardware.cost_table import (
     CostTable,
     Workspace,
 )
-from megatrain.simulator.memory.formulas import workspace_estimate
+from megatrain.simulator.memory.formulas import (
+    fp8_saved_bytes,
+    fp8_temporary_bytes,
+    workspace_estimate,
+)
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import DOCUMENTS, Workload
+from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
@@ -139,6 +146,8 @@ class Calibrated(ContendedCosts):
                     if saved is not None
                     else (math.ceil(share * duration), True)
                 )
+            elif (plain := without_fp8(size)) != size and not self._has(kind, size):
+                self._known[key] = self._in_fp8(op, plain)
             else:
                 duration, beyond = self._compute(op, size)
                 chunks = self._other_chunks(op)
@@ -190,6 +199,17 @@ class Calibrated(ContendedCosts):
             if sheet
             else 1.0
         )
+        return math.ceil(share * duration), True
+
+    def _in_fp8(self, op: Op, shape: str) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape
+        without fp8 products. Only decoder layers differ.
+        """
+        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
+        sheet = self._datasheet
+        if op.kind not in LAYER_KINDS or sheet is None:
+            return duration, outside
+        share = sheet.share(op, msgspec.structs.replace(sheet.workload, fp8=None))
         return math.ceil(share * duration), True
 
     def _other_chunks(self, op: Op) -> float:
@@ -360,6 +380,9 @@ class Calibrated(ContendedCosts):
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
 
+        If no workload with fp8 products was measured, it is that without them plus
+        `fp8_saved_bytes`.
+
         If this workload was not measured, the one with the nearest number of tokens is scaled by
         tokens. If there is none, the same is done for workloads with documents instead of without,
         or without instead of with. A model that writes out attention scores is not scaled, because
@@ -377,6 +400,9 @@ class Calibrated(ContendedCosts):
                     alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
                 )
                 return -(-size * workload.tokens // tokens)
+        plain = msgspec.structs.replace(workload, fp8=None)
+        if plain != workload and (found := self.activations_bytes(model, plain)):
+            return found + fp8_saved_bytes(model, workload)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -387,6 +413,9 @@ class Calibrated(ContendedCosts):
         workloads with documents were measured and this one has none, or the other way round, the
         difference of the masks is added.
 
+        If no workload with fp8 products was measured, it is that without them plus
+        `fp8_temporary_bytes`.
+
         The result is None if another loss chunk was measured, because the logits of a chunk are
         most of a head's bytes.
         """
@@ -396,6 +425,12 @@ class Calibrated(ContendedCosts):
         found, other = (
             self._workspace(wanted, model, workload) for wanted in (shape, _other_packing(shape))
         )
+        plain = msgspec.structs.replace(workload, fp8=None)
+        if plain != workload and not (found or other):
+            less = self.workspace(model, plain)
+            return less and msgspec.structs.replace(
+                less, layer=less.layer + fp8_temporary_bytes(model, workload)
+            )
         if found or other is None:
             return found
         more = model.mask_bytes(workload) - model.mask_bytes(

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     if suited:
         sizes = ", ".join(f"{each.batch} x {each.sequence:,}" for each in (workload, *points))
         print(
-            f"micro-batches of {sizes} tokens in {workload.dtype} are measured; --batch, --seq,"
+            f"micro-batches of {sizes} tokens in {args.dtype} are measured; --batch, --seq,"
             " --grid and --dtype choose others",
             flush=True,
         )
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f}"
         f" GB/s, each {hardware.duplex_fraction:.0%} of this while both run; matrix product"
-        f" {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward"
+        f" {hardware.peak_tflops[workload.dtype]:.3g} TFLOP/s, layer forward"
         f" {hardware.linear_efficiency:.0%} of this; CPU AdamW"
         f" {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; took"
         f" {time.monotonic() - began:.0f} s"

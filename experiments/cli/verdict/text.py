@@ -243,6 +243,8 @@ def notes(verdict: Verdict) -> list[str]:
         )
     if verdict.documents:
         found.append(f"documents: {verdict.documents}")
+    if verdict.fp8:
+        found.append(verdict.fp8)
     if verdict.calibrated and verdict.extrapolated:
         found.append("some operations were not measured in this size; --why names them")
     return found
