@@ -192,6 +192,16 @@ def test_a_run_resumes_under_another_plan(
         assert (running.step(3).loss, everything(running)) == wanted
 
 
+def test_an_evaluation_has_the_loss_of_the_next_step(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    for knobs in (KNOBS[1], KNOBS[3]):
+        with session(planned(executable, knobs)) as running:
+            running.step(1)
+            found = running.executor.evaluate(running.batches(2))
+            assert found.loss == running.step(2).loss
+
+
 def test_a_step_that_is_not_finite_changes_nothing(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
