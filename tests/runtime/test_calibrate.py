@@ -87,7 +87,10 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     )
 
     # Every kind of op has a curve, and compute is measured for this model and workload.
-    assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS)
+    # The time to code gradients in 8 bits is predicted from the datasheet's rates.
+    assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS) - {
+        "encode_gradients"
+    }
     shape = f"{plan.model.shape}/{plan.workload.shape}"
     assert table.compute.keys() == {*COMPUTE_KINDS, *EVALUATION_KINDS}
     kept = shape.replace("/", f"{SAVED_ATTENTION_SUFFIX}/")
