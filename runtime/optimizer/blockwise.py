@@ -34,7 +34,6 @@ import torch
 
 from megatrain.runtime.optimizer import adamw
 from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device
-from megatrain.runtime.optimizer.kernels.host import HostKernels
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK, GPU_BLOCK
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
@@ -149,12 +148,19 @@ def random_bits(key: int, index: int, count: int, device: torch.device) -> torch
     the bits i % 4 * 16 and up of number i // 4 of a SplitMix64 generator. `index` and `count` are
     multiples of 4.
     """
-    words = torch.arange(index // 4, (index + count) // 4, dtype=torch.int64, device=device)
-    words = (words + 1).mul_(_signed(_GAMMA)).add_(_signed(key))
+    words = torch.arange(1, count // 4 + 1, dtype=torch.int64, device=device)
+    words = words.mul_(_signed(_GAMMA)).add_(_state(key, index))
     for shift, factor in _MIX:
         words.bitwise_xor_(_shifted(words, shift)).mul_(_signed(factor))
     words.bitwise_xor_(_shifted(words, 31))
     return words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)  # little endian
+
+
+def _state(key: int, index: int) -> int:
+    """Returns the state of the generator with `key` before its number `index` // 4, as a signed
+    64-bit integer.
+    """
+    return _signed(key + index // 4 * _GAMMA & _MASK)
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -239,7 +245,8 @@ def update(
         (clip, torch.float32),
         (scale, torch.float32),
     )
-    if isinstance(fused, HostKernels):  # a GPU has no kernel for this
+    if fused is not None:
+        one, two = (_state(key, index) for key in keys)
         fused.blockwise_adamw(
             weights,
             low,
@@ -250,8 +257,7 @@ def update(
             scale,
             copy_to,
             scalars,
-            keys,
-            index,
+            (one, two),
         )
         return
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]

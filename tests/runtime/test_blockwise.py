@@ -1,9 +1,15 @@
-"""Tests of updates whose moments are 8-bit codes: the codec, and the C kernel against PyTorch."""
+"""Tests of updates whose moments are 8-bit codes: the codec, and the kernels against PyTorch.
+
+Triton's kernel is tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
+pytest tests/runtime/test_blockwise.py`. `test_cuda_state_formats.py` tests it on a GPU.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +21,8 @@ from hypothesis import strategies as st
 
 from megatrain.runtime.optimizer import adamw, blockwise
 from megatrain.runtime.optimizer.adamw import ALONE, WorkerThreads, join, split
-from megatrain.runtime.optimizer.kernels.host import HostKernels, host_kernels
+from megatrain.runtime.optimizer.kernels.choice import Kernels
+from megatrain.runtime.optimizer.kernels.host import host_kernels
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK
 
@@ -30,8 +37,19 @@ def three_threads() -> Iterator[WorkerThreads]:
     workers.close()
 
 
+@pytest.fixture(scope="module", params=["c", "triton"])
+def fused(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "c":
+        return host_kernels() or pytest.skip("no C compiler")
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton and TRITON_INTERPRET=1")
+    from megatrain.runtime.optimizer.kernels.device import DeviceKernels
+
+    return DeviceKernels()
+
+
 @contextmanager
-def using(chosen: HostKernels | None) -> Iterator[None]:
+def using(chosen: Kernels | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "kernels", lambda _: chosen)
         yield
@@ -231,6 +249,7 @@ LENGTHS = st.integers(1, 20) | st.sampled_from([127, 128, 129, 385, 1031])
 )
 @settings(max_examples=100)
 def test_the_kernel_s_bits_are_pytorch_s(
+    fused: Kernels,
     three_threads: WorkerThreads,
     blocks: int,
     skipped: int,
@@ -249,7 +268,6 @@ def test_the_kernel_s_bits_are_pytorch_s(
     """Updates of any range of blocks give PyTorch's bits. Blocks before and after the range stay,
     and so does everything if a factor is NaN.
     """
-    fused = host_kernels() or pytest.skip("no C compiler")
     total = (blocks + skipped + 1) * BLOCK
     part = slice(skipped * BLOCK, (skipped + blocks) * BLOCK)
     generator = torch.Generator().manual_seed(seed)
@@ -273,7 +291,7 @@ def test_the_kernel_s_bits_are_pytorch_s(
                 number=number,
                 clip=None if clip is None else torch.tensor(clip),
                 scale=None if scale is None else torch.tensor(scale),
-                workers=three_threads if threads and chosen else ALONE,
+                workers=three_threads if threads and chosen is host_kernels() else ALONE,
                 weight_decay=decay,
                 copy_to=planes[3][part] if copied else None,
                 seed=seed,

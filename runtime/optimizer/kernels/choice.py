@@ -16,7 +16,7 @@ from megatrain.runtime.optimizer.kernels.host import host_kernels
 
 
 class Kernels(Protocol):
-    """Functions of `runtime/optimizer/adamw.py` as kernels, each in one pass over memory.
+    """Functions of `adamw.py` and `blockwise.py` as kernels, each in one pass over memory.
 
     Results have the same bits. A NaN is a NaN in both, but may have other bits.
     """
@@ -35,6 +35,23 @@ class Kernels(Protocol):
     ) -> None:
         """Does the work of `adamw.update`. Tensors are contiguous, [n], except `clip` and `scale`,
         which have one element.
+        """
+
+    def blockwise_adamw(
+        self,
+        weights: torch.Tensor,
+        low: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        gradient: torch.Tensor,
+        clip: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        copy_to: torch.Tensor | None,
+        scalars: Sequence[float],
+        states: tuple[int, int],
+    ) -> None:
+        """Does the work of `blockwise.update`. `states` are those of the generators of random bits
+        before the first parameter, for weights and second moments, as signed 64-bit integers.
         """
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:

@@ -188,12 +188,12 @@ static inline void get_second(const uint8_t *record, float *second) {
     }
 }
 
-/* Writes 16 random bits for each parameter of a block, which begins at parameter `index`: those of
- * the numbers index / 4 and up of a SplitMix64 generator. */
-static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
+/* Writes 16 random bits for each parameter of the block that begins at parameter `start`: the next
+ * numbers after start / 4 of a SplitMix64 generator with this state. */
+static inline void random_bits(uint64_t state, int64_t start, uint16_t *bits) {
     uint64_t words[BLOCK / 4];
     for (int i = 0; i < BLOCK / 4; i++) {
-        uint64_t word = key + ((uint64_t)index / 4 + i + 1) * 0x9E3779B97F4A7C15u;
+        uint64_t word = state + ((uint64_t)start / 4 + i + 1) * 0x9E3779B97F4A7C15u;
         word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
         word = (word ^ word >> 27) * 0x94D049BB133111EBu;
         words[i] = word ^ word >> 31;
@@ -201,8 +201,8 @@ static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
     memcpy(bits, words, sizeof words); /* little endian */
 }
 
-/* `key` and `index` are those of `random_bits`. */
-static inline void put_second(uint8_t *record, const float *second, uint64_t key, int64_t index) {
+/* `state` and `start` are those of `random_bits`. */
+static inline void put_second(uint8_t *record, const float *second, uint64_t state, int64_t start) {
     float root[BLOCK];
     for (int i = 0; i < BLOCK; i++)
         root[i] = sqrtf(second[i]);
@@ -211,7 +211,7 @@ static inline void put_second(uint8_t *record, const float *second, uint64_t key
         return;
     const float inverse = 255.0f / from_bf16(bits);
     uint16_t random[BLOCK];
-    random_bits(key, index, random);
+    random_bits(state, start, random);
     for (int i = 0; i < BLOCK; i++) {
         const float code = floorf((float)random[i] * 0x1p-16f + root[i] * inverse);
         record[i] = root[i] > 0 ? (uint8_t)(code < 1 ? 1 : code > 255 ? 255 : code) : 0;
@@ -232,8 +232,7 @@ typedef struct {
     float clip, scale;
     uint16_t *copy; /* may be null */
     Scalars scalars;
-    uint64_t weights_key, second_key;
-    int64_t index;
+    uint64_t weights_state, second_state;
 } BlockwiseUpdate;
 
 static void blockwise_update(const void *call, int64_t from, int64_t end) {
@@ -260,9 +259,9 @@ static void blockwise_update(const void *call, int64_t from, int64_t end) {
             master[i] = step(master[i], first + i, second + i, gradient[i], u.clip, u.scale,
                              u.scalars);
         put_first(one, first);
-        put_second(two, second, u.second_key, u.index + start);
+        put_second(two, second, u.second_state, start);
         uint16_t random[BLOCK];
-        random_bits(u.weights_key, u.index + start, random);
+        random_bits(u.weights_state, start, random);
         if (low)
             for (int i = 0; i < BLOCK; i++) {
                 const uint32_t rounded = add_unless_nan(to_bits(master[i]), random[i] & 0xFFu) >> 8;
@@ -278,13 +277,13 @@ static void blockwise_update(const void *call, int64_t from, int64_t end) {
 }
 
 /* Does one AdamW update of whole blocks whose moments are records. Masters and second moments are
- * rounded with the random bits of their keys, where `index` is the index of the first parameter.
+ * rounded with random bits, whose generators have these states before the first parameter.
  * Without `low`, weights are the whole masters. Otherwise as `megatrain_adamw`. */
 void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int8_t *low,
                                uint8_t *first, uint8_t *second, const void *gradient,
                                int gradient_is_fp32, const float *clip, const float *scale,
-                               uint16_t *copy, const Scalars *scalars, uint64_t weights_key,
-                               uint64_t second_key, int64_t index) {
+                               uint16_t *copy, const Scalars *scalars, uint64_t weights_state,
+                               uint64_t second_state) {
     BlockwiseUpdate u = {weights,
                          low,
                          first,
@@ -295,9 +294,8 @@ void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int
                          scale ? *scale : 1.0f,
                          copy,
                          *scalars,
-                         weights_key,
-                         second_key,
-                         index};
+                         weights_state,
+                         second_state};
     if (u.clip != u.clip || u.scale != u.scale)
         return;
     if (scale)

@@ -86,8 +86,7 @@ class HostKernels:
             *[pointer] * 5,
             flag,
             *[pointer] * 4,
-            *[ctypes.c_uint64] * 2,
-            count,
+            *[ctypes.c_int64] * 2,
         )
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
         self._ratio_sums = function(
@@ -156,11 +155,11 @@ class HostKernels:
         scale: torch.Tensor | None,
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
-        keys: tuple[int, int],
-        index: int,
+        states: tuple[int, int],
     ) -> None:
-        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `keys` are the
-        `rounding_keys` of the step.
+        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `states` are those of
+        the generators of random bits before the first parameter, for weights and second moments, as
+        signed 64-bit integers.
         """
         self._blockwise_adamw(
             self._team,
@@ -175,8 +174,7 @@ class HostKernels:
             _address(scale),
             _address(copy_to),
             (ctypes.c_float * len(scalars))(*scalars),
-            *keys,
-            index,
+            *states,
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
