@@ -314,6 +314,14 @@ def ratio_sums(
 ) -> None:
     """Does the work of `adamw.ratio_sums` with a second moment in records."""
     count = gradient.numel()
+    assert count % RATIO_ROW == 0
+    assert (second.numel(), sums.numel()) == (records(count), count // RATIO_ROW)
+    fused = adamw.kernels_for(
+        workers, (gradient, None), (second, torch.uint8), (sums, torch.float32)
+    )
+    if fused is not None:
+        fused.ratio_sums(gradient, second, sums, adamw.Scalars.of(settings, 0.0, number))
+        return
     for start in range(0, count, GPU_BLOCK):
         end = min(start + GPU_BLOCK, count)
         adamw.ratio_sums(

@@ -348,14 +348,19 @@ def test_cutting_a_layer_changes_no_bit() -> None:
             assert whole.equal(cut)
 
 
-def test_ratio_sums_read_the_stored_second_moment() -> None:
-    count = 10 * BLOCK
-    gradient, second = torch.randn(count), spread(5, 10).square()
+@pytest.mark.parametrize("count", [64, 640, 64 * 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ratio_sums_read_the_stored_second_moment(
+    fused: Kernels, count: int, dtype: torch.dtype
+) -> None:
+    gradient, second = torch.randn(count).to(dtype), spread(5, count // BLOCK).square()
     made = stored(ENCODE_SECOND, second)
-    sums, wanted = torch.empty(count // 64), torch.empty(count // 64)
-    for function, given_, target in (
-        (blockwise.ratio_sums, made, sums),
-        (adamw.ratio_sums, blockwise.decoded_second(made), wanted),
-    ):
-        function(gradient, given_, target, settings=SETTINGS, number=2)
-    assert sums.equal(wanted)
+    wanted, *found = torch.zeros(3, count // 64)
+    with using(None):
+        adamw.ratio_sums(
+            gradient, blockwise.decoded_second(made), wanted, settings=SETTINGS, number=2
+        )
+    for chosen, sums in zip((fused, None), found, strict=True):
+        with using(chosen):
+            blockwise.ratio_sums(gradient, made, sums, settings=SETTINGS, number=2)
+        assert sums.equal(wanted)

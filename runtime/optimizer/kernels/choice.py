@@ -66,8 +66,9 @@ class Kernels(Protocol):
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` and `second` are contiguous, [n]; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` and `second` are contiguous. `second` is [n] fp32 or uint8 records; n is a
+        multiple of 64.
         """
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:

@@ -176,24 +176,25 @@ def _adamw(
 
 
 @triton.jit
-def _random_words(state, record, word):
-    """Returns 64 random bits for each four parameters, uint64 [records, 8, 1]: the numbers of a
-    SplitMix64 generator that follow `state`. `blockwise.random_bits` defines them.
+def _random_bits(state, RECORDS: tl.constexpr):
+    """Returns 16 random bits for each parameter, int32 [records, 32]: parts of the numbers that
+    follow `state` in a SplitMix64 generator. `blockwise.random_bits` defines them.
     """
-    number = record.to(tl.uint64) * 8 + word.to(tl.uint64) + 1
-    words = state.to(tl.uint64) + number * 0x9E3779B97F4A7C15
+    number = tl.arange(0, RECORDS * 8).to(tl.uint64) + 1
+    words = state + number * 0x9E3779B97F4A7C15
     words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
     words = (words ^ (words >> 27)) * 0x94D049BB133111EB
-    return words ^ (words >> 31)
+    words = words ^ (words >> 31)
+    bits = (words[:, None] >> (tl.arange(0, 4).to(tl.uint64) * 16)[None, :]) & 0xFFFF
+    return tl.reshape(bits.to(tl.int32), (RECORDS, 32))
 
 
 @triton.jit
 def _scale_of(values):
-    """Returns the scales of records [records, 8, 4] of `values`, as the bits of a bf16 and as
-    fp32: [records, 1, 1].
+    """Returns the scale of each record of `values` [records, 32], as the bits of a bf16 and as
+    fp32: [records, 1].
     """
-    most = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    most = tl.max(tl.max(most, axis=2), axis=1)[:, None, None]
+    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
     most = (tl.minimum(most, 0x7F800000) + 0xFFFF) >> 16  # a NaN's bits might overflow
     bits = tl.where(most > 0x7B00, 0x7FC0, tl.where(most < 0x0080, 0, most))
     return bits, (bits << 16).to(tl.float32, bitcast=True)
@@ -224,10 +225,9 @@ def _blockwise_block(
     WHOLE: tl.constexpr,
 ):
     """Updates the records that the pointers point to. `left` records are left."""
-    record = tl.arange(0, RECORDS)[:, None, None]
-    word, part = tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :]
-    offsets, count = record * 32 + word * 4 + part, left * 32
-    codes, size = record * 34 + word * 4 + part, left * 34
+    record, inside = tl.arange(0, RECORDS)[:, None], tl.arange(0, 32)[None, :]
+    offsets, count = record * 32 + inside, left * 32
+    codes, size = record * 34 + inside, left * 34
     scales = record * 17 + 16  # in 16-bit units
     half = tl.pointer_type(tl.int16)
     first_scales, second_scales = first.to(half), second.to(half)
@@ -260,15 +260,14 @@ def _blockwise_block(
 
     bits, unit = _scale_of(root)
     coded = (bits != 0) & (bits != 0x7FC0) & (root > 0)
-    shift = part.to(tl.uint64) * 16
-    random = ((_random_words(second_state, record, word) >> shift) & 0xFFFF).to(tl.int32)
-    code = random.to(tl.float32) * (1.0 / 65536) + root * tl.div_rn(255.0, unit)
+    random = _random_bits(second_state, RECORDS).to(tl.float32) * (1.0 / 65536)
+    code = random + root * tl.div_rn(255.0, unit)
     # clamped first, because a number that is not finite cannot be converted
     code = tl.where(code < 1.0, 1.0, tl.where(code < 255.0, code, 255.0)).to(tl.int32)
     _store(second, codes, tl.where(coded, code, 0).to(tl.uint8), size, WHOLE)
     _store(second_scales, scales, bits.to(tl.int16), left * 17, WHOLE)
 
-    random = ((_random_words(weights_state, record, word) >> shift) & 0xFFFF).to(tl.int32)
+    random = _random_bits(weights_state, RECORDS)
     bits = master.to(tl.int32, bitcast=True)
     if low is not None:
         random = random & 0xFF
@@ -427,6 +426,17 @@ def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
 
 
+@triton.jit
+def _second_moments(stored, offsets, count):
+    """Returns the second moments [n] at these offsets in records."""
+    record = offsets // 32
+    scales = stored.to(tl.pointer_type(tl.int16)) + (record * 17 + 16)
+    unit = _fp32(tl.load(scales, mask=offsets < count, other=0)) * (1.0 / 255)
+    codes = tl.load(stored + (offsets + record * 2), mask=offsets < count, other=0)
+    root = codes.to(tl.float32) * unit
+    return root * root
+
+
 @triton.jit(do_not_specialize=["count"])
 def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS: tl.constexpr):
     """Writes the sums of ROWS rows of 64 elements. `count` is a multiple of 64."""
@@ -434,7 +444,11 @@ def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS
     offsets, left = tl.arange(0, ROWS * 64), count - start
     g = _fp32(_load(gradient + start, offsets, left, False))
     squares = g * g
-    v = (_load(second + start, offsets, left, False) * beta2 + squares * rest2) * unbias
+    if second.dtype.element_ty == tl.uint8:
+        v = _second_moments(second + start // 32 * 34, offsets, left)
+    else:
+        v = _load(second + start, offsets, left, False)
+    v = (v * beta2 + squares * rest2) * unbias
     # `where`, not `maximum`, so that a NaN stays a NaN
     values = tl.reshape(tl.div_rn(squares, tl.where(v < floor, floor, v)), (ROWS, 64))
     values = _halved_rows(values, ROWS, 64)
@@ -534,8 +548,9 @@ class DeviceKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32 and `second` [n] fp32; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
+        64.
         """
         count = gradient.numel()
         _ratio_sums[(triton.cdiv(count, 64 * _RATIO_ROWS),)](

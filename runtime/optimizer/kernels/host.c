@@ -385,19 +385,27 @@ RATIOS(ratios_fp32, float, )
 typedef struct {
     const void *gradient;
     int gradient_is_fp32;
-    const float *second;
+    const void *second; /* fp32, or records if coded */
+    int coded;
     float *sums;
     Scalars scalars;
 } RatioSums;
 
 static void ratio_sums(const void *call, int64_t from, int64_t end) {
     const RatioSums r = *(const RatioSums *)call;
-    float ratios[RATIO_ROW];
+    float ratios[RATIO_ROW], decoded[RATIO_ROW];
     for (int64_t start = from; start < end; start += RATIO_ROW) {
+        const float *second = (const float *)r.second + start;
+        if (r.coded) {
+            const uint8_t *const records = (const uint8_t *)r.second + start / BLOCK * RECORD;
+            for (int i = 0; i < RATIO_ROW / BLOCK; i++)
+                get_second(records + i * RECORD, decoded + i * BLOCK);
+            second = decoded;
+        }
         if (r.gradient_is_fp32)
-            ratios_fp32((const float *)r.gradient + start, r.second + start, ratios, r.scalars);
+            ratios_fp32((const float *)r.gradient + start, second, ratios, r.scalars);
         else
-            ratios_bf16((const uint16_t *)r.gradient + start, r.second + start, ratios, r.scalars);
+            ratios_bf16((const uint16_t *)r.gradient + start, second, ratios, r.scalars);
         for (int half = RATIO_ROW / 2; half >= 1; half /= 2)
             for (int i = 0; i < half; i++)
                 ratios[i] += ratios[i + half];
@@ -406,10 +414,11 @@ static void ratio_sums(const void *call, int64_t from, int64_t end) {
 }
 
 /* Writes the sum of g^2 / max(v, floor) of each 64 elements, by halving. v is the second moment
- * after this step with its bias correction. `count` is a multiple of 64. */
+ * after this step with its bias correction. It is read from records if `coded`. `count` is a multiple
+ * of 64. */
 void megatrain_ratio_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
-                          const float *second, float *sums, const Scalars *scalars) {
-    const RatioSums r = {gradient, gradient_is_fp32, second, sums, *scalars};
+                          const void *second, int coded, float *sums, const Scalars *scalars) {
+    const RatioSums r = {gradient, gradient_is_fp32, second, coded, sums, *scalars};
     in_shares(team, count, ratio_sums, &r);
 }
 

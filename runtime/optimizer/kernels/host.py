@@ -90,7 +90,7 @@ class HostKernels:
         )
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
         self._ratio_sums = function(
-            "ratio_sums", pointer, count, pointer, flag, pointer, pointer, pointer
+            "ratio_sums", pointer, count, pointer, flag, pointer, flag, pointer, pointer
         )
         self._fold = function("fold", count, pointer)
         self._accumulate = function("accumulate", pointer, count, pointer, pointer, flag, flag)
@@ -197,8 +197,9 @@ class HostKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32 and `second` [n] fp32; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
+        64.
         """
         rounded = (ctypes.c_float * len(scalars))(*scalars)
         self._ratio_sums(
@@ -207,6 +208,7 @@ class HostKernels:
             gradient.data_ptr(),
             _is_fp32(gradient),
             second.data_ptr(),
+            int(second.dtype == torch.uint8),
             sums.data_ptr(),
             rounded,
         )
