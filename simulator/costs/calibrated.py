@@ -138,15 +138,14 @@ class Calibrated(ContendedCosts):
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
-        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
-        update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged.
+        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
+        format `exact` was measured. The time of another update is derived from it, and flagged.
         """
         duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
-        share = self._elementwise.update_share(op)
-        return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
+        derived = self._elementwise.update_ns(op, duration)
+        return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of

@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -318,6 +319,72 @@ def test_the_kernel_s_bits_are_pytorch_s(
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
+class Broken:
+    """Kernels as of a GPU whose compiler fails, or makes other bits, in `method`."""
+
+    def __init__(self, method: str, problem: Exception | None) -> None:
+        self.method, self.problem, self.calls = method, problem, 0
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*arguments: Any, **named: Any) -> None:
+            self.calls += 1
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            coded = any(each.dtype == torch.uint8 for each in tensors)
+            if method != self.method or not coded:
+                getattr(host_kernels(), method)(*arguments, **named)
+            elif self.problem:
+                raise self.problem
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["blockwise_adamw", "ratio_sums"])
+@pytest.mark.parametrize("problem", [None, RuntimeError("no such instruction\nat line 3")])
+def test_a_gpu_s_kernel_with_other_bits_is_not_used(
+    caplog: pytest.LogCaptureFixture, method: str, problem: Exception | None
+) -> None:
+    """The result is PyTorch's, and one line says so."""
+    if host_kernels() is None:
+        pytest.skip("no C compiler")
+    broken: Any = Broken(method, problem)
+    results = []
+    for chosen in (broken, None):
+        weights, gradient = torch.ones(2, 4 * BLOCK)
+        weights = weights.bfloat16()
+        moments = torch.zeros(2, blockwise.records(4 * BLOCK), dtype=torch.uint8)
+        sums = torch.zeros(2)
+        with using(chosen):
+            for number in (1, 2):
+                blockwise.update(
+                    weights,
+                    None,
+                    moments,
+                    gradient,
+                    settings=SETTINGS,
+                    rate=0.1,
+                    number=number,
+                    clip=None,
+                )
+                blockwise.ratio_sums(gradient, moments[1], sums, settings=SETTINGS, number=number)
+        results.append([weights.view(torch.int16), moments, sums])
+    for found, wanted in zip(*results, strict=True):
+        assert found.equal(wanted)
+    (line,) = caplog.messages
+    expected = "no such instruction" if problem else "other bits than PyTorch's"
+    assert f"updates of 8-bit moments on cpu: {expected}; they are done in PyTorch" in line
+    assert "\n" not in line
+
+
+def test_a_gpu_s_kernel_with_pytorch_s_bits_is_checked_once_and_used() -> None:
+    if host_kernels() is None:
+        pytest.skip("no C compiler")
+    sound: Any = Broken("", None)
+    for _ in range(3):
+        assert blockwise.trusted(sound, torch.device("cpu")) is sound
+    assert sound.calls == 3, "two updates and one sum"
+    assert blockwise.trusted(None, torch.device("cpu")) is None
 
 
 def test_cutting_a_layer_changes_no_bit() -> None:

@@ -81,11 +81,11 @@ def test_the_seed_decides_rounding_at_random(
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and those of the tensors that they make."""
+    """Counts the bytes of the tensors that operations make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved = self.held = self.peak = 0
+        self.held = self.peak = 0
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
@@ -97,8 +97,6 @@ class _Counted(TorchDispatchMode):
         )
         known = {tensor.untyped_storage().data_ptr() for tensor in read}
         new = [each for each in written if each.untyped_storage().data_ptr() not in known]
-        if new or function._schema.is_mutable:  # otherwise it is a view
-            self.moved += sum(tensor.nbytes for tensor in (*read, *written))
         for tensor in new:
             storage = tensor.untyped_storage()
             self._hold(storage.nbytes())
@@ -111,7 +109,7 @@ class _Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("low", [True, False])
-def test_an_update_in_pytorch_takes_what_is_predicted(
+def test_an_update_in_pytorch_has_room_for_its_temporaries(
     monkeypatch: pytest.MonkeyPatch, low: bool
 ) -> None:
     """Counted for a block of another size, since everything is proportional to it."""
@@ -135,6 +133,5 @@ def test_an_update_in_pytorch_takes_what_is_predicted(
             copy_to=torch.empty_like(weights),
         )
     costs = UPDATE_COSTS["block8"]
-    assert 0.7 * costs.gpu_bytes < counted.moved / count < costs.gpu_bytes
     held = costs.gpu_temporary_bytes / blockwise.GPU_BLOCK
     assert 0.7 * held < counted.peak / count < held
