@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 EXACT = "exact"
+ANY = "any"
+"""In place of a format: the one with the most bytes with which a model fits."""
 BLOCK = 32
 """Parameters that share one scale. Tensors and chunks are whole multiples of it."""
 PlaneDtype = Literal["bf16", "fp32", "int16", "int8", "block8"]
@@ -65,24 +67,34 @@ class StateFormat(NamedTuple):
     """The dtype of each of the optimizer's moments."""
     what: str
     """What the master and the moments are, in words."""
+    costs: str
+    """What the format gives up, in words. Empty for `exact`."""
 
 
 FORMATS = {
     made.name: made
     for made in (
-        StateFormat(name=EXACT, low="int16", moments="fp32", what="fp32 master weights"),
+        StateFormat(name=EXACT, low="int16", moments="fp32", what="fp32 master weights", costs=""),
         StateFormat(
             name="master24",
             low="int8",
             moments="block8",
             what="24-bit master weights and 8-bit moments",
+            costs="not exact AdamW: 24-bit masters, 8-bit moments; quality not measured",
         ),
         StateFormat(
             name="bf16-sr",
             low=None,
             moments="block8",
             what="bf16 weights with stochastic rounding and 8-bit moments",
+            costs="not exact AdamW: no masters, 8-bit moments; quality not measured",
         ),
     )
 }
-"""All formats by name."""
+"""All formats by name, the one with the most bytes first."""
+
+
+def smaller_formats(state: str) -> tuple[str, ...]:
+    """Returns the formats with fewer bytes than `state`, the one with the most first."""
+    names = tuple(FORMATS)
+    return names[names.index(state) + 1 :]
