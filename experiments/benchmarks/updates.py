@@ -20,7 +20,7 @@ from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
 from megatrain.runtime.optimizer import adamw, blockwise
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.model.state_format import BLOCK, FORMATS, PLANE_BYTES
+from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS, PLANE_BYTES
 
 _HOST_PARAMETERS = 2**26
 _TURNS = 7
@@ -37,7 +37,8 @@ def on_host(state: str, threads: int, seconds: float) -> float:
     """Returns the parameters per second that `threads` threads update."""
     chunks = ChunkUpdates(_HOST_PARAMETERS, torch.bfloat16, threads, state)
     try:
-        durations = chunks.measure(8 * seconds)["cpu_update", 2**24]
+        kind = "cpu_update" if state == EXACT else f"cpu_update:{state}"
+        durations = chunks.measure(8 * seconds)[kind, 2**24]
     finally:
         chunks.close()
     return 2**24 / statistics.median(durations) * 1e9

@@ -84,9 +84,10 @@ class ChunkUpdates:
             )
             low = torch.int8 if planes.low == "int8" else torch.int16
             self._low = self._flat("master_low", low) if widths["master_low"] else None
-            self._gradients = {"cpu_update": self._flat("gradients", dtype)}
+            kind = "cpu_update" if state == EXACT else f"cpu_update:{state}"
+            self._gradients = {kind: self._flat("gradients", dtype)}
             if "sums" in widths:
-                self._gradients["cpu_update:wide"] = self._flat("sums", torch.float32)
+                self._gradients[f"{kind}:wide"] = self._flat("sums", torch.float32)
             self._settings, self._clip = AdamW(), torch.ones(())
             for tensor in (self._weights, *self._gradients.values()):
                 tensor.uniform_(-0.02, 0.02)
@@ -132,7 +133,7 @@ class ChunkUpdates:
 
         def update() -> None:
             start = next(starts)
-            self._update(slice(start, start + half), self._gradients["cpu_update"])
+            self._update(slice(start, start + half), next(iter(self._gradients.values())))
 
         return update
 

@@ -139,10 +139,14 @@ class Calibrated(ContendedCosts):
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
-        format `exact` was measured. The time of another update is derived from it, and flagged.
+        format `exact` was measured. Unless the plan's format was measured too, the time of its
+        update is derived from that, and flagged.
         """
-        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
+        curve = self._curve(op)
+        duration, beyond = interpolate(self.table.curves[curve], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
+            return duration, beyond
+        if curve.startswith(f"{op.kind}:{self._elementwise.state}"):
             return duration, beyond
         derived = self._elementwise.update_ns(op, duration)
         return (duration, beyond) if derived == duration else (math.ceil(derived), True)
@@ -259,6 +263,8 @@ class Calibrated(ContendedCosts):
         )
         which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
         names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        if kind == "cpu_update" and self._elementwise is not None:
+            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(

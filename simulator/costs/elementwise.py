@@ -17,6 +17,8 @@ class Elementwise:
     def __init__(self, model: ModelSpec, workload: Workload, cores: int = 0) -> None:
         """`cores` are the host's. With 0, they do not limit an update."""
         self._threads = max(cores - cores // 8, 1) if cores else 0  # as in `lane_threads`
+        self.state = workload.state
+        """The name of the state format."""
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
         moments = find(workload.optimizer).moments
         state = layer_state_of(workload.dtype, workload.state, moments, False)

@@ -108,7 +108,9 @@ def test_any_format_is_exact_where_no_other_is_possible(command: Command) -> Non
     assert Plan.load(Path("any.toml")).workload.state == "exact"
 
 
-def test_only_exact_is_calibrated(command: Command) -> None:
-    outcome = command("calibrate", "tiny", "--state", "master24", "--out", "x.toml")
+def test_a_format_that_layers_cannot_have_is_not_calibrated(command: Command) -> None:
+    words = ("calibrate", "tiny", "--dtype", "fp32", "--state", "master24", "--out", "x.toml")
+    outcome = command(*words)
     assert outcome.status == 2
-    assert "--state: found master24; allowed: exact" in outcome.err
+    assert "found master24 with dtype fp32" in outcome.err
+    assert not Path("x.toml").exists()

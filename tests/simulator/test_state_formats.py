@@ -11,11 +11,13 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import Calibrated
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.hardware.cost_table import Workspace
+from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.memory.account import peak_workspace_bytes
 from megatrain.simulator.model.state_format import EXACT, FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Plan
 
 BYTES = {"exact": 12, "master24": 5.125, "bf16-sr": 4.125}
@@ -110,3 +112,26 @@ def test_an_update_takes_its_share_of_memory_s_time_or_of_the_cores(
     for state, more in (("exact", 0), ("bf16-sr", 2**28)):
         schedule = policies.lower(in_format(make_plan("resident"), state))
         assert peak_workspace_bytes(workspace, schedule, 1) == max(2, more + 2)
+
+
+def test_an_update_that_was_measured_in_its_format_is_not_derived(
+    make_plan: Callable[..., Plan],
+) -> None:
+    plan = make_plan("overlapped")
+    work = in_format(plan, "master24").workload
+    curves = {
+        "cpu_update": ((0, 0), (10**6, 10**6)),
+        "cpu_update:wide": ((0, 0), (10**6, 2 * 10**6)),
+        "cpu_update:master24": ((0, 0), (10**6, 7 * 10**6)),
+    }
+    table = CostTable(measured_on="x", date="2026-11-23", curves=curves, compute={})
+    op = Op(id="UC0.c0", lane="cpu", parameters=10**6)
+    for workload, duration in ((plan.workload, 10**6), (work, 7 * 10**6)):
+        costs = Calibrated(table, elementwise=Elementwise(plan.model, workload))
+        assert (costs.duration_ns(op), costs.extrapolated(op)) == (duration, False)
+    other = Calibrated(
+        table, elementwise=Elementwise(plan.model, in_format(plan, "bf16-sr").workload)
+    )
+    assert other.extrapolated(op)
+    with pytest.raises(UserError, match=r"cpu_update:int4"):
+        msgspec.structs.replace(table, curves={"cpu_update:int4": ((0, 0),)})
