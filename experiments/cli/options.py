@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
-from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Gradients
 
 if TYPE_CHECKING:
@@ -294,13 +294,14 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--state",
-        choices=tuple(FORMATS),
+        choices=(*FORMATS, ANY),
         default=EXACT,
         help="format of master weights and moments: "
         + "; ".join(
             f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
             for made in FORMATS.values()
-        ),
+        )
+        + f"; `{ANY}`, the first of them with which the model fits",
     )
     group.add_argument(
         "--gradients",
@@ -380,6 +381,13 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
             found=obstacle,
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
+        )
+    if args.state == ANY:
+        raise UserError(
+            "--state",
+            found=ANY,
+            allowed=f"{', '.join(FORMATS)}; {ANY} for `check`, `plan` and `train MODEL`",
+            fix="name a format",
         )
     if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)

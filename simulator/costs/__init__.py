@@ -66,7 +66,7 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
     datasheet = (
         Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
     )
-    return Calibrated(table, datasheet, sharing, Elementwise(model, workload))
+    return Calibrated(table, datasheet, sharing, Elementwise(model, workload, hardware.cores))
 
 
 def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

@@ -158,9 +158,10 @@ class Calibrated(ContendedCosts):
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
-        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
-        update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged. Raises UserError for one that multiplies matrices, which has no curve.
+        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
+        format `exact` was measured. Unless the plan's format was measured too, the time of its
+        update is derived from that, and flagged. Raises UserError for an update that multiplies
+        matrices, which has no curve.
         """
         if op.flops:
             raise UserError(
@@ -169,11 +170,14 @@ class Calibrated(ContendedCosts):
                 allowed="a machine with a peak rate",
                 fix=FIX,
             )
-        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
+        curve = self._curve(op)
+        duration, beyond = interpolate(self.table.curves[curve], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
-        share = self._elementwise.update_share(op)
-        return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
+        if curve.startswith(f"{op.kind}:{self._elementwise.state}"):
+            return duration, beyond
+        derived = self._elementwise.update_ns(op, duration)
+        return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of
@@ -298,6 +302,8 @@ class Calibrated(ContendedCosts):
         )
         which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
         names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        if kind == "cpu_update" and self._elementwise is not None:
+            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(

@@ -119,7 +119,7 @@ class Datasheet(EstimatedCosts):
             hardware.turns,
             products=find(workload.optimizer).by_tensor,
         )
-        self._elementwise = Elementwise(model, workload)
+        self._elementwise = Elementwise(model, workload, hardware.cores)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
@@ -259,8 +259,8 @@ class Datasheet(EstimatedCosts):
         if kind == "clip":
             return 0
         if kind == "cpu_update":
-            share = self._elementwise.update_share(op)
-            return math.ceil(op.parameters / hardware.cpu_update_per_s * 1e9 * share)
+            exact_ns = op.parameters / hardware.cpu_update_per_s * 1e9
+            return math.ceil(self._elementwise.update_ns(op, exact_ns))
         touched = self._elementwise.touched_bytes(op)
         if touched is None:
             raise UserError(

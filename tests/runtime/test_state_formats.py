@@ -79,7 +79,7 @@ def test_the_seed_decides_rounding_at_random(
 
 
 @pytest.mark.parametrize("low", [True, False])
-def test_an_update_in_pytorch_takes_what_is_predicted(
+def test_an_update_in_pytorch_has_room_for_its_temporaries(
     monkeypatch: pytest.MonkeyPatch, low: bool
 ) -> None:
     """Counted for a block of another size, since everything is proportional to it."""
@@ -103,6 +103,5 @@ def test_an_update_in_pytorch_takes_what_is_predicted(
             copy_to=torch.empty_like(weights),
         )
     costs = UPDATE_COSTS["block8"]
-    assert 0.7 * costs.gpu_bytes < counted.moved / count < costs.gpu_bytes
     held = costs.gpu_temporary_bytes / blockwise.GPU_BLOCK
     assert 0.7 * held < counted.peak / count < held
