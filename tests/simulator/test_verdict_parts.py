@@ -19,7 +19,7 @@ from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, fru
 from megatrain.simulator.planner.search import _with_runner_up, rank
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
-from megatrain.simulator.verdict.advice import _as_options, _note
+from megatrain.simulator.verdict.advice import _as_options, _formats_last, _note
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import (
@@ -307,6 +307,15 @@ def test_changes_are_named_as_options_with_what_they_cost() -> None:
     for name in ("batch", "accumulation", "seq"):
         assert _note({name: "2"}, work) == "a step has 6,144 tokens"
     assert not _note({"device-memory": "8GiB"}, work)
+
+
+def test_state_formats_are_named_last() -> None:
+    """They do not count among the most suggestions."""
+    named = [(str(number), number in (1, 4)) for number in range(6)]
+    made = [Suggestion(change=name, compressed=coded, fits=True) for name, coded in named]
+    assert [entry.change for entry in _formats_last(made, 3)] == ["0", "2", "3", "1", "4"]
+    coded = Workload(batch=1, sequence=8, state="master24")
+    assert _note({"state": "master24"}, coded).startswith("not exact AdamW: 24-bit masters")
 
 
 def test_another_machine_has_the_least_memory_that_suffices(
