@@ -25,6 +25,7 @@ function change(changes, delay = 0) {
   history.replaceState(null, "", `?${queryOf(state)}`);
   fill();
   at("answer").setAttribute("aria-busy", "true");
+  at("answer").classList.add("stale");  // what is shown answers another question
   for (const id of ["copy-command", "download"]) at(id).disabled = true;  // until they are right
   clearTimeout(waiting);
   waiting = setTimeout(refresh, delay);
@@ -40,7 +41,7 @@ async function refresh() {
     at("error").textContent = error.message;
     at("error").hidden = false;
     at("answer").hidden = at("keep").hidden = true;
-    at("answer").classList.remove("planning");
+    at("answer").classList.remove("planning", "stale");
     answer = null;
     at("answer").setAttribute("aria-busy", "false");
   };
@@ -80,7 +81,7 @@ async function expect(question, now) {
 
 function show(first) {
   answer = first;
-  at("answer").classList.remove("planning");
+  at("answer").classList.remove("planning", "stale");
   // A link has the names of the library, and of a config only what is needed.
   if (first.config && state.config) state.config = JSON.stringify(first.config);
   if (state.hardware) state.hardware = first.machine.name;

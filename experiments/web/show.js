@@ -30,6 +30,7 @@ function showAnswer(shown) {
 /** Shows whether the model fits, and no number but those that hold for every plan. */
 function showOutlook({ shown }) {
   at("answer").classList.add("planning");
+  at("answer").classList.remove("stale");
   showAnswer(shown);
   at("figures").hidden = !shown.speed;
   at("figures").replaceChildren(figure("Speed", shown.speed ? `${shown.speed} tokens/s` : "",

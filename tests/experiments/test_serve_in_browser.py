@@ -217,6 +217,10 @@ def test_what_is_known_is_shown_until_the_verdict_is_there(
     assert most.startswith("at most ")
     hidden = ("#memory-section", "#step-section", "#keep", "#time", ".why")
     assert [name for name in hidden if page.locator(name).is_visible()] == []
+    page.select_option("#clipping", "none")
+    faded = page.evaluate("getComputedStyle(document.getElementById('answer')).opacity")
+    assert float(faded) < 1, "the bound is that of another question"
+    page.locator("#answer.planning:not(.stale)").wait_for()
     page.evaluate("window.allow()")
     page.locator("#answer:not(.planning)[aria-busy=false]").wait_for()
     assert [name for name in hidden if not page.locator(name).is_visible()] == []
