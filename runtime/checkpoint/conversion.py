@@ -7,6 +7,7 @@ tensor is in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,7 +64,19 @@ class ConvertedState:
                 f"{layer.name}.{name}": source for name, source in self._layer(layer, index).items()
             }
             index += layer.elements
-        return made
+        return made | {
+            name: self._copied(name)
+            for name in self._found
+            if name.rpartition(".")[2] not in ("weights", "master_low", "moments")
+        }
+
+    def _copied(self, name: str) -> TensorSource:
+        """Returns a tensor that does not depend on the format, such as moving norms."""
+        entry = self._found[name][1]
+        size = math.prod(entry.shape)
+        return TensorSource(
+            entry.dtype, tuple(entry.shape), lambda: iter([self._read(name, 0, size)])
+        )
 
     def _layer(self, layer: LayerSpec, index: int) -> dict[str, TensorSource]:
         count, low = layer.elements, self._new.low

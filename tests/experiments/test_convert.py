@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("workplace")
 
 @pytest.fixture
 def run(command: Command) -> Path:
-    """Returns a run of two steps in the format `exact`."""
+    """Returns a run of two steps in the format `exact`, with moving norms."""
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
-    assert command(*words, "--out", "p.toml").status == 0
+    assert command(*words, "--clipping", "adagc", "--out", "p.toml").status == 0
     words = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--steps", 2)
     assert command(*words, "--schedule.kind", "constant", "--out", "run").status == 0
     return Path("run")
@@ -57,6 +57,7 @@ def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -
         made = tensors(Path(state))
         for layer, master in masters(before).items():
             assert ((masters(made)[layer] - master).abs() <= error * master.abs()).all()
+            assert made[f"{layer}.moving_norms"].equal(before[f"{layer}.moving_norms"])
             moments = made[f"{layer}.moments"]
             for which, decode in enumerate((decoded_first, decoded_second)):
                 exact = before[f"{layer}.moments"][which]
