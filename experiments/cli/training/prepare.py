@@ -340,7 +340,8 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
 
     verdict = summarize(best, hardware)
     work = verdict.workload
-    shape = f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.precision}"
+    tokens = f"{work.accumulation} x {work.batch} x {work.sequence:,}"
+    shape = f"{tokens} tokens a step, {work.precision}"
     subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
     fits = "fits" if best.feasible else "does not fit"
     machine = hardware.title or hardware.name.replace("this-machine", "this machine")
