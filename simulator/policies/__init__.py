@@ -116,8 +116,8 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
 def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
-    Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`.
+    Raises UserError if the policy is another system's and the optimizer is not AdamW, the state
+    format is not `exact`, or products are in fp8.
     """
     policy = find(plan.policy)
     if policy.prediction_only and plan.workload.state != EXACT:
@@ -126,6 +126,13 @@ def _policy(plan: Plan) -> Policy:
             found=plan.workload.state,
             allowed=f"{EXACT}, since that system has other formats",
             fix="use another policy, or leave out --state",
+        )
+    if policy.prediction_only and plan.workload.fp8:
+        raise UserError(
+            f"policy {plan.policy}: fp8",
+            found=plan.workload.fp8,
+            allowed="products in bf16, as that system was described",
+            fix="use another policy, or --dtype bf16",
         )
     if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
         raise UserError(
