@@ -181,6 +181,13 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             allowed=f"{EXACT}, which is what other systems run",
             fix=f"leave out --state, or name only {', '.join(OWN)} in --systems",
         )
+    if others and plan.workload.gradients != "exact":
+        raise UserError(
+            "gradients",
+            found=f"{plan.workload.gradients}, with {', '.join(others)}",
+            allowed="exact, which is what other systems run",
+            fix=f"leave out --gradients, or name only {', '.join(OWN)} in --systems",
+        )
     if others and plan.workload.fp8:
         raise UserError(
             "--dtype",

@@ -13,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
-from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
+from megatrain.simulator.model.workload import Clipping, Gradients
 
 if TYPE_CHECKING:
     import torch
@@ -274,27 +275,41 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--clipping",
-        choices=("global", "layer", "update", "none"),
+        choices=get_args(Clipping),
         default="global",
         help=(
             "how gradients are clipped: by the norm of all gradients (default), by the norm of each"
-            " layer, by the size of each tensor's update as in StableAdamW, or not at all"
+            " layer, by the size of each tensor's update as in StableAdamW, by the moving norm of"
+            " each tensor as in AdaGC, or not at all"
         ),
     )
     group.add_argument(
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help="`adamw` (default), an installed optimizer, or a .py file that defines one",
+        help=(
+            "`adamw` (default); `muon`, which orthogonalises the updates of the decoder layers'"
+            " matrices; an installed optimizer; or a .py file that defines one"
+        ),
     )
     group.add_argument(
         "--state",
-        choices=tuple(FORMATS),
+        choices=(*FORMATS, ANY),
         default=EXACT,
         help="format of master weights and moments: "
         + "; ".join(
             f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
             for made in FORMATS.values()
+        )
+        + f"; `{ANY}`, the first of them with which the model fits",
+    )
+    group.add_argument(
+        "--gradients",
+        choices=get_args(Gradients),
+        default="exact",
+        help=(
+            "how gradients are stored that wait for the norm of all gradients: `exact` (default),"
+            " or `8bit`"
         ),
     )
     group.add_argument(
@@ -367,6 +382,13 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
         )
+    if args.state == ANY:
+        raise UserError(
+            "--state",
+            found=ANY,
+            allowed=f"{', '.join(FORMATS)}; {ANY} for `check`, `plan` and `train MODEL`",
+            fix="name a format",
+        )
     if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
@@ -383,6 +405,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
         state=args.state,
+        gradients=args.gradients,
     )
 
 

@@ -29,6 +29,7 @@ from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 _SHARD_BYTES = 4 * 10**9
 _OTHER_WEIGHTS = "use weights that belong to this config.json"
@@ -199,7 +200,7 @@ class ModelState:
     def home(self, name: str, layer: str) -> str | None:
         """Returns the buffer of the layer's state `name`, or None if there is none.
 
-        `name` is `weights`, `master_low` or `moments`.
+        `name` is `weights`, `master_low`, `moments` or `moving_norms`.
         """
         return self._schedule.state.get((name, layer))
 
@@ -215,18 +216,26 @@ class ModelState:
         return flat, memory.flat(low, dtype, layer.elements)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[moments, elements] fp32, or records of as many blocks, uint8; None where the optimizer
-        keeps none.
+        """[moments, elements] fp32, or records of as many blocks, uint8; [values] fp32 where the
+        optimizer treats tensors differently; None where the optimizer keeps none.
         """
         if (home := self.home("moments", layer.name)) is None:
             return None
         dtype = self._schedule.buffer[home].dtype
-        length = length_of(dtype, layer.elements)
-        shape = (find(self._plan.workload.optimizer).moments, length)
+        length, name = length_of(dtype, layer.elements), self._plan.workload.optimizer
+        layout = update_layout(name, layer)
+        shape = (layout.values,) if layout else (find(name).moments, length)
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
+    def _moving_norms(self, layer: LayerSpec) -> torch.Tensor | None:
+        """[tensors] fp32; None unless gradients are clipped by `adagc`."""
+        if (home := self.home("moving_norms", layer.name)) is None:
+            return None
+        return self._memory().flat(home, torch.float32, len(layer.tensors))
+
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes the weights and buffers of every layer, and sets its moments to zero.
+        """Writes the weights and buffers of every layer, and sets its moments and moving norms to
+        zero.
 
         `progress` is called after each layer with its number of parameters.
         """
@@ -241,8 +250,9 @@ class ModelState:
                         high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
                         optimizer.split(master.contiguous(), high[part], low[part])
-            if (moments := self._moments(layer)) is not None:
-                moments.zero_()
+            for kept in (self._moments(layer), self._moving_norms(layer)):
+                if kept is not None:
+                    kept.zero_()
             progress(layer.parameters)
         self.load_buffers(weights)
 
@@ -260,9 +270,10 @@ class ModelState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
 
-        Weights and low halves are flat. Moments are [2, elements], or [2, bytes] if they are in
-        records. Names and shapes are the same for every plan of a model and a workload. The tensors
-        are views of the pools, so they are not valid after the next step.
+        Weights and low halves are flat. Moments are [2, elements], [2, bytes] if they are in
+        records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
+        Names and shapes are the same for every plan of a model and a workload. The tensors are
+        views of the pools, so they are not valid after the next step.
         """
         found = {}
         for layer in self._plan.model.stack.values():
@@ -272,6 +283,8 @@ class ModelState:
                 found[f"{layer.name}.master_low"] = low
             if (moments := self._moments(layer)) is not None:
                 found[f"{layer.name}.moments"] = moments
+            if (moving := self._moving_norms(layer)) is not None:
+                found[f"{layer.name}.moving_norms"] = moving
         return found
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:

@@ -55,12 +55,17 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Returns the fp32 master [n] whose halves are `high` [n] bf16 and `low` [n] int16 or int8."""
-    return _join(high, low, *torch.empty(2, high.numel(), dtype=torch.float32, device=high.device))
+    return join_into(
+        high, low, *torch.empty(2, high.numel(), dtype=torch.float32, device=high.device)
+    )
 
 
-def _join(
+def join_into(
     high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor
 ) -> torch.Tensor:
+    """Writes what `join` returns to `master` [n] fp32, and returns it. Overwrites `scratch` [n]
+    fp32.
+    """
     bits, residual = master.view(torch.int32), scratch.view(torch.int32)
     residual.copy_(low)
     if low.dtype == torch.int8:
@@ -210,7 +215,7 @@ class Scalars(NamedTuple):
 def update(
     weights: torch.Tensor,
     low: torch.Tensor | None,
-    moments: torch.Tensor,
+    moments: torch.Tensor | Sequence[torch.Tensor],
     gradient: torch.Tensor,
     *,
     settings: AdamW,
@@ -229,7 +234,7 @@ def update(
     Args:
         weights: [n] bf16, the high half of the master; or fp32, if `low` is None.
         low: [n] int16, the low half of the master; or None.
-        moments: [2, n] fp32.
+        moments: [2, n] fp32, or two vectors of n.
         gradient: [n] bf16 or fp32.
         settings: The hyperparameters.
         rate: The learning rate.
@@ -282,8 +287,8 @@ def update(
             update_block(
                 weights[part],
                 None if low is None else low[part],
-                moments[0, part],
-                moments[1, part],
+                moments[0][part],
+                moments[1][part],
                 gradient[part],
                 scratch[:, :length],
                 wide[:length],
@@ -314,7 +319,7 @@ def update_block(
 ) -> None:
     """Updates one block, one operation at a time. This defines the arithmetic of `update`."""
     g, scratch, joined = temporaries
-    master = weights if low is None else _join(weights, low, joined, scratch)
+    master = weights if low is None else join_into(weights, low, joined, scratch)
     g.copy_(gradient)
     if clip is not None:
         g.mul_(clip)
@@ -368,14 +373,37 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
     return _sum(gradient, workers, square=True)
 
 
+def sums_of_squares(matrices: torch.Tensor) -> torch.Tensor:
+    """Returns the `sum_of_squares` of each row of `matrices` [r, n], which is contiguous: [r] fp32.
+
+    If n is a multiple of 4096, many rows take as many kernels as one.
+    """
+    count, length = matrices.shape
+    if length % _ROW:
+        return torch.stack([sum_of_squares(each) for each in matrices])
+    parts = _row_sums(matrices.view(-1), ALONE, square=True)[: count * length // _ROW]
+    parts = parts.view(count, -1)
+    padded = 1 << (parts.shape[1] - 1).bit_length()
+    return _fold(torch.nn.functional.pad(parts, (0, padded - parts.shape[1])))
+
+
 def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
+    sums = _row_sums(gradient, workers, square=square)
+    fused = kernels_for(workers, (gradient, None))
+    return _fold(sums.view(1, -1))[0] if fused is None else fused.fold(sums)
+
+
+def _row_sums(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
+    """Returns the sum of each row of 4096 elements of `gradient` [n], or of their squares. The
+    result is padded with zeros to a power of two.
+    """
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
     fused = kernels_for(workers, (gradient, None))
     if fused is not None:
         fused.row_sums(gradient, sums, square=square)
-        return fused.fold(sums)
+        return sums
     # larger blocks than elsewhere, because halving takes 24 small ops for each block
     block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)
 
@@ -390,7 +418,7 @@ def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Ten
             sums[start // _ROW : start // _ROW + folded.numel()] = folded
 
     on_device(device, workers)(work, count, block)
-    return _fold(sums.view(1, -1))[0]
+    return sums
 
 
 def ratio_sums(

@@ -64,7 +64,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
-    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it.
+    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
+    and for updates that multiply matrices.
     """
 
     def __init__(
@@ -101,9 +102,17 @@ class Calibrated(ContendedCosts):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
-        unknown = kind in PASS_KINDS or (
-            kind == "update_ratios"
-            and not any(name.partition("@")[0] == kind for name in self.table.curves)
+        unknown = (
+            kind in PASS_KINDS
+            or (
+                kind in ("update_ratios", "encode_gradients")
+                and not any(name.partition("@")[0] == kind for name in self.table.curves)
+            )
+            or (
+                kind == "update"
+                and self._elementwise is not None
+                and self._elementwise.needs_products(op.layer)
+            )
         )
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
@@ -130,6 +139,8 @@ class Calibrated(ContendedCosts):
                 full, share = self._datasheet.whole(op)
                 duration, beyond = self._look_up(full)
                 saved = self._attention_ns(kind, size)
+                if saved is None and self._datasheet.knows_attention:
+                    saved, beyond = round(self._datasheet.attention_ns(kind, op.layer)), True
                 self._known[key] = (
                     (max(duration - saved, 1), beyond)
                     if saved is not None
@@ -138,7 +149,7 @@ class Calibrated(ContendedCosts):
             elif (plain := without_fp8(size)) != size and not self._has(kind, size):
                 self._known[key] = self._in_fp8(op, plain)
             else:
-                duration, beyond = self._compute(kind, size, op.amount)
+                duration, beyond = self._compute(op, size)
                 chunks = self._other_chunks(op)
                 self._known[key] = (
                     math.ceil(chunks * duration) + self._summing_ns(op),
@@ -147,15 +158,26 @@ class Calibrated(ContendedCosts):
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
-        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
-        update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged.
+        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
+        format `exact` was measured. Unless the plan's format was measured too, the time of its
+        update is derived from that, and flagged. Raises UserError for an update that multiplies
+        matrices, which has no curve.
         """
-        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
+        if op.flops:
+            raise UserError(
+                f"costs of {self.table.measured_on}: {op.id}",
+                found="an update with matrix products, and no peak rate for the workload's dtype",
+                allowed="a machine with a peak rate",
+                fix=FIX,
+            )
+        curve = self._curve(op)
+        duration, beyond = interpolate(self.table.curves[curve], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
-        share = self._elementwise.update_share(op)
-        return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
+        if curve.startswith(f"{op.kind}:{self._elementwise.state}"):
+            return duration, beyond
+        derived = self._elementwise.update_ns(op, duration)
+        return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of
@@ -280,6 +302,8 @@ class Calibrated(ContendedCosts):
         )
         which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
         names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        if kind == "cpu_update" and self._elementwise is not None:
+            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(
@@ -290,10 +314,11 @@ class Calibrated(ContendedCosts):
             )
         return name
 
-    def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
+    def _compute(self, op: Op, shape: str) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if nothing was
         measured that can be scaled.
         """
+        kind, amount = op.kind, op.amount
         # The loss is the head without its backward, so its time is scaled by its FLOPs.
         share = kind in EVALUATION_KINDS and kind not in self.table.compute
         measured = self.table.compute.get("head" if share else kind, {})
@@ -316,6 +341,8 @@ class Calibrated(ContendedCosts):
             and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None
         ):
             return time, False
+        if points and op.layer.isdigit() and self._datasheet and self._datasheet.knows_attention:
+            return self._scaled(op, points), True
         candidates = []
         for known, (known_amount, duration) in alike.items():
             if amount and known_amount:
@@ -337,6 +364,24 @@ class Calibrated(ContendedCosts):
             )
         _, _, _, known_amount, duration = min(candidates)
         return -(-duration * amount // known_amount), True
+
+    def _scaled(self, op: Op, points: list[Point]) -> int:
+        """Returns the duration of a decoder layer's op in ns, from measurements of the same layer
+        with other tokens. The one with the nearest number of tokens is used, and of these the one
+        with the nearest sequence length.
+        """
+        sheet = self._datasheet
+        assert sheet
+        tokens, sequence = sheet.workload.tokens, sheet.workload.sequence
+
+        def distance(point: Point) -> tuple[float, float]:
+            return (abs(math.log(point.tokens / tokens)), abs(math.log(point.sequence / sequence)))
+
+        nearest = min(points, key=distance)
+        measured = msgspec.structs.replace(
+            sheet.workload, batch=nearest.tokens // nearest.sequence, sequence=nearest.sequence
+        )
+        return max(math.ceil(sheet.scaled(op, measured, nearest.duration_ns)), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.

@@ -14,6 +14,7 @@ from megatrain.simulator.hardware.limits import (
     refuse_unknown,
     within,
 )
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
@@ -163,10 +164,15 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     * `KIND@LANE`: the kind on a lane where it has other durations, such as `norm@compute`
     * `KIND:add`: the op also reads what it writes, such as `accumulate_gradients:add`
     * `KIND:wide`: the gradient is fp32 while layers compute in bf16
+    * `cpu_update:STATE` and `cpu_update:STATE:wide`: the update in a state format but `exact`
     """
     compute: dict[str, dict[str, tuple[int, int]]]
     """(amount, duration_ns) of compute ops, by kind and `Op.shape`. The amount is `Op.amount`, by
     which durations of other shapes are scaled."""
+    attention: dict[str, tuple[tuple[int, int, int], ...]] = {}
+    """Points (S, forward_ns, backward_ns) of the attention kernel alone, on one causal sequence of
+    S tokens, by `ModelSpec.attention_shape`. S ascends. With them, the duration of a layer at other
+    sequence lengths is predicted from its other work and its attention apart."""
     activations: dict[str, tuple[int, int]] = {}
     """(tokens, bytes of one decoder layer's saved activations), by `MODEL_SHAPE/WORKLOAD_SHAPE`."""
     workspace: dict[str, Workspace] = {}
@@ -180,11 +186,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():
-            refuse_unknown(
-                f"costs.curves.{key}",
-                key.partition("@")[0].removesuffix(":add").removesuffix(":wide"),
-                CURVE_KINDS,
-            )
+            kind = key.partition("@")[0].removesuffix(":add").removesuffix(":wide")
+            if kind.startswith("cpu_update:"):
+                refuse_unknown(f"costs.curves.{key}", kind.partition(":")[2], tuple(FORMATS))
+            else:
+                refuse_unknown(f"costs.curves.{key}", kind, CURVE_KINDS)
             if "@" in key:
                 refuse_unknown(f"costs.curves.{key}", key.partition("@")[2], LANES)
             if not points or any(size < 0 or duration < 0 for size, duration in points):
@@ -207,6 +213,21 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for shape, (amount, duration) in durations.items():
                 at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
                 at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)
+        for shape, rows in self.attention.items():
+            where = f"costs.attention.{shape}"
+            for point in rows:
+                for name, value in zip(
+                    ("sequence", "forward_ns", "backward_ns"), point, strict=True
+                ):
+                    at_least(f"{where}: {name}", value, 1)
+            for (left, *_), (right, *_) in itertools.pairwise(rows):
+                if left >= right:
+                    raise UserError(
+                        where,
+                        found=f"sequence {right} after {left}",
+                        allowed="ascending sequences",
+                        fix=CALIBRATE_AGAIN,
+                    )
         for shape, (tokens, size) in self.activations.items():
             at_least(f"costs.activations.{shape}: tokens", tokens, 1)
             at_least(f"costs.activations.{shape}: bytes", size, 0)

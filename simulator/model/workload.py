@@ -12,7 +12,12 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 Scaling = Literal["rowwise", "tensorwise"]
 Dtype = Literal["bf16", "fp32"]
-Clipping = Literal["global", "layer", "update", "none"]
+Gradients = Literal["exact", "8bit"]
+Clipping = Literal["global", "layer", "update", "adagc", "none"]
+BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
+"""The kinds of clipping whose factors follow from one layer alone."""
+BY_TENSOR: tuple[Clipping, ...] = ("update", "adagc")
+"""The kinds of clipping that have a factor for each tensor."""
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
 _FP8 = "-fp8-"
@@ -45,6 +50,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     * `layer`: each layer's gradient by its own norm
     * `update`: each tensor's learning rate by the root of the mean of g^2 / v over its elements
       (StableAdamW, arXiv 2304.13013, algorithm 2)
+    * `adagc`: each tensor's gradient by a moving average of its own norm (AdaGC, arXiv 2502.11034)
     * `none`: not at all
     """
     fp8: Scaling | None = None
@@ -74,6 +80,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
     state: str = EXACT
     """The format of master weights and moments (`model/state_format.py`)."""
+    gradients: Gradients = "exact"
+    """How gradients are stored that wait for the norm of all gradients: `exact` in the dtype in
+    which they are summed, or `8bit` in codes of 8 bits (`runtime/optimizer/coded_gradients.py`)."""
 
     def __post_init__(self) -> None:
         if self.clipping == "update" and self.optimizer != ADAMW:
@@ -84,6 +93,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 fix="clip by global or layer, or do not clip",
             )
         self._refuse_state()
+        self._refuse_gradients()
         self._refuse_fp8()
         for field, most in (
             ("batch", 2**20),
@@ -118,6 +128,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     found=f"{self.state} with {field} {found}",
                     allowed=f"{self.state} with {field} {only}",
                     fix=f"use {field} {only}, or state {EXACT}",
+                )
+
+    def _refuse_gradients(self) -> None:
+        """Raises UserError if gradients in 8 bits cannot be used here."""
+        for field, found, only in (
+            ("clipping", self.clipping, "global"),
+            ("accumulation", self.accumulation, 1),
+            ("optimizer", self.optimizer, ADAMW),
+        ):
+            if self.gradients != "exact" and found != only:
+                raise UserError(
+                    "workload: gradients",
+                    found=f"{self.gradients} with {field} {found}",
+                    allowed=f"{self.gradients} with {field} {only}",
+                    fix=f"use {field} {only}, or leave out --gradients",
                 )
 
     def _refuse_fp8(self) -> None:

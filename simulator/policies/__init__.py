@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "outline",
     "peers",
     "timed",
+    "updating",
     "verified",
 ]
 
@@ -51,6 +54,20 @@ def contenders() -> list[str]:
     The fastest plan uses one of these.
     """
     return [name for name in names() if not find(name).dominated_by]
+
+
+def updating(names: Iterable[str], workload: Workload) -> list[str]:
+    """Returns the policies of `names` that can update with the optimizer of `workload`, and store
+    gradients as it says. If there are none, it returns all, and lowering them says why.
+    """
+    chosen = list(names)
+    able = [
+        name
+        for name in chosen
+        if not (optimizer.find(workload.optimizer).by_tensor and find(name).updates_on_host)
+        and (workload.gradients == "exact" or find(name).places_state)
+    ]
+    return able or chosen
 
 
 def peers() -> list[str]:
@@ -117,9 +134,13 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, the state
-    format is not `exact`, or products are in fp8.
+    format is not `exact`, or products are in fp8. Raises it, too, if the policy updates on the host
+    and the optimizer cannot, or if gradients are stored in 8 bits and the policy does not store
+    them, or adds several.
     """
     policy = find(plan.policy)
+    if plan.workload.gradients != "exact":
+        _refuse_coded_gradients(plan, policy)
     if policy.prediction_only and plan.workload.state != EXACT:
         raise UserError(
             f"policy {plan.policy}: state",
@@ -141,7 +162,28 @@ def _policy(plan: Plan) -> Policy:
             allowed=f"{optimizer.ADAMW}, as that system was described",
             fix="use another policy, or leave out --optimizer",
         )
+    if policy.updates_on_host:
+        where = f"policy {plan.policy}: optimizer"
+        refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
+
+
+def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the policy cannot store the model's gradients in 8 bits."""
+    if not policy.places_state:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=plan.workload.gradients,
+            allowed="exact, since only overlapped stores gradients in 8 bits",
+            fix="use policy overlapped, or leave out --gradients",
+        )
+    if plan.model.tied:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=f"{plan.workload.gradients} with tied embeddings",
+            allowed="exact, since those of the embeddings are stored before they are added",
+            fix="leave out --gradients",
+        )
 
 
 @contextlib.contextmanager
@@ -190,7 +232,7 @@ def verified(plan: Plan) -> Schedule:
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
             fix="write it again with `megatrain plan --from`, or make a new plan",
         )
-    schedule.check(optimizer.find(plan.workload.optimizer).moments)
+    schedule.check(kept_moments(plan))
     return schedule
 
 

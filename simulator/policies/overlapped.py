@@ -21,6 +21,10 @@ A step therefore defers its update to the next step, which updates each layer ju
 forward pass. Every forward pass reads updated weights: nothing is stale. `flush_update` applies
 the update that the last step deferred.
 
+If gradients are stored in 8 bits (`gradients = "8bit"`), `encode_gradients` comes between the norm
+and the copy of a gradient. Copies and homes of gradients hold codes then, and the deferred update
+reads them.
+
 With any other clipping, a layer is updated inside the backward pass, as soon as its gradient is
 complete. The gradient of a layer that the device updates never leaves the device.
 
@@ -48,6 +52,7 @@ from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
     STATE,
@@ -55,9 +60,11 @@ from megatrain.simulator.schedule.arithmetic import (
     StateClass,
     contributions,
     layer_state,
+    refuse_on_host,
     sums_on_device,
 )
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 """The classes of data that an update changes."""
 
@@ -73,6 +80,8 @@ class _OverlappedStore:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.defers = plan.workload.clipping == "global"
+        self.encodes = plan.workload.gradients == "8bit"
+        """Whether a complete gradient is stored in codes. It is the only one of its layer then."""
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         """Parameters of a chunk."""
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
@@ -85,6 +94,10 @@ class _OverlappedStore:
         self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
         """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
+        refuse_on_host(
+            plan, self.on_host, "knobs.placement: host_updated", "leave out the decoder layers"
+        )
+        self.workspace = update_workspace(builder, plan)
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
             resident = plan.placed(name) - self.on_host
@@ -99,7 +112,7 @@ class _OverlappedStore:
                 ):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(
-                        f"{place}.{name}", layer, part.of(spec.elements), name, part.dtype
+                        f"{place}.{name}", layer, part.whole(spec.elements), name, part.dtype
                     )
                     if place == "host":
                         self.streamed[name].append(layer)
@@ -124,7 +137,7 @@ class _OverlappedStore:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
             streaming = {
-                (self.state[layer][name], self.stack[layer].elements)
+                (self.state[layer][name], self._longest_chunk(layer))
                 for layer in self.streamed[name]
                 if layer not in self.on_host
             }
@@ -133,7 +146,7 @@ class _OverlappedStore:
                 self.builder.slots(
                     f"device.{name}_chunks",
                     self.plan.knobs.state_slots,
-                    max(part.of(min(self.chunk, elements)) for part, elements in streaming),
+                    max(part.whole(longest) for part, longest in streaming),
                     name,
                     dtypes.pop() if len(dtypes) == 1 else "home",
                     chunk=True,
@@ -164,16 +177,16 @@ class _OverlappedStore:
                     "weight_slots" if decoder else "",
                 )
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
-            if not self.home.get(("gradients", layer), "").startswith("device."):
-                count = self.plan.knobs.gradient_slots if decoder else 1
-                part = self.state[layer]["gradients"]
-                kind = (
-                    self._gradient_pool(layer),
-                    "gradients",
-                    part.dtype,
-                    "gradient_slots" if decoder else "",
-                )
+            resident = self.home.get(("gradients", layer), "").startswith("device.")
+            count = self.plan.knobs.gradient_slots if decoder else 1
+            part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
+            if not resident:
+                pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
+                kind = (pool, "gradients", part.dtype, knob)
                 pools.setdefault(kind, []).append((count, part.of(spec.elements)))
+            if self.encodes:
+                kind = (self._gradient_pool(layer), "gradients", self.plan.workload.dtype, knob)
+                pools.setdefault(kind, []).append((count, self.width * spec.elements))
         for (pool, name, dtype_, knob), wanted in pools.items():
             self.builder.slots(
                 pool,
@@ -196,8 +209,19 @@ class _OverlappedStore:
             else f"device.streamed_{name}_vocabulary"
         )
 
+    def _coded_pool(self, layer: str) -> str:
+        """Returns the pool of slots for the codes of the layer's gradient, on their way out."""
+        return (
+            "device.coded_gradients"
+            if self.stack[layer].kind == "decoder"
+            else "device.coded_gradients_vocabulary"
+        )
+
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the layer's chunks: (number, first parameter, number of parameters)."""
+        layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
+        if layout is not None and layout.matrices:
+            return layout.chunks(self.chunk)
         total = self.stack[layer].elements
         if total not in self.chunks:
             self.chunks[total] = [
@@ -205,6 +229,10 @@ class _OverlappedStore:
                 for number, first in enumerate(range(0, total, self.chunk))
             ]
         return self.chunks[total]
+
+    def _longest_chunk(self, layer: str) -> int:
+        """Returns the parameters of the layer's longest chunk."""
+        return max(count for _, _, count in self._chunks(layer))
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """Returns a device buffer with the layer's weights, updated if an update was deferred.
@@ -245,7 +273,7 @@ class _OverlappedStore:
         return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
 
     def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int
+        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
     ) -> None:
         """Copies a layer's buffer to or from the host, chunk by chunk.
 
@@ -261,8 +289,8 @@ class _OverlappedStore:
                 lane,
                 (read,),
                 (written,),
-                offset=width * first,
-                bytes=width * count,
+                offset=int(width * first),
+                bytes=int(width * count),
             )
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
@@ -272,7 +300,7 @@ class _OverlappedStore:
         """
         home = self.home.get(("gradients", layer), "")
         adding = self.arrived[layer] > 0
-        if home.startswith("device."):
+        if home.startswith("device.") and not self.encodes:
             return home, adding
         if layer in self.summing:
             return self.summing.pop(layer), True
@@ -281,7 +309,7 @@ class _OverlappedStore:
             self.emit_pending_update()
         slot = self.builder.acquire(pool)
         if adding:
-            width = self.state[layer]["gradients"].of(1)
+            width = self.state[layer]["gradients"].bytes
             self._copies("load_gradients", layer, phase, micro, home, slot, width)
         return slot, adding
 
@@ -311,12 +339,30 @@ class _OverlappedStore:
             if buffer != home:
                 self.summing[layer] = buffer
             return
+        if self.encodes:
+            buffer = self._encoded(layer, buffer, home)
         if buffer != home:
-            width = self.state[layer]["gradients"].of(1)
+            width = self.state[layer]["gradients"].bytes
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
+
+    def _encoded(self, layer: str, gradient: str, home: str) -> str:
+        """Encodes the gradient and releases its slot. Returns the buffer with the codes: `home` if
+        that is on the device, or a slot.
+        """
+        resident = home.startswith("device.")
+        coded = home if resident else self.builder.acquire(self._coded_pool(layer))
+        self.builder.op(
+            OpId("encode_gradients", layer),
+            "update",
+            [gradient],
+            [coded],
+            parameters=self.stack[layer].elements,
+        )
+        self.builder.release(gradient)
+        return coded
 
     def apply_on_host(self, layer: str) -> None:
         """Emits AdamW on `layer` by the CPU, from a gradient in host memory.
@@ -471,7 +517,9 @@ class _DeviceUpdate:
             sum([store.state[layer][name].bytes for name in names])
             for names in (self.loaded, self.saved)
         )
-        """Bytes per parameter of one load, and of one save."""
+        """Bytes per parameter of one load, and of one save, without moments that only some tensors
+        keep."""
+        self.layout = update_layout(store.plan.workload.optimizer, store.stack[layer])
 
     def load(self, chunk: Chunk) -> dict[StateClass, str]:
         """Loads the chunk's streamed data and returns its slots by class of data.
@@ -492,9 +540,17 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=int(count * self.load_bytes),
+                bytes=self._bytes(chunk, self.loaded, self.load_bytes),
             )
         return slots
+
+    def _bytes(self, chunk: Chunk, names: Sequence[StateClass], per_parameter: float) -> int:
+        """Returns the bytes of a load or a save of the classes `names`."""
+        _, first, count = chunk
+        more = 0
+        if self.layout is not None and "moments" in names:
+            more = 4 * (self.layout.kept(first, count) - self.layout.least * count)
+        return int(count * per_parameter) + more
 
     def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
         """Updates the chunk, saves its streamed data to the host and releases its slots."""
@@ -505,9 +561,11 @@ class _DeviceUpdate:
             self.store.clipping.factor(self.layer),
             *old,
         ]
-        writes = [slots.get(name, self.home[name]) for name in self.classes] + (
-            [self.copy_to] if self.copy_to else []
-        )
+        writes = [
+            *[slots.get(name, self.home[name]) for name in self.classes],
+            *([self.copy_to] if self.copy_to else []),
+            *self.store.workspace[self.layer],
+        ]
         self.builder.op(
             OpId("update", self.layer, chunk=number),
             "update",
@@ -515,6 +573,7 @@ class _DeviceUpdate:
             writes,
             offset=first,
             parameters=count,
+            **update_flops(self.store.plan, self.layer, first, count),
         )
         if self.saved:
             reads, writes = (
@@ -528,7 +587,7 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=int(count * self.save_bytes),
+                bytes=self._bytes(chunk, self.saved, self.save_bytes),
             )
         for slot in slots.values():
             self.builder.release(slot)

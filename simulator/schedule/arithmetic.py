@@ -11,14 +11,18 @@ refuses such a group.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES
-from megatrain.simulator.model.workload import Dtype
+from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
+from megatrain.simulator.model.workload import Dtype, Gradients
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
 
 SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
@@ -38,10 +42,16 @@ class StatePart(NamedTuple):
     """Bytes per parameter, 0 if the layer does not have this class. A whole number of 32nds."""
     dtype: BufferDtype
     """The dtype of its elements."""
+    extra: int = 0
+    """Bytes of a layer beyond this: the moments that only some of its tensors keep."""
 
     def of(self, parameters: int) -> int:
-        """Returns the bytes of `parameters`, which are whole blocks."""
+        """Returns the bytes of `parameters`, which are whole blocks, without `extra`."""
         return int(self.bytes * parameters)
+
+    def whole(self, parameters: int) -> int:
+        """Returns the bytes of a layer of `parameters`."""
+        return self.of(parameters) + self.extra
 
 
 def contributions(plan: Plan, layer: str) -> int:
@@ -65,22 +75,76 @@ def sums_on_device(plan: Plan, layer: str) -> bool:
 
 def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     """Returns the size and the dtype of each class of a layer's state."""
-    work = plan.workload
-    moments = find(work.optimizer).moments
-    return layer_state_of(work.dtype, work.state, moments, contributions(plan, layer) > 1)
+    work, spec = plan.workload, plan.model.stack[layer]
+    summed = contributions(plan, layer) > 1
+    layout = update_layout(work.optimizer, spec)
+    if layout is None:
+        return layer_state_of(
+            work.dtype, work.state, find(work.optimizer).moments, summed, work.gradients
+        )
+    state = layer_state_of(work.dtype, work.state, layout.least, summed, work.gradients)
+    width = int(PLANE_BYTES["fp32"])
+    extra = width * (layout.values - layout.least * spec.elements)
+    return {**state, "moments": state["moments"]._replace(extra=extra)}
+
+
+def kept_moments(plan: Plan) -> Callable[[str, int, int], int]:
+    """Returns a function of (layer, first parameter, number of parameters): the values of all
+    moments that the optimizer keeps for these parameters.
+    """
+    name, moments = plan.workload.optimizer, find(plan.workload.optimizer).moments
+
+    def kept(layer: str, first: int, count: int) -> int:
+        layout = update_layout(name, plan.model.stack[layer])
+        return moments * count if layout is None else layout.kept(first, count)
+
+    return kept
+
+
+def layer_moments(plan: Plan, layer: str) -> int:
+    """Returns the moments that are kept for every parameter of a layer, without those that only
+    some of its tensors keep.
+    """
+    layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
+    return find(plan.workload.optimizer).moments if layout is None else layout.least
+
+
+def whole_matrices(plan: Plan) -> frozenset[str]:
+    """Returns the layers whose update needs whole matrices. Only the device updates them."""
+    name = plan.workload.optimizer
+    return needing_whole_matrices(name, plan.model) if find(name).by_tensor else frozenset()
+
+
+def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
+    """Raises UserError if one of `layers`, which the CPU is to update, needs whole matrices.
+    `where` names what asks for it.
+    """
+    unable = layers & whole_matrices(plan)
+    found = next((layer for layer in plan.model.stack if layer in unable), "")
+    if found:
+        raise UserError(
+            where,
+            found=f"layer {found} updated on the CPU with optimizer {plan.workload.optimizer}",
+            allowed="updates of its matrices on the GPU, which orthogonalises them",
+            fix=fix,
+        )
 
 
 @functools.cache
 def layer_state_of(
-    work: Dtype, state: str, moments: int, summed: bool
+    work: Dtype, state: str, moments: int, summed: bool, gradients: Gradients = "exact"
 ) -> dict[StateClass, StatePart]:
     """Cached because a search asks for each layer of each plan.
 
     The gradient of a step is fp32 if several gradients are `summed`, otherwise it has the compute
     dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master. `state` is
-    the name of the state format, and `moments` the values that the optimizer keeps.
+    the name of the state format, and `moments` the values that the optimizer keeps. `gradients` is
+    how the gradient is stored once it is complete.
     """
-    planes, gradient = FORMATS[state], "fp32" if summed else work
+    planes = FORMATS[state]
+    gradient: PlaneDtype = "fp32" if summed else work
+    if gradients == "8bit":
+        gradient = "block8"
     low = planes.low if work == "bf16" else None
     return {
         "weights": StatePart(PLANE_BYTES[work], work),
@@ -95,9 +159,9 @@ def state_bytes(plan: Plan, name: StateClass, layer: str) -> float:
     return layer_state(plan, layer)[name].bytes
 
 
-def gradient_bytes(plan: Plan, layer: str) -> int:
-    """Returns the bytes per parameter of a layer's gradient of a step."""
-    return layer_state(plan, layer)["gradients"].of(1)
+def gradient_bytes(plan: Plan, layer: str) -> float:
+    """Returns the bytes per parameter of a layer's gradient of a step, as it is stored."""
+    return layer_state(plan, layer)["gradients"].bytes
 
 
 def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:

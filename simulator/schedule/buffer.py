@@ -20,6 +20,7 @@ DataClass = Literal[
     "tokens",
     "losses",
     "norms",
+    "moving_norms",
     "clips",
     "ratio_sums",
     "workspace",
@@ -28,7 +29,8 @@ DataClass = Literal[
 
 * `weights`: a layer's weights in the compute dtype
 * `master_low`: the part of a layer's master weights that its bf16 weights do not have
-* `moments`: the optimizer's moments of a layer, two with AdamW
+* `moments`: the optimizer's moments of a layer: two with AdamW, one for the matrices that Muon
+  updates
 * `gradients`: a layer's gradient
 * `hidden`: the input or output of a layer, [batch, sequence, carried], or the gradient of one
 * `activations`: what autograd saves in a layer that is recomputed
@@ -36,10 +38,11 @@ DataClass = Literal[
 * `attention`: a layer's attention output and log-sum-exp
 * `tokens`: the ids, labels and document indices of a micro-batch
 * `losses`: the loss of a micro-batch
-* `norms`: the sum of squares of a layer's gradient
+* `norms`: the sum of squares of a layer's gradient, or of the gradient of each of its tensors
+* `moving_norms`: the moving norm of each tensor of a layer, which clipping by `adagc` keeps
 * `clips`: the clip coefficients and learning rate factors that updates read
 * `ratio_sums`: sums of g^2 / v of a layer
-* `workspace`: anything else, which no op of this runtime touches
+* `workspace`: temporary values of updates, and in schedules of other systems anything else
 """
 BufferDtype = Literal["bf16", "fp32", "int16", "int8", "block8", "int64", "mixed", "home"]
 """The dtype of a buffer's elements (`block8`: `simulator/model/state_format.py`). `mixed` means
@@ -51,6 +54,7 @@ DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "tokens": ("int64",),
     "losses": ("fp32",),
     "norms": ("fp32",),
+    "moving_norms": ("fp32",),
     "clips": ("fp32",),
     "ratio_sums": ("fp32",),
     "activations": ("mixed",),

@@ -28,6 +28,7 @@ CODES = {
     "PL": "load_activations",
     "A": "accumulate_gradients",
     "N": "norm",
+    "K": "encode_gradients",
     "Q": "update_ratios",
     "LV": "load_second_moment",
     "C": "clip",
@@ -145,7 +146,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parameters that an elementwise op or an op on optimizer state works on, padding
     included."""
     flops: int = 0
-    """The FLOPs of a compute op."""
+    """The FLOPs of a compute op, or of the matrix products of an update."""
     elements: int = 0
     """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
     shape: str = ""

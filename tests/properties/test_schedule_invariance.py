@@ -28,6 +28,7 @@ from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
 from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.optimizer import MUON
 from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
@@ -41,7 +42,7 @@ GROUPS = (
     GroupSettings(match="*up_proj*", rate_factor=0.5),
     GroupSettings(match="*norm*", weight_decay=0.05),
 )
-SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
+SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS, adagc_warm_up=1)
 """Settings that differ between neighboring tensors.
 
 Copies end inside tensors, so a chunk contains several tensors with different settings.
@@ -179,6 +180,8 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
         )
     if work.clipping == "update":
         assert min(yardstick.scales) < 0.9, "updates must be clipped"
+    if work.clipping == "adagc":
+        assert yardstick.clip_factor < 0.9, "gradients must be clipped after the warm-up"
     tensors = {
         f"{layer} {name}": tensor
         for layer, named in yardstick.masters.items()
@@ -190,6 +193,10 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
             for name, pair in named.items()
             for order, moment in enumerate(pair, 1)
         }
+    for layer in model.stack.values() if work.clipping == "adagc" else ():
+        zero = torch.zeros(())
+        kept = [yardstick.moving.get((layer.name, t.name), zero) for t in layer.tensors]
+        tensors[f"{layer.name} moving norms"] = torch.stack(kept)
     moved = [
         name
         for name, tensor in tensors.items()
@@ -218,7 +225,11 @@ def execute(plan: Plan) -> Trained:
             tensors |= {
                 f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()
             }
-            first, second = state.tensors()[f"{layer.name}.moments"]
+            flat = state.tensors()[f"{layer.name}.moments"]
+            if plan.workload.optimizer == MUON:
+                tensors |= muon_moments(layer, flat)
+                continue
+            first, second = flat
             if first.dtype == torch.uint8:
                 first, second = decoded_first(first), decoded_second(second)
             for order, moments in enumerate((first, second), 1):
@@ -226,11 +237,37 @@ def execute(plan: Plan) -> Trained:
                     f"{layer.name} {name} moment {order}": moment
                     for name, moment in by_tensor(layer, moments).items()
                 }
+            if (moving := state.tensors().get(f"{layer.name}.moving_norms")) is not None:
+                tensors[f"{layer.name} moving norms"] = moving.clone()
         return Trained(
             [result.loss for result in results],
             [result.gradient_norm for result in results],
             as_bits(tensors),
         )
+
+
+def muon_moments(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns copies of the moments in `flat`: the first of every tensor, then the second of those
+    that AdamW updates.
+    """
+    adamw = [
+        tensor
+        for tensor in layer.tensors
+        if layer.kind != "decoder"
+        or len(tensor.shape) == 1
+        or min(tensor.shape[-2:]) == 1
+        or tensor.name.endswith("bias")
+    ]
+    second = msgspec.structs.replace(layer, tensors=tuple(adamw))
+    assert len(flat) == layer.elements + second.elements
+    return {
+        f"{layer.name} {name} moment {order}": moment
+        for order, part, values in (
+            (1, layer, flat[: layer.elements]),
+            (2, second, flat[layer.elements :]),
+        )
+        for name, moment in by_tensor(part, values).items()
+    }
 
 
 def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -320,6 +357,9 @@ def plans(draw: st.DrawFn) -> Plan:
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
     policy = draw(st.sampled_from(policies.names()))
+    stores_one = work.clipping == "global" and work.accumulation == 1 and not model.tied
+    if policy == "overlapped" and stores_one and draw(st.booleans()):
+        work = msgspec.structs.replace(work, gradients="8bit")
     layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
     summed = work.accumulation > 1 or model.tied
     knobs = Knobs(
@@ -349,6 +389,39 @@ def plans(draw: st.DrawFn) -> Plan:
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
 
 
+@st.composite
+def muon_plans(draw: st.DrawFn) -> Plan:
+    """Returns any plan with the optimizer Muon, which the CPU cannot use on decoder layers."""
+    plan = draw(plans().filter(lambda plan: plan.policy in ("resident", "overlapped")))
+    work = msgspec.structs.replace(
+        plan.workload,
+        optimizer=MUON,
+        state=EXACT,
+        clipping=draw(st.sampled_from([kind for kind in CLIPPING if kind != "update"])),
+    )
+    able = [layer for layer in plan.model.stack if not layer.isdigit()]
+    on_host = draw(st.lists(st.sampled_from(able), unique=True))
+    placement = msgspec.structs.replace(
+        plan.knobs.placement, host_updated="" if plan.policy == "resident" else ",".join(on_host)
+    )
+    knobs = msgspec.structs.replace(plan.knobs, placement=placement)
+    return planned(plan.policy, plan.model, work, knobs)
+
+
+@given(muon_plans())
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+def test_any_plan_with_muon_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@given(muon_plans())
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+def test_hundreds_of_plans_with_muon_give_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
 @given(plans())
 @settings(max_examples=6)
 def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
@@ -374,7 +447,13 @@ CASES += [
     for clipping in ("layer", "update")
     for dtype, accumulation in (("bf16", 1), ("fp32", 4))
 ]
-NORMAL_CASES = [("global", "bf16", 4), ("layer", "bf16", 1), ("update", "fp32", 4)]
+CASES += [("adagc", "bf16", 4), ("adagc", "fp32", 1)]
+NORMAL_CASES = [
+    ("global", "bf16", 4),
+    ("layer", "bf16", 1),
+    ("update", "fp32", 4),
+    ("adagc", "bf16", 4),
+]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ master. It shares none of the code that schedules the work or stores tensors.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,10 +45,11 @@ from megatrain.runtime.optimizer.blockwise import (
     rounding_keys,
     split_randomly,
 )
+from megatrain.runtime.optimizer.coded_gradients import decoded, encode
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.optimizer import ADAMW, find
+from megatrain.simulator.model.optimizer import ADAMW, MUON, find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
@@ -122,12 +124,13 @@ class Reference:
         self._optimizer = find(workload.optimizer)
         self.moments = {
             layer: {
-                name: torch.zeros(self._optimizer.moments, *t.shape, device=device)
+                name: torch.zeros(self._kept(layer, name, t), *t.shape, device=device)
                 for name, t in tensors.items()
             }
             for layer, tensors in self.masters.items()
         }
-        """[moments, *shape] by layer and tensor name, fp32 in every state format"""
+        """[moments, *shape] by layer and tensor name, fp32 in every state format. One moment marks
+        the matrices that Muon updates."""
         first = 0
         self._index: dict[str, dict[str, int]] = {}
         """The index in the model of the first element of each tensor, by layer and tensor name."""
@@ -146,7 +149,25 @@ class Reference:
         self.scales: list[float] = []
         """With clipping by `update`: the factors on the learning rate, one for each tensor and
         step."""
+        self.moving: dict[tuple[str, str], torch.Tensor] = {}
+        """With clipping by `adagc`: (layer, tensor) -> its moving norm, 0-dimensional fp32, if it
+        has had a gradient."""
+        self.clip_factor: float | None = None
+        """With clipping by `adagc`: the least factor of the last step."""
         self._write_back()
+
+    def _kept(self, layer: str, name: str, tensor: torch.Tensor) -> int:
+        """Returns the moments that the optimizer keeps for a tensor. With Muon, the matrices of
+        decoder layers have one.
+        """
+        matrix = (
+            self.work.optimizer == MUON
+            and layer.isdigit()
+            and tensor.dim() > 1
+            and min(tensor.shape[-2:]) > 1
+            and not name.endswith("bias")
+        )
+        return 1 if matrix else self._optimizer.moments
 
     def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
         found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self._stack))
@@ -165,7 +186,7 @@ class Reference:
         """Runs one optimizer step over the micro-batches.
 
         Returns the mean loss and the gradient norm. The norm is None unless the workload clips by
-        `global` or `layer`.
+        `global`, `layer` or `adagc`.
         """
         batches = [batch._replace(labels=batch.trained_labels) for batch in batches]
         scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
@@ -196,6 +217,10 @@ class Reference:
                 name: clip_coefficient([part], self.settings.max_norm)[0] if by_layer else factor
                 for name, part in sums.items()
             }
+        if self.work.clipping == "adagc":
+            gradients, norm = self._clipped_by_moving_norms(gradients, number)
+        if self.work.gradients == "8bit":
+            gradients = self._stored(gradients, number)
         for layer, tensors in gradients.items():
             groups = {
                 tensor.name: param_group(self.settings, self.spec.stack[layer], tensor)
@@ -214,6 +239,53 @@ class Reference:
                 self._store(layer, name, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
+
+    def _stored(
+        self, gradients: dict[str, dict[str, torch.Tensor]], number: int
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the gradients as an update reads them if they are stored in codes."""
+        read: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, tensors in gradients.items():
+            read[layer] = {}
+            for name, gradient in tensors.items():
+                flat = _padded(gradient)
+                stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
+                encode(flat, stored, self._seed, number, self._index[layer][name])
+                read[layer][name] = decoded(stored)[: gradient.numel()].view(gradient.shape)
+        return read
+
+    def _clipped_by_moving_norms(
+        self, gradients: dict[str, dict[str, torch.Tensor]], number: int
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
+        """Returns the clipped gradients in fp32, and the norm of all gradients. Brings the moving
+        norms up to date.
+        """
+        settings, squares, factors = self.settings, [], []
+        clipped = dict[str, dict[str, torch.Tensor]]()
+        for layer, tensors in gradients.items():
+            clipped[layer] = {}
+            for name, gradient in tensors.items():
+                squares.append(sum_of_squares(gradient.flatten()))
+                size, factor = rounded_sqrt(squares[-1]), torch.ones_like(squares[-1])
+                before = self.moving.get((layer, name))
+                first = before is None or number <= settings.adagc_warm_up
+                limit = torch.full_like(size, settings.max_norm)
+                if before is not None and not first:
+                    limit = before * settings.adagc_factor
+                if size > limit:
+                    size, factor = limit, limit / size
+                if before is not None and first:
+                    self.moving[layer, name] = min(before, size) if size else before
+                elif before is not None and size:
+                    self.moving[layer, name] = before * settings.adagc_decay + size * (
+                        1 - settings.adagc_decay
+                    )
+                elif size:
+                    self.moving[layer, name] = size
+                factors.append(float(factor))
+                clipped[layer][name] = gradient.float() * factor
+        self.clip_factor = min(factors)
+        return clipped, math.sqrt(math.fsum(float(square) for square in squares))
 
     def _micro_batch(
         self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]
@@ -375,7 +447,10 @@ class Reference:
         number: int,
     ) -> None:
         rate *= group.rate_factor
-        if self.work.optimizer != ADAMW:
+        if self.work.optimizer == MUON and len(moments) == 1:
+            _muon(master, moments[0], g, rate, group.weight_decay)
+            return
+        if self.work.optimizer not in (ADAMW, MUON):
             given = chosen(self._optimizer, self.settings, group.weight_decay)
             flat = (master.view(-1), moments.flatten(1), g.flatten())
             self._optimizer.update(*flat, rate=rate, number=number, **given)
@@ -433,6 +508,39 @@ class Reference:
                 split_randomly(flat, high, low, key, index)
             stored = join(high, low)
         master.view(-1).copy_(stored[: master.numel()])
+
+
+def _muon(
+    master: torch.Tensor, momentum: torch.Tensor, g: torch.Tensor, rate: float, decay: float
+) -> None:
+    """Does one step of Muon on a matrix, or on each matrix of [experts, rows, columns]."""
+    new = g * (1 - 0.95)
+    momentum.copy_(momentum * 0.95 + new)
+    rows, columns = master.shape[-2:]
+    made = [
+        _orthogonalised(matrix.bfloat16())
+        for matrix in (momentum * 0.95 + new).view(-1, rows, columns)
+    ]
+    if decay:
+        master *= 1 - rate * decay
+    master -= torch.stack(made).view_as(master).float() * (0.2 * max(rows, columns) ** 0.5 * rate)
+
+
+def _orthogonalised(x: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix with nearly the singular vectors of `x` [rows, columns] bf16, and with
+    singular values near 1.
+    """
+    x = x / rounded_sqrt(sum_of_squares(x.reshape(-1))).clamp(min=1e-7).bfloat16()
+    for _ in range(5):
+        if x.shape[0] <= x.shape[1]:
+            a = x @ x.T
+            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.addmm(x, b, x, beta=3.4445)
+        else:
+            a = x.T @ x
+            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.addmm(x, x, b, beta=3.4445)
+    return x
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:

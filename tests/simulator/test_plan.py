@@ -218,7 +218,7 @@ GONE = object()
             [
                 "workload.clipping: ",
                 "found 'value'",
-                "allowed: 'global', 'layer', 'update', 'none'",
+                "allowed: 'global', 'layer', 'update', 'adagc', 'none'",
                 "fix: ",
             ],
         ),

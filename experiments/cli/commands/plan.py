@@ -163,7 +163,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     """Returns the best plan of each policy for the model and the machine of the options."""
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
-    from megatrain.simulator.model.specs import model_file
+    from megatrain.simulator.model.specs import ModelSpec, model_file
 
     hardware = HardwareSpec.load(args.hardware)
     if os.path.exists(args.model):
@@ -175,6 +175,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
+    args = from_options.with_fitting_state(args, hardware, ModelSpec.load(args.model))
     return from_options.choices(args, hardware, source, named), hardware
 
 

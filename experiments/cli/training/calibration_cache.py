@@ -48,7 +48,7 @@ def calibration(
     Args:
         workload: its batch and accumulation do not matter, because a few batches are measured.
         device_bytes: replaces the device memory that the machine reports.
-        host_bytes: replaces the host memory that the machine reports.
+        host_bytes: replaces the host memory that a plan may have on this machine.
         again: whether to measure although the cache has the calibration.
 
     Raises UserError if the machine cannot be measured, or if the cache cannot be written.
@@ -84,7 +84,9 @@ def _measured(workload: Workload, device: torch.device) -> list[Workload]:
     """
     tokens = most_tokens(device.type, machine.device_bytes(device))
     return [
-        msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT)
+        msgspec.structs.replace(
+            workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT, gradients="exact"
+        )
         for rows in row_counts(tokens, workload.sequence)
     ]
 

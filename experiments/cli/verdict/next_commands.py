@@ -56,7 +56,11 @@ def _quoted(*words: str) -> list[str]:
 def _state(verdict: Verdict) -> dict[str, tuple[object, object]]:
     """Returns the options that decide the size of the optimizer's state, with their defaults."""
     work = verdict.workload
-    return {"optimizer": (work.optimizer, "adamw"), "state": (work.state, "exact")}
+    return {
+        "optimizer": (work.optimizer, "adamw"),
+        "state": (work.state, "exact"),
+        "gradients": (work.gradients, "exact"),
+    }
 
 
 def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
