@@ -94,6 +94,28 @@ def choices(
     )
 
 
+def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict | None:
+    """Returns what is known of the verdict before plans are searched, or None if nothing is.
+
+    Of the result, only whether the model fits is right, the speed as the most that any plan can
+    have, and, if the model does not fit, the memory.
+
+    Raises UserError as `choices` does.
+    """
+    from megatrain.simulator.planner.outlook import outlook as found_by_memory
+    from megatrain.simulator.verdict.verdict import summarize
+
+    found = found_by_memory(
+        model,
+        hardware,
+        options.workload(args, model, quiet=True),
+        device_limit=options.device_limit(args.device_memory, hardware),
+        host_limit=args.host_memory,
+        policies=policies(args.policy),
+    )
+    return _stated(summarize(found, hardware), args) if found else None
+
+
 def as_json(verdict: Verdict) -> dict[str, object]:
     """Returns what `--json` prints: all fields of the verdict, in bytes and seconds."""
     import msgspec
@@ -196,9 +218,16 @@ def explained(
     verdict = explain(
         choice, hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens, advise=advise
     )
+    return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+
+
+def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:
+    """Returns `verdict`, whose host memory is not assumed if an option states it, or if the machine
+    is this one.
+    """
+    import msgspec
+
     stated = args.hardware is None or args.host_memory is not None
     return msgspec.structs.replace(
-        verdict,
-        batch_chosen=batch_chosen,
-        host_memory_assumed=verdict.host_memory_assumed and not stated,
+        verdict, host_memory_assumed=verdict.host_memory_assumed and not stated
     )
