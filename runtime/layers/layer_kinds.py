@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.embedding_and_head import Arguments
+from megatrain.runtime.layers.fp8_linear import Fp8Linear
 from megatrain.runtime.layers.meta_model import kind_of
 
 _ROUTERS = "router_logits"
@@ -42,14 +43,21 @@ class LayerKind:
                 part.register_forward_hook(
                     lambda _module, _input, outputs: self._routed.append(outputs[output])
                 )
-        # So that compiled layers draw the same random numbers as eager ones.
-        options: dict[str, Any] | None = {"fallback_random": True} if draws else None
+        options: dict[str, Any] = {}
+        if draws:  # so that compiled layers draw the same random numbers as eager ones
+            options["fallback_random"] = True
+        if any(isinstance(part, Fp8Linear) for part in module.modules()):
+            # So that the operand of a cast to fp8 does not depend on what it is fused with: a
+            # difference of one bit in bf16 can be the difference between two values of fp8.
+            options["emulate_precision_casts"] = True
         self.run = (
-            torch.compile(self.eager, dynamic=False, options=options) if compiled else self.eager
+            torch.compile(self.eager, dynamic=False, options=options or None)
+            if compiled
+            else self.eager
         )
         """`eager`, compiled if the workload is compiled"""
         self.attend = (
-            torch.compile(self._attend, dynamic=False, options=options)
+            torch.compile(self._attend, dynamic=False, options=options or None)
             if compiled
             else self._attend
         )

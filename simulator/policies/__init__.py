@@ -133,10 +133,10 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
 def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
-    Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`. Raises it, too, if the policy updates on the host and the optimizer
-    cannot, or if gradients are stored in 8 bits and the policy does not store them, or adds
-    several.
+    Raises UserError if the policy is another system's and the optimizer is not AdamW, the state
+    format is not `exact`, or products are in fp8. Raises it, too, if the policy updates on the host
+    and the optimizer cannot, or if gradients are stored in 8 bits and the policy does not store
+    them, or adds several.
     """
     policy = find(plan.policy)
     if plan.workload.gradients != "exact":
@@ -147,6 +147,13 @@ def _policy(plan: Plan) -> Policy:
             found=plan.workload.state,
             allowed=f"{EXACT}, since that system has other formats",
             fix="use another policy, or leave out --state",
+        )
+    if policy.prediction_only and plan.workload.fp8:
+        raise UserError(
+            f"policy {plan.policy}: fp8",
+            found=plan.workload.fp8,
+            allowed="products in bf16, as that system was described",
+            fix="use another policy, or --dtype bf16",
         )
     if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
         raise UserError(

@@ -34,7 +34,7 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
     [
         (["ch"], ["check", "chat"]),
         (["train", "--adap"], ["--adapt"]),
-        (["check", "--dtype", ""], ["bf16", "fp32"]),
+        (["check", "--dtype", ""], ["bf16", "fp32", "fp8"]),
         (["report", "con"], ["conftest.py"]),
     ],
 )

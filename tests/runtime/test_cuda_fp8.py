@@ -122,7 +122,7 @@ def test_every_plan_gives_the_same_bits(
     plain, _ = execute(make_plan("resident", **{**common, "fp8": None}))
     assert first[0] != plain
     for (ours, _), (theirs, _) in zip(first[0], plain, strict=True):
-        assert ours == pytest.approx(theirs, rel=0.02)
+        assert ours == pytest.approx(theirs, rel=0.05)
     for policy, knobs in EVERY:
         results, masters = execute(make_plan(policy, **{"chunk_bytes": 2**18, **common, **knobs}))
         assert results == first[0], (policy, knobs)

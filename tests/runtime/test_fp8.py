@@ -123,6 +123,19 @@ def test_compiled_products_are_the_eager_ones() -> None:
     assert all(map(torch.equal, eager, found))
 
 
+@pytest.mark.parametrize("fp8", [None, "rowwise"])
+def test_compiled_layers_round_between_fused_ops_if_they_cast_to_fp8(
+    monkeypatch: pytest.MonkeyPatch, make_model: Callable[..., Any], fp8: Any
+) -> None:
+    compiled = mock.Mock(side_effect=lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", compiled)
+    model, work = make_model(**WIDE), Workload(batch=2, sequence=16, compiled=True, fp8=fp8)
+    FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    options = [call.kwargs["options"] for call in compiled.mock_calls if "options" in call.kwargs]
+    assert len(options) == 2
+    assert options == [{"emulate_precision_casts": True} if fp8 else None] * 2
+
+
 @pytest.mark.parametrize(("scaling", "tied"), [("rowwise", False), ("tensorwise", True)])
 def test_every_plan_gives_the_same_bits(
     executable: Callable[..., Plan], session: Callable[..., Any], scaling: str, tied: bool

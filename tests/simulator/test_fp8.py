@@ -68,6 +68,11 @@ def test_a_schedule_is_the_same_but_for_the_shape_of_its_layers(
     ]
 
 
+def test_other_systems_are_not_predicted_with_fp8(make_plan: Callable[..., Plan]) -> None:
+    with pytest.raises(UserError, match=r"zero_offload: fp8: found rowwise; allowed: products in"):
+        lower(make_plan("zero_offload", fp8="rowwise"))
+
+
 @pytest.mark.parametrize("name", library())
 def test_machines_with_fp8_have_twice_the_rate_of_bf16(name: str) -> None:
     machine = HardwareSpec.of_library(name)
