@@ -39,9 +39,9 @@ class UpdateCosts(NamedTuple):
     case, because a GPU's kernel is used only if it proves to have PyTorch's bits."""
     core_per_s: float
     """Parameters per second that a core of the host updates if memory does not limit it, 0 for no
-    limit. Machines are measured with fp32 moments, which memory limits. For 8-bit moments, a core
-    of an AMD EPYC (Zen 4) does 0.75 to 0.9e9 (`experiments/benchmarks/updates.py`, 2026-11-23);
-    less is assumed, for slower cores."""
+    limit. Machines are measured with fp32 moments, which memory limits. One core of an AMD EPYC
+    does at best 0.77e9 in `master24` and 0.85e9 in `bf16-sr`, beside other work
+    (`experiments/benchmarks/updates.py`, 2026-11-23); less is assumed, for slower cores."""
 
 
 GPU_BLOCK = 2**22
