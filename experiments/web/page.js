@@ -40,9 +40,12 @@ async function refresh() {
     if (now !== turn || error.name === "AbortError") return;
     at("error").textContent = error.message;
     at("error").hidden = false;
-    at("answer").hidden = at("keep").hidden = true;
-    at("answer").classList.remove("planning", "stale");
-    answer = null;
+    at("advice-section").hidden = true;
+    if (at("answer").classList.contains("stale")) {  // otherwise, what is known remains
+      at("answer").hidden = at("keep").hidden = true;
+      at("answer").classList.remove("planning", "stale");
+      answer = null;
+    }
     at("answer").setAttribute("aria-busy", "false");
   };
   try {

@@ -229,6 +229,34 @@ def test_what_is_known_is_shown_until_the_verdict_is_there(
     assert float(speed.replace(",", "")) <= float(most.split()[2].replace(",", ""))
 
 
+@pytest.mark.parametrize("missing", ["verdict", "advice"])
+def test_what_is_known_remains_if_the_rest_takes_too_long(
+    open_page: Callable[..., Page], address: str, missing: str
+) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("body[data-ready]").wait_for()
+    page.evaluate(
+        """(missing) => {
+      const asked = source.ask.bind(source);
+      source.ask = async (part, ...rest) => {
+        if (part !== missing) return asked(part, ...rest);
+        await new Promise((resolve) => { window.fail = resolve; });
+        throw new Error("the answer took too long");
+      };
+    }""",
+        missing,
+    )
+    page.select_option("#state", "bf16-sr")
+    planning = ".planning" if missing == "verdict" else ":not(.planning)"
+    page.locator(f"#answer{planning}:not(.stale)").wait_for()
+    page.evaluate("window.fail()")
+    page.locator("#error", has_text="took too long").wait_for()
+    assert page.inner_text("#yes") == "YES"
+    assert "stochastic rounding" in page.inner_text("#sentence")
+    assert page.locator("#trying").is_hidden()
+    assert page.locator("#keep").is_visible() == (missing == "advice")
+
+
 def test_a_mistake_is_one_line_and_the_next_answer_replaces_it(
     open_page: Callable[..., Page], address: str
 ) -> None:
