@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 
 from megatrain.paper_figures import (
+    card_memory,
     figure1,
     figure2,
     figure3,
@@ -19,15 +20,19 @@ from megatrain.paper_figures import (
     figure5,
     figure6,
     figure7,
+    formats,
     pareto,
     predicted_measured,
+    ratio,
     regimes,
+    robustness,
     style,
     table1,
     table3,
     table4,
     table7,
     tables8_9,
+    times,
 )
 from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, as_csv
@@ -37,6 +42,7 @@ from megatrain.simulator.hardware.shared import library_only
 
 FIGURES: dict[str, Callable[[Results], Drawn]] = {
     "figure1": figure1.draw,
+    "ratio": ratio.draw,
     "figure2": figure2.draw,
     "figure3": figure3.draw,
     "figure4": figure4.draw,
@@ -48,9 +54,13 @@ FIGURES: dict[str, Callable[[Results], Drawn]] = {
     "table4": table4.draw,
     "table7": table7.draw,
     "tables8_9": tables8_9.draw,
+    "times": times.draw,
     "regimes": regimes.draw,
+    "card_memory": card_memory.draw,
     "pareto": pareto.draw,
+    "formats": formats.draw,
     "predicted_measured": predicted_measured.draw,
+    "robustness": robustness.draw,
 }
 _INTRODUCTION = """# The paper's figures
 

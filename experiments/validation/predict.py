@@ -81,7 +81,11 @@ class _Case(NamedTuple):
         if self.policy == "megatrain_code":
             return megatrain_code.lower_ablated(
                 plan,
-                megatrain_code.Ablation(**dict(self.ablation), copies=self.setting.pinned_copies),
+                megatrain_code.Ablation(
+                    **dict(self.ablation),
+                    copies=self.setting.pinned_copies,
+                    packs=self.setting.packs,
+                ),
             )
         return policies.lower(plan)
 

@@ -143,6 +143,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bandwidth of the link in both directions. None for the library's value."""
     pinned_copies: bool = True
     """`copies` of `megatrain_code.Ablation`, for the published code."""
+    packs: bool = False
+    """`packs` of `megatrain_code.Ablation`, for the published code."""
     moments_bytes: int = 8
     """Bytes per parameter of both moments on the host: 8 in fp32, 4 in bf16."""
 
