@@ -54,9 +54,7 @@ def draw(results: Results) -> Drawn:
         for cell in mine
     ]
     share = {
-        tokens: {
-            cell.device_limit_gib: cell.tokens_per_s / mine[-1].tokens_per_s for cell in mine
-        }
+        tokens: {cell.device_limit_gib: cell.tokens_per_s / mine[-1].tokens_per_s for cell in mine}
         for tokens, mine in lines.items()
     }
     most, few = max(TOKENS), min(TOKENS)

@@ -239,9 +239,7 @@ def _by_active(row: TableRow, record: BenchmarkRecord) -> TableRow:
 def _drawn(
     records: list[BenchmarkRecord], sizes: list[Size], measured: list[Star], figure: Any, made: str
 ) -> Drawn:
-    rows = [
-        _by_active(row, record) for row, record in zip(rows_of(records), records, strict=True)
-    ]
+    rows = [_by_active(row, record) for row, record in zip(rows_of(records), records, strict=True)]
     found = {row.item: row for row in rows if row.quantity == "tflops"}
     seven, fourteen, zero3 = found["MegaTrain 7b"], found["MegaTrain 14b"], found["ZeRO-3 14b"]
     rows.append(

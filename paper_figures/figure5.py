@@ -55,9 +55,7 @@ class Figure5Data(msgspec.Struct, frozen=True, kw_only=True):
 def draw(results: Results) -> Drawn:
     data, date = results.typed("figure5", Figure5Data)
     records = data.rows
-    figure, (speed, host, device) = style.canvas(
-        style.PAGE, 3.9, ncols=3, width_ratios=(1.5, 1, 1)
-    )
+    figure, (speed, host, device) = style.canvas(style.PAGE, 3.9, ncols=3, width_ratios=(1.5, 1, 1))
     style.plain(speed, "speed", "", "TFLOPS (6N)")
     speed.set_ylim(0, 460)
     layers = sorted({record.layers for record in records})

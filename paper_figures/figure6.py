@@ -183,8 +183,8 @@ def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
             " out of memory; at x1.0 and x3.0 the baselines are as fast or faster."
         ),
         finding=(
-            f"The paper does not report the base width. Of {len(spread)} tried, {named} predict best"
-            f" what fits ({most} of {spread[best[0]][2]} rows; 1,792, assumed here,"
+            f"The paper does not report the base width: of {len(spread)} tried, {named} predict"
+            f" best what fits ({most} of {spread[best[0]][2]} rows; 1,792, assumed here,"
             f" {spread[1792][1]}), and over all five speeds the mean deviation is"
             f" {spread[best[-1]][0]:.0%} for {best[-1]:,}, {spread[1792][0]:.0%} for 1,792 and"
             f" {spread[near][0]:.0%} for {near:,}. Only {near:,} bends down as the paper's curve"

@@ -63,14 +63,7 @@ def draw(results: Results) -> Drawn:
     style.legend(
         figure,
         style.bar_handles(
-            (
-                "megatrain_code",
-                "zero3_offload",
-                "gemini",
-                "paper_stated",
-                "paper_schedule",
-                "ours",
-            )
+            ("megatrain_code", "zero3_offload", "gemini", "paper_stated", "paper_schedule", "ours")
         ),
         2,
     )

@@ -137,7 +137,8 @@ def draw(results: Results) -> Drawn:
             f" {columns[2] // 1024}K, {fast.device_limit_gib} GiB are"
             f" {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as"
             f" {slow.device_limit_gib}, and with more tokens stored activations no longer fit, so"
-            " that the best speed falls a little. In {by_host} of the {len(fitting)} cells that fit, the host"
+            f" that the best speed falls a little. In {by_host} of the {len(fitting)} cells that"
+            " fit, the host"
             " updates layers that are not resident, so their optimizer state does not cross the"
             " link."
         ),

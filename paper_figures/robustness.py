@@ -1,8 +1,6 @@
-"""Robust or fragile: which conclusions of the page hold when an input of the predictions changes."""
+"""Robust or fragile: which conclusions of the page hold when an input changes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
@@ -92,7 +90,10 @@ def _text(value: float, unit: str) -> str:
 def table(results: Results) -> str:
     """Returns the conclusions as a table in Markdown."""
     data, _ = results.typed("robustness", Robustness)
-    lines = ["| conclusion | predicted | least to most | verdict | broken by |", "|---|---|---|---|---|"]
+    lines = [
+        "| conclusion | predicted | least to most | verdict | broken by |",
+        "|---|---|---|---|---|",
+    ]
     for one in judged(data):
         lines.append(
             f"| {one.name} | {one.value} | {one.least} to {one.most} | {one.verdict}, holds in"
@@ -126,9 +127,7 @@ def draw(results: Results) -> Drawn:
     axes.set_yticks(
         range(len(conclusions)), [conclusion.name for conclusion in conclusions], fontsize=7
     )
-    axes.set_xticks(
-        range(len(others)), [tried.name for tried in others], rotation=90, fontsize=7
-    )
+    axes.set_xticks(range(len(others)), [tried.name for tried in others], rotation=90, fontsize=7)
     axes.tick_params(length=0)
     axes.set_title("does it hold? (dark, x: no; white: not tried)")
     for side in ("left", "bottom"):

@@ -216,13 +216,7 @@ def handles(
     ]
     made += [
         Line2D(
-            [],
-            [],
-            color="black",
-            marker="o",
-            markerfacecolor=face,
-            linestyle="none",
-            label=label,
+            [], [], color="black", marker="o", markerfacecolor=face, linestyle="none", label=label
         )
         for wanted, face, label in (
             (paper, "black", "the paper's value"),

@@ -20,14 +20,14 @@ HEADINGS = (
     "host GiB\n(paper: GB)",
     "host GB/s\n(paper)",
 )
-_WIDTHS = (0.12, 0.11, 0.13, 0.13, 0.11, 0.13, 0.13, 0.14)
+_WIDTHS = (0.13, 0.12, 0.14, 0.13, 0.13, 0.14, 0.13, 0.13)
 
 
 def draw(results: Results) -> Drawn:
     facts = results.facts()["table1"]
     machines = {name: HardwareSpec.load(name) for name in MACHINES}
     cells = [_cells(hardware, facts) for hardware in machines.values()]
-    figure, axes = style.canvas(style.PAGE, 2.9)
+    figure, axes = style.canvas(style.PAGE, 3.1)
     axes.set_axis_off()
     drawn = axes.table([list(HEADINGS), *cells], loc="center", cellLoc="right", colWidths=_WIDTHS)
     drawn.auto_set_font_size(False)
@@ -49,11 +49,11 @@ def draw(results: Results) -> Drawn:
     axes.text(
         0.5,
         -0.1,
-        f"the paper's prices in dollars per GB: {text}; its other tiers: SRAM"
+        f"the paper's prices in dollars per GB: {text}\nits other tiers: SRAM"
         f" {tiers['SRAM']['capacity']} at {tiers['SRAM']['bandwidth']}, NVMe"
-        f" {tiers['NVMe']['capacity']}\nat {tiers['NVMe']['bandwidth']} for"
-        f" {tiers['NVMe']['dollars']} dollars per GB (doubtful). B200 and RTX 4090 are not in the"
-        " paper. 1.5 TB is 1,500 or 1,649 GB (1,536 GiB).",
+        f" {tiers['NVMe']['capacity']} at {tiers['NVMe']['bandwidth']} for"
+        f" {tiers['NVMe']['dollars']} dollars per GB (doubtful)\nB200 and RTX 4090 are not in the"
+        " paper; 1.5 TB is 1,500 or 1,649 GB (1,536 GiB)",
         transform=axes.transAxes,
         ha="center",
         fontsize=7,

@@ -94,7 +94,9 @@ def draw(results: Results) -> Drawn:
     stars = _own(right, data, found)
     entries = [
         *style.bar_handles(("megatrain_code", "paper_stated", "paper_schedule", "ours")),
-        Patch(facecolor=PALE, edgecolor=style.INK, linewidth=0.4, label="ours, 14B, GH200, compiled"),
+        Patch(
+            facecolor=PALE, edgecolor=style.INK, linewidth=0.4, label="ours, 14B, GH200, compiled"
+        ),
         *(
             Patch(
                 facecolor=style.LOOKS["ours"].colour,
@@ -294,4 +296,3 @@ def _drawn(
         ),
         made=made,
     )
-

@@ -108,10 +108,7 @@ def draw(results: Results) -> Drawn:
         axes.minorticks_off()
     style.legend(
         figure,
-        [
-            *style.handles(SYSTEMS, doubtful=True, stars=True),
-            *right.get_legend_handles_labels()[0],
-        ],
+        [*style.handles(SYSTEMS, doubtful=True, stars=True), *right.get_legend_handles_labels()[0]],
         4,
     )
     run = ", ".join(f"{context.batch} x {context.sequence:,}" for context in found.values())

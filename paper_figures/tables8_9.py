@@ -54,14 +54,14 @@ class Tables89Data(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(results: Results) -> Drawn:
     data, date = results.typed("tables8_9", Tables89Data)
-    figure, axes = style.canvas(style.PAGE, 5.3, nrows=2, ncols=2)
+    figure, axes = style.canvas(style.PAGE, 5.8, nrows=2, ncols=2)
     for panel, source, title in zip(
         axes[0],
         ("paper Table 8", "paper Table 9"),
         ("RTX A6000, 48 GB", "RTX 3090, 24 GB"),
         strict=True,
     ):
-        style.plain(panel, title, BATCHES_NAMED.replace("\n", " "), "TFLOPS (6N)")
+        style.plain(panel, title, BATCHES_NAMED, "TFLOPS (6N)")
         bars(panel, groups([record for record in data.rows if record.source == source], MODELS))
     both = axes[1, 0].get_gridspec()
     for panel in axes[1]:

@@ -48,9 +48,7 @@ def draw(results: Results) -> Drawn:
         energy, "energy of the GPU", "billions of parameters (log scale)", "kWh (log scale)"
     )
     for machine, (label, colour, marker, line) in LOOKS.items():
-        mine = [
-            point for point in data.points if point.machine == machine and point.ours.fits
-        ]
+        mine = [point for point in data.points if point.machine == machine and point.ours.fits]
         x = [point.parameters / 1e9 for point in mine]
         look: Any = {
             "color": colour,
@@ -118,8 +116,8 @@ def draw(results: Results) -> Drawn:
             f" {small.kwh or 0:.0f} kWh of GPU energy; the price is that many machine-hours"
             f" ({seven.hours:.0f} and {small.hours:.0f}). 14B takes {fourteen.hours / 24:.1f} days"
             f" on the RTX 4090 with 256 GiB of host memory, and 120B {large.hours / 24:.1f} days on"
-            " one H200 with 1,649 GB. A step of 32,768 tokens amortizes little at 120B: its"
-            " experts all cross the link, so larger steps are faster there."
+            " one H200 with 1,649 GB. Larger steps are faster at 120B, whose experts all cross the"
+            " link ([answers](../docs/answers.md))."
         ),
         made=(
             f"Predictions of {date}: ours, best plan, 32 x 1,024 tokens per step, eager layers,"

@@ -20,7 +20,11 @@ from megatrain.experiments.validation.predict import predict
 from megatrain.experiments.validation.rows import load_settings
 
 BATCH, SEQUENCE = 32, 1024
-PEERS = {"code": "megatrain_code", "zero3_offload": "zero3_offload", "fsdp2_offload": "fsdp2_offload"}
+PEERS = {
+    "code": "megatrain_code",
+    "zero3_offload": "zero3_offload",
+    "fsdp2_offload": "fsdp2_offload",
+}
 
 
 def simulate() -> Any:
@@ -44,9 +48,7 @@ def simulate() -> Any:
             found = predict(structs.replace(row, policy=policy), setting)
             peaks[name] = found.value if found else None
         with stated_format() as state:
-            stated = paper_schedule(
-                row.spec(), roomy, BATCH, SEQUENCE, intervals=(4,), state=state
-            )
+            stated = paper_schedule(row.spec(), roomy, BATCH, SEQUENCE, intervals=(4,), state=state)
         peaks["paper_stated"] = stated.device_gib
         device.append({"layers": layers, "batch": BATCH, "sequence": SEQUENCE, "gib": peaks})
     return {"rows": published_vs_ours(rows), "device": device}

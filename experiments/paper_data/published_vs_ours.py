@@ -13,12 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatrain.experiments.paper_data.answers import (
-    Answer,
-    ours,
-    paper_schedule,
-    stated_format,
-)
+from megatrain.experiments.paper_data.answers import Answer, ours, paper_schedule, stated_format
 from megatrain.experiments.validation.predict import implied_batch, predict
 from megatrain.experiments.validation.rows import PublishedRow, Setting, load_rows, load_settings
 from megatrain.simulator.model.specs import ModelSpec

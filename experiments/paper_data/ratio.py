@@ -42,9 +42,7 @@ def simulate() -> Any:
         for name in MODELS:
             model = ModelSpec.load(name)
             for batch in BATCHES:
-                found = {
-                    system: other_system(system, model, hardware, batch) for system in SYSTEMS
-                }
+                found = {system: other_system(system, model, hardware, batch) for system in SYSTEMS}
                 with stated_format() as state:
                     stated = paper_schedule(model, hardware, batch, SEQUENCE, state=state)
                 best = ours(model, hardware, Workload(batch=batch, sequence=SEQUENCE))

@@ -87,7 +87,7 @@ class Perturbation(NamedTuple):
 
 
 def _rate(field: str, factor: float, only: str = "") -> Callable[[str, Setting], Setting]:
-    def change(key: str, setting: Setting) -> Setting:
+    def change(_: str, setting: Setting) -> Setting:
         if only and setting.hardware != only:
             return setting
         return Changed(**msgspec.structs.asdict(setting), factors=((field, factor),))
@@ -96,7 +96,7 @@ def _rate(field: str, factor: float, only: str = "") -> Callable[[str, Setting],
 
 
 def _value(field: str, value: float, only: str) -> Callable[[str, Setting], Setting]:
-    def change(key: str, setting: Setting) -> Setting:
+    def change(_: str, setting: Setting) -> Setting:
         if setting.hardware != only:
             return setting
         return Changed(**msgspec.structs.asdict(setting), values=((field, value),))
@@ -322,9 +322,7 @@ CONCLUSIONS = (
     Conclusion(
         "a batch of 1 explains FSDP's 43 TFLOPS within 50 % (Figure 5)",
         "%",
-        lambda world: (
-            100 * (world.row("FSDP 56 layers", batch=1, sequence=1024).value / 43 - 1)
-        ),
+        lambda world: 100 * (world.row("FSDP 56 layers", batch=1, sequence=1024).value / 43 - 1),
         lambda value: abs(value) <= 50,
     ),
     Conclusion(

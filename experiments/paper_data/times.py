@@ -16,14 +16,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
-MODELS = (
-    "qwen2.5-3b",
-    "qwen2.5-7b",
-    "qwen2.5-14b",
-    "qwen2.5-32b",
-    "qwen2.5-72b",
-    "gpt-oss-120b",
-)
+MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "gpt-oss-120b")
 HOSTS = {"rtx3090": "128GiB", "rtx4090": "256GiB", "gh200-96": "447GiB", "h200": "1536GiB"}
 """Machine -> its host memory."""
 WORK = Workload(batch=32, sequence=1024)

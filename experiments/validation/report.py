@@ -23,14 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from megatrain.experiments.validation.predict import Implied, Predicted
-from megatrain.experiments.validation.rows import (
-    GROUPS,
-    HOST,
-    LAYERS,
-    ORIGINS,
-    RATES,
-    PublishedRow,
-)
+from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, ORIGINS, RATES, PublishedRow
 from megatrain.simulator.base.csv_text import csv_text
 
 MISSED = 0.20
@@ -133,8 +126,7 @@ def summary(results: Sequence[ValidationResult]) -> dict[str, object]:
                 for result in mine
                 if result.counted
                 and (
-                    name in (ALL, result.sureness)
-                    or (name == ALL_SURE and result.row.sure == "++")
+                    name in (ALL, result.sureness) or (name == ALL_SURE and result.row.sure == "++")
                 )
             ]
             parts = {"all": members} | {

@@ -115,7 +115,6 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the changes to the published code."""
         return {key: int(value) for key, value in self.changes.items() if key in _ABLATIONS}
 
-
     @property
     def origin(self) -> str:
         """Returns who published the figure, one of ORIGINS."""
