@@ -79,7 +79,7 @@ def introduction(made: dict[str, Drawn], results: Results) -> str:
             "Errors of all published values that a policy predicts, one row per experiment, without"
             " inputs and bounds. The symmetric error is exp(mean |ln(predicted / published)|) - 1,"
             " the same for twice and for half. The policies were written with our measurements at"
-            " hand, so the last row is no test of them."
+            " hand, so the row of our measurements is no test of them."
         ),
         errors(results) + "\n",
         _wrapped(
@@ -106,7 +106,7 @@ def errors(results: Results) -> str:
         for row in results.validation()
         if row["error"] and not row["input"] and not row["repeats"] and not row["bound"]
     ]
-    known = sorted({row["origin"] for row in counted}, key=lambda name: name != "the paper")
+    known = sorted({row["origin"] for row in counted}, key=lambda name: (name != "the paper", name))
     for origin in known:
         for name, kind in CLASSES:
             mine = [
@@ -174,8 +174,8 @@ def _fails(made: dict[str, Drawn]) -> list[str]:
         f" H200). 96 sequences against 4 give {unequal or 0:.2f}. (The ratio)",
         "**The collapse of the baselines** at 43 TFLOPS, and 12.2 times on an A100: a batch of 1"
         " explains most of both. (Figures 5 and 7)",
-        "**Every transfer hidden.** The optimizer runs after backward while the GPU is idle. (Figure"
-        " 3)",
+        "**Every transfer hidden.** The optimizer runs after backward while the GPU is idle."
+        " (Figure 3)",
         "**Full precision.** The published code has bf16 weights and no fp32 master. (Table 3)",
         "**Attention for free.** 128K tokens in 26 s would exceed the chip's peak. (Table 7)",
         f"**120B with the code**, if 1.5 TB is 1,500 GB: it needs {large.published_code or 0:,.0f}"

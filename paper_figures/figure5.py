@@ -157,8 +157,8 @@ def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
             " of memory."
         ),
         finding=(
-            f"From 28 to 132 layers the code loses {lost[1]:.0%} in the prediction and {lost[0]:.0%}"
-            " in the paper, and the device's peak at 32 x 1,024 tokens grows from"
+            f"From 28 to 132 layers the code loses {lost[1]:.0%} in the prediction and"
+            f" {lost[0]:.0%} in the paper, and the device's peak at 32 x 1,024 tokens grows from"
             f" {shallow['code']:.1f} to {deep['code']:.1f} GiB, because every fourth layer's input"
             f" stays there. The collapse at 43 TFLOPS is that of a batch of 1: it gives"
             f" {fsdp.value:.0f} for FSDP2 at 56 layers and {zero3.value:.0f} for ZeRO-3 at 84, and"

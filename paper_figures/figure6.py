@@ -93,8 +93,8 @@ def draw(results: Results) -> Drawn:
     _bases(right, data)
     style.legend(figure, style.handles(SYSTEMS, crosses=True), 4)
     made = (
-        f"Predictions of {date} from the library's GH200, sequences of 1,024 tokens, batches that fill"
-        " the device (nothing says that the paper's did); nothing was measured. Right: a cross"
+        f"Predictions of {date} from the library's GH200, sequences of 1,024 tokens, batches that"
+        " fill the device (nothing says that the paper's did); nothing was measured. Right: a cross"
         " does not fit, and has the speed with enough memory."
     )
     return _drawn(data, figure, made)

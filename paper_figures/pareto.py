@@ -112,6 +112,9 @@ def draw(results: Results) -> Drawn:
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."
         ),
-        made=f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers; nothing measured.",
+        made=(
+            f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers; nothing"
+            " measured."
+        ),
         footer_columns=62,
     )

@@ -60,8 +60,8 @@ def unpublished(
 
 def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
     """Returns each row as plain data: the published figure, `code` (the prediction for the system's
-    own code), for baselines without a stated batch `implied` (the batch that their speed implies), and
-    for MegaTrain's rows `paper_stated`, `paper_schedule` and `ours`.
+    own code), for baselines without a stated batch `implied` (the batch that their speed implies),
+    and for MegaTrain's rows `paper_stated`, `paper_schedule` and `ours`.
     """
     settings = load_settings()
     return [_compared(row, settings[row.setting]) for row in rows]
