@@ -150,7 +150,7 @@ def _holds(made: dict[str, Drawn]) -> list[str]:
         "ZeRO-3 holds neither 32B on a GH200 nor 72B on an H200 with 1.5 TB. (Figure 1)",
         f"120B fits 1.5 TB with the paper's own account: {large.paper_stated or 0:,.0f} GB, in"
         " either reading of 1.5 TB. (Figure 4)",
-        "Device memory hardly depends on depth: from 28 to 180 layers at 32 x 1,024 tokens it grows"
+        "Device memory grows little with depth: from 28 to 180 layers at 32 x 1,024 tokens it goes"
         f" from {first.published_code or 0:.1f} to {last.published_code or 0:.1f} GiB while the"
         " model grows 5.6 times. (Figure 5)",
         "The idea pays, with another schedule: ours, measured, is"

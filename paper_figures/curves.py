@@ -29,8 +29,8 @@ def predictions(
         points: dict[float, float | None] = {}
         crosses: list[float] = []
         for record in records:
-            told = record.quantity in ("tflops", "runs")
-            if not told or record.system != system or record.code is None:
+            drawn_here = record.quantity in ("tflops", "runs")
+            if not drawn_here or record.system != system or record.code is None:
                 continue
             answer = {
                 "ours": record.ours,

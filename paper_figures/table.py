@@ -27,6 +27,8 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     """What it measures, such as `tflops`."""
     unit: str
     """The unit of all values of the row."""
+    machine: str = ""
+    """The machine of the paper's row, by its name in the library."""
     paper: float | None = None
     """The paper's value."""
     sure: str = ""
@@ -130,6 +132,7 @@ def rows_of(
                 item=record.item,
                 quantity=record.quantity,
                 unit=record.unit,
+                machine=record.machine,
                 paper=record.paper,
                 sure=record.sure,
                 mark=mark_of(record),

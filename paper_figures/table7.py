@@ -104,7 +104,7 @@ def draw(results: Results) -> Drawn:
     ]
     for axes in (left, right):
         axes.set_xticks(x, labels)
-        axes.set_xlabel("context (tokens); sequences per step of every system")
+        axes.set_xlabel("context (tokens); sequences per step")
         axes.minorticks_off()
     style.legend(
         figure,

@@ -1,5 +1,5 @@
 """The simulations of the figures, and running them again, one after the other. All together take
-about 8 minutes on one core.
+about 11 minutes on one core.
 """
 
 from __future__ import annotations
