@@ -183,10 +183,16 @@ def _of_others(results: Results) -> list[MeasuredCase]:
 
 def draw(results: Results) -> Drawn:
     found = cases(results)
-    figure, panels = style.canvas(style.PAGE, 3.4, ncols=2, sharey=True)
-    for axes, unit, title in zip(panels, ("s", "GiB"), ("time", "memory"), strict=True):
-        _panel(axes, [case for case in found if case.unit == unit], unit, title)
-    panels[1].set_ylabel("")
+    figure, panels = style.canvas(style.PAGE, 3.4, ncols=3, sharey=True, width_ratios=(1.9, 1.2, 1))
+    apart = {
+        "time": [case for case in found if case.unit == "s"],
+        DEVICE: [case for case in found if case.kind == DEVICE],
+        HOST: [case for case in found if case.kind == HOST],
+    }
+    for axes, (title, mine) in zip(panels, apart.items(), strict=True):
+        _panel(axes, mine, mine[0].unit, title)
+    for axes in panels[1:]:
+        axes.set_ylabel("")
     used = [kind for kind in LOOKS if any(case.kind == kind for case in found)]
     entries: list[Any] = [
         Line2D(
@@ -248,7 +254,7 @@ def draw(results: Results) -> Drawn:
         ),
         made=(
             f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
-            " Hollow: beyond the panel, value written there. Workloads are in the table."
+            " Hollow: beyond the panel, value written there. Workloads are in the runs' folders."
         ),
     )
 
@@ -286,7 +292,8 @@ def _panel(axes: Any, found: list[MeasuredCase], unit: str, title: str) -> None:
                 )
                 far_off.setdefault(name, []).append(f"{case.error:+.0%}")
         text = textwrap.fill(
-            "; ".join(f"{name} {', '.join(errors)}" for name, errors in far_off.items()), 50
+            "; ".join(f"{name} {', '.join(errors)}" for name, errors in far_off.items()),
+            50 if unit == "s" else 26,
         )
         axes.text(
             0.01, place, text, fontsize=7, transform=axes.transAxes, va=align, color=style.MUTED

@@ -154,9 +154,10 @@ def draw(results: Results) -> Drawn:
         finding=(
             f"{len(robust)} of {len(conclusions)} conclusions hold under all of the"
             f" {len(others)} perturbations; the table above names what breaks the others. The order"
-            " of ZeRO-3 and MegaTrain on a GH200, and so the ratio, rests on DeepSpeed's CPU Adam"
-            " on an Arm processor, which nobody reported. That 120B fits 1.5 TB rests on how 1.5 TB"
-            " is read and on the version of the code."
+            " of ZeRO-3 and MegaTrain on a GH200 with filled batches, and which unequal batches"
+            " give 1.84, rest on DeepSpeed's CPU Adam on an Arm processor, which nobody reported."
+            " That the code holds 120B in 1.5 TB rests on how 1.5 TB is read and on the version of"
+            " the code."
         ),
         made=(
             f"Predictions of {date}, one input changed at a time: a rate of every machine, a rate"
