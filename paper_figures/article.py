@@ -173,8 +173,8 @@ def _fails(made: dict[str, Drawn]) -> list[str]:
     return [
         f"**1.84 times ZeRO-3.** With equal batches the code is predicted at {equal or 0:.2f} times"
         f" ZeRO-3's speed at best, and was measured at {code.measured or 0:.2f} (7B, 32 sequences,"
-        f" H200). 96 sequences against 4 give {unequal or 0:.2f}, by the library's rate of CPU Adam on"
-        " the GH200. (The ratio)",
+        f" H200). 96 sequences against 4 give {unequal or 0:.2f}, by the library's rate of CPU Adam"
+        " on the GH200. (The ratio)",
         "**The collapse of the baselines** at 43 TFLOPS, and 12.2 times on an A100: a batch of 1"
         " explains most of both. (Figures 5 and 7)",
         "**Every transfer hidden.** The optimizer runs after backward while the GPU is idle."
