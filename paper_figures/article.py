@@ -50,7 +50,7 @@ UNKNOWN = (
     "the sequence length of Figures 1, 5, 6, 7 and of Tables 8 and 9, and the width x1.0 of Figure"
     " 6",
     "every processor: DeepSpeed's CPU Adam on the GH200's Arm cores decides the order of ZeRO-3 and"
-    " MegaTrain there",
+    " MegaTrain there if their batches differ",
     "speeds at 72B and 120B, which the paper says ran: no number was found",
     "how runs beyond the host's memory went on, and how many threads packed a layer",
     "accuracy after fine-tuning: neither models nor MetaMathQA are available here",
