@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+_SYSTEM_BYTES = 2**31
+
 
 def cores() -> int:
     """Returns the number of processors that this process may use."""
@@ -27,6 +29,24 @@ def host_bytes() -> int:
         return min(total, int(limit)) if limit.isdigit() else total
     except OSError:
         return total
+
+
+def usable_host_bytes() -> int:
+    """Returns the host memory in bytes that a plan may have: `host_bytes()` without what the system
+    and the process itself need.
+
+    That is 2 GiB and 2 % of the memory, but at most an eighth of it. With PyTorch and CUDA, the
+    process alone takes 1.5 GiB (experiments/results/h200-qwen2.5-7b-groups).
+    """
+    total = host_bytes()
+    return total - min(_SYSTEM_BYTES + total // 50, total // 8)
+
+
+def free_host_bytes() -> int:
+    """Returns the host memory in bytes that is free now or that the system can free, at most
+    `host_bytes()`.
+    """
+    return min(psutil.virtual_memory().available, host_bytes())
 
 
 def processor() -> str:

@@ -276,7 +276,10 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help="`adamw` (default), an installed optimizer, or a .py file that defines one",
+        help=(
+            "`adamw` (default); `muon`, which orthogonalises the updates of the decoder layers'"
+            " matrices; an installed optimizer; or a .py file that defines one"
+        ),
     )
     group.add_argument(
         "--state",

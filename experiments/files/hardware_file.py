@@ -18,8 +18,9 @@ under the same name: the interquartile range of the repeats divided by their med
 calibrations agree within these spreads.
 Derived numbers have no spread. From costs.curves: keys that begin with h2d or d2h,
 link_latency_ns and cpu_update_per_s. From costs.contention: duplex_fraction.
-From costs.compute: linear_efficiency. Bytes are counted and have no spread either.
-attention_efficiency and attention_half_tokens are those of an H200 and were not measured here.
+From costs.compute: linear_efficiency. From costs.attention: attention_efficiency and
+attention_half_tokens; without it, they are those of an H200.
+Bytes are counted and have no spread either.
 uncertainty is an assumption, and applies to predictions that use the rates only."""
 _SHARED = """A machine, measured by `megatrain calibrate --share`. 1 GB is 10^9 bytes.
 The file has no name of a person or a host, and no path. In ~/.config/megatrain/machines, or in the
@@ -43,6 +44,10 @@ _COMMENTS = {
     "costs.fixed": (
         "Host time of one kernel launch and of recording one event, and the rates at which new\n"
         "pages are allocated. For information only."
+    ),
+    "costs.attention": (
+        "The attention kernel alone, by its heads: tokens of a causal sequence, ns of a forward,\n"
+        "and ns of a backward."
     ),
     "costs.dispatch_ns": "By lane, the ns from an operation being ready to its start.",
     "costs.contention": (

@@ -24,6 +24,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
+from megatrain.runtime.calibration.attention_kernel import attention_curve, attention_rate
 from megatrain.runtime.calibration.cpu_adam_bench import BYTES, ChunkUpdates
 from megatrain.runtime.calibration.measured_costs import (
     OPTIMIZER_KINDS,
@@ -41,6 +42,7 @@ from megatrain.runtime.calibration.profile_steps import StepProfile, profile_ste
 from megatrain.runtime.calibration.timing import rounded
 from megatrain.runtime.execution.executor import lane_threads
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.host import usable_host_bytes
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
@@ -53,7 +55,11 @@ from megatrain.simulator.hardware.cost_table import (
     EVALUATION_KINDS,
     WIDE_KINDS,
 )
-from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.machine import (
+    ATTENTION_EFFICIENCY,
+    ATTENTION_HALF_TOKENS,
+    HardwareSpec,
+)
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -246,7 +252,7 @@ def calibrate(
         device: The device to measure.
         grid: Further workloads.
         others: Further models.
-        host_bytes: Replaces the host memory that the machine reports.
+        host_bytes: Replaces the host memory that a plan may have on this machine.
         device_bytes: Replaces the device memory that the machine reports.
         progress: Called with a description of each measurement before it starts.
 
@@ -256,7 +262,7 @@ def calibrate(
     """
     limits = (
         device_bytes or machine.usable_device_bytes(device),
-        host_bytes or machine.host_bytes(),
+        host_bytes or usable_host_bytes(),
     )
     workload, *grid = (
         msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid)
@@ -306,6 +312,11 @@ def calibrate(
             progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
             points.append(bench.layers(each, point, workload))
         _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(wanted) // every))
+        progress("attention alone")
+        attention = {
+            each.model.attention_shape(workload): attention_curve(each.model, workload, device)
+            for each in (subject, *others)
+        }
         progress("copies and rates")
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()
@@ -317,9 +328,13 @@ def calibrate(
         rates,
         together,
         [point for point in points if point],
+        {shape: rows for shape, rows in attention.items() if len(rows) > 1},
         workload.loss_chunk,
         device,
     )
+    rate = attention_rate(
+        model, attention[model.attention_shape(workload)], rates.matmul_flops
+    ) or (ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS)
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
@@ -333,7 +348,9 @@ def calibrate(
         host_bytes=limits[1],
         cores=machine.cores(),
         peak_tflops={workload.dtype: rounded(rates.matmul_flops / 1e12)},
-        linear_efficiency=rounded(linear_efficiency(table, rates, small, workload)),
+        linear_efficiency=rounded(linear_efficiency(table, rates, small, workload, rate)),
+        attention_efficiency=rounded(rate[0]),
+        attention_half_tokens=rate[1],
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],

@@ -17,7 +17,6 @@ from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.calibration.timing import rounded, spread
 from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.hardware.limits import Curve
-from megatrain.simulator.hardware.machine import ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -48,6 +47,7 @@ def cost_table(
     rates: MeasuredRates,
     together: StepProfile,
     points: list[GridPoint],
+    attention: dict[str, tuple[tuple[int, int, int], ...]],
     loss_chunk: int,
     device: torch.device,
 ) -> CostTable:
@@ -61,6 +61,7 @@ def cost_table(
         rates: The rates that do not depend on a model.
         together: Steps with all lanes.
         points: Measurements at the workloads of the grid.
+        attention: Points (S, forward_ns, backward_ns) of attention alone.
         loss_chunk: Tokens that the head computes at a time.
         device: The device that was measured.
     """
@@ -91,6 +92,7 @@ def cost_table(
         curves={kind: _ascending(points) for kind, points in curves.items()},
         compute=compute,
         loss_chunk=loss_chunk,
+        attention=attention,
         activations={
             point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace
         },
@@ -167,14 +169,19 @@ def _dispatch(waits: dict[str, list[list[int]]]) -> dict[str, int]:
 
 
 def linear_efficiency(
-    table: CostTable, rates: MeasuredRates, model: ModelSpec, workload: Workload
+    table: CostTable,
+    rates: MeasuredRates,
+    model: ModelSpec,
+    workload: Workload,
+    attention: tuple[float, int],
 ) -> float:
     """Returns the rate of matrix products in a decoder layer, relative to that of a single large
     product.
 
-    It is chosen such that the datasheet's formula, with the usual efficiency of attention, gives
-    the measured time of the layer's forward. At least half of that time counts as matrix products,
-    even if the other terms of the formula take more, as on a CPU.
+    It is chosen such that the datasheet's formula, with `attention_efficiency` and
+    `attention_half_tokens` of the pair `attention`, gives the measured time of the layer's forward.
+    At least half of that time counts as matrix products, even if the other terms of the formula
+    take more, as on a CPU.
     """
     layer = model.decoders[0]
     work = model.work("forward", layer.name, workload)
@@ -182,8 +189,8 @@ def linear_efficiency(
     rest = work.moved_bytes / rates.device_bytes_per_s
     rest += (
         work.attention_flops
-        * (1 + ATTENTION_HALF_TOKENS / workload.sequence)
-        / (ATTENTION_EFFICIENCY * rates.matmul_flops)
+        * (1 + attention[1] / workload.sequence)
+        / (attention[0] * rates.matmul_flops)
     )
     return min(1.0, work.linear_flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
 

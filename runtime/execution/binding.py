@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +25,14 @@ from megatrain.runtime.layers.functional_layers import (
 )
 from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import blockwise, outside
+from megatrain.runtime.optimizer import blockwise, muon, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import UpdateLayout, update_layout
 
 Gradient = torch.Tensor | Iterable[torch.Tensor] | None
 """The gradient of a tensor: whole, in blocks of columns, or none."""
@@ -51,6 +53,21 @@ class StepState:
     host_scalars: dict[str, HostScalarCopy] = field(default_factory=dict)
     """The host copy of each device buffer of losses, norms or clipping factors that ops on the cpu
     lane read."""
+
+
+class _UpdateRun(NamedTuple):
+    """One call of an update on a range of an op's parameters."""
+
+    apply: Callable[..., None]
+    """The update."""
+    part: slice
+    """The range, from the op's first parameter on."""
+    moments: torch.Tensor | list[torch.Tensor]
+    """The moments of the range."""
+    treated: ParamGroup
+    """Its parameter group."""
+    how: dict[str, Any]
+    """Further arguments."""
 
 
 class Binder(BufferTensors):
@@ -171,7 +188,7 @@ class Binder(BufferTensors):
         """
         held = self.schedule.buffer[base_buffer(buffer)]
         if held.data == "moments":
-            return list(self._moments(held.id, op))
+            return self._planes(held.id, op)
         return [self._elements(held.id, op)]
 
     def _embed(self, op: Op) -> Run:
@@ -485,10 +502,11 @@ class Binder(BufferTensors):
         return made
 
     def _update(self, op: Op) -> Run:
-        """Returns the function that updates a layer, or a chunk of one, with AdamW. If the op has a
-        further source, old weights are read from that weight slot. If it has a further target, new
-        weights are also written to that weight slot.
+        """Returns the function that updates a layer, or a chunk of one. If the op has a further
+        source, old weights are read from that weight slot. If it has a further target, new weights
+        are also written to that weight slot.
         """
+        layout = update_layout(self.plan.workload.optimizer, self.plan.model.stack[op.layer])
         gradient, factor, *sources = map(base_buffer, op.reads)
         target, *rest = map(base_buffer, op.writes)
         others = {self.schedule.buffer[buffer].data: buffer for buffer in rest}
@@ -497,51 +515,87 @@ class Binder(BufferTensors):
             for name in ("master_low", "weights")
         )
         kept = others.get("moments")
-        moments = (
-            self._moments(kept, op)
-            if kept
-            else torch.empty(0, op.parameters, device=self.arenas.device)
-        )
         dtype = self.schedule.dtype_of(kept, op.layer) if kept else "fp32"
         weights, g = self._elements(target, op), self._elements(gradient, op)
         source = self._elements(sources[0], op) if sources else None
         workers = self._workers(op)
-        runs = [
-            (
-                self._rule(dtype, self._first[op.layer] + op.offset + part.start),
-                part,
-                slice(length_of(dtype, part.start), length_of(dtype, part.stop)),
-                treated,
-                clip,
-                scale,
+        if layout is not None:
+            assert kept is not None
+            workspace = others.get("workspace")
+            runs = self._runs_by_tensor(op, factor, layout, self._planes(kept, op), workspace)
+        else:
+            moments = (
+                self._moments(kept, op)
+                if kept
+                else torch.empty(0, op.parameters, device=self.arenas.device)
             )
-            for part, treated, clip, scale in self._runs(op, factor)
-        ]
+            runs = [
+                _UpdateRun(
+                    self._rule(dtype, self._first[op.layer] + op.offset + part.start),
+                    part,
+                    moments[:, length_of(dtype, part.start) : length_of(dtype, part.stop)],
+                    treated,
+                    {"clip": clip, "scale": scale, "workers": workers},
+                )
+                for part, treated, clip, scale in self._runs(op, factor)
+            ]
 
         def run() -> None:
             if source is not None:
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for apply, part, stored, treated, clip, scale in runs:
+                for apply, part, moments, treated, how in runs:
                     apply(
                         weights[part],
                         None if low is None else low[part],
-                        moments[:, stored],
+                        moments,
                         g[part],
                         settings=self.settings,
                         rate=rate * treated.rate_factor,
                         number=number,
-                        clip=clip,
-                        scale=scale,
-                        workers=workers,
                         weight_decay=treated.weight_decay,
                         copy_to=None if copy_to is None else copy_to[part],
+                        **how,
                     )
             elif copy_to is not None:
                 copy_to.copy_(weights)
 
         return run
+
+    def _runs_by_tensor(
+        self,
+        op: Op,
+        factor: str,
+        layout: UpdateLayout,
+        planes: list[torch.Tensor],
+        workspace: str | None,
+    ) -> list[_UpdateRun]:
+        """Returns the runs of an optimizer that treats tensors differently. `planes` are the
+        moments of the op's parameters.
+        """
+        layer, made = self.plan.model.stack[op.layer], list[_UpdateRun]()
+        clip, workers = self._values(op, factor, 1)[0], self._workers(op)
+        starts = [layout.start(plane, op.offset) for plane in range(layout.planes)]
+        for tensor, first, count, matrices in layout.parts(op.offset, op.parameters):
+            stored = [
+                plane[layout.start(index, first) - start :][:length]
+                for index, (plane, start, length) in enumerate(
+                    zip(planes, starts, layout.lengths(first, count), strict=True)
+                )
+            ]
+            part = slice(first - op.offset, first - op.offset + count)
+            treated = param_group(self.settings, layer, layer.tensors[tensor])
+            if matrices is None:
+                how: dict[str, Any] = {"clip": clip, "workers": workers}
+                made.append(_UpdateRun(optimizer.update, part, stored, treated, how))
+            else:
+                assert workspace is not None
+                size = self.schedule.buffer[workspace].bytes
+                room = self.arenas.flat(workspace, torch.uint8, size)
+                how = {"clip": clip, "matrices": matrices, "workspace": room}
+                made.append(_UpdateRun(muon.update, part, stored[0], treated, how))
+        return made
 
     def _rule(self, dtype: str, index: int) -> Callable[..., None]:
         """Returns the update of elements from `index` of the model on, whose moments have

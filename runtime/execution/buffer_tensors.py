@@ -10,6 +10,7 @@ from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 
 class BufferTensors:
@@ -73,7 +74,8 @@ class BufferTensors:
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
         """Returns all moments of the parameters of `op`: [moments, parameters] fp32, or records of
-        as many blocks, uint8. `buffer` holds a whole layer or one chunk.
+        as many blocks, uint8. `buffer` holds a whole layer or one chunk. The optimizer must keep as
+        many moments for every tensor of the layer.
         """
         count, dtype = self._optimizer.moments, self.schedule.dtype_of(buffer, op.layer)
         whole, start = (
@@ -83,6 +85,25 @@ class BufferTensors:
         )
         tensor = self.arenas.tensor(buffer, TORCH_DTYPE[dtype], (count, length_of(dtype, whole)))
         return tensor[:, length_of(dtype, start) : length_of(dtype, start + op.parameters)]
+
+    def _planes(self, buffer: str, op: Op) -> list[torch.Tensor]:
+        """Returns one vector for each moment of the parameters of `op`. If the optimizer treats
+        tensors differently, the vector of a moment has the tensors that keep it
+        (`schedule/update_layout.py`).
+        """
+        layer = self.plan.model.stack[op.layer]
+        layout = update_layout(self.plan.workload.optimizer, layer)
+        if layout is None:
+            return list(self._moments(buffer, op))
+        lengths = layout.lengths(op.offset, op.parameters)
+        chunk = self.schedule.buffer[buffer].chunk
+        sizes = lengths if chunk else layout.lengths(0, layer.elements)
+        found, start = [], 0
+        for plane, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            first = start + (0 if chunk else layout.start(plane, op.offset))
+            found.append(self.arenas.flat(buffer, torch.float32, length, 4 * first))
+            start += size
+        return found
 
     def _floats(self, buffer: str) -> torch.Tensor:
         """Returns a whole buffer of losses, norms or clipping factors, as fp32."""

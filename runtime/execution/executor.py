@@ -43,6 +43,7 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
+from megatrain.simulator.schedule.arithmetic import whole_matrices
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -178,9 +179,11 @@ class Executor:
                 self._state,
                 seed,
             )
+            first = "update" if whole_matrices(plan) else ""
             self._streams = {
                 name: (
-                    torch.cuda.Stream(device)
+                    # matrix products of updates have many short kernels, and each would wait
+                    torch.cuda.Stream(device, priority=-1 if name == first else 0)
                     if device.type == "cuda" and name in DEVICE_LANES
                     else None
                 )

@@ -29,6 +29,7 @@ from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 _SHARD_BYTES = 4 * 10**9
 _OTHER_WEIGHTS = "use weights that belong to this config.json"
@@ -215,14 +216,15 @@ class ModelState:
         return flat, memory.flat(low, dtype, layer.elements)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[moments, elements] fp32, or records of as many blocks, uint8; None where the optimizer
-        keeps none.
+        """[moments, elements] fp32, or records of as many blocks, uint8; [values] fp32 where the
+        optimizer treats tensors differently; None where the optimizer keeps none.
         """
         if (home := self.home("moments", layer.name)) is None:
             return None
         dtype = self._schedule.buffer[home].dtype
-        length = length_of(dtype, layer.elements)
-        shape = (find(self._plan.workload.optimizer).moments, length)
+        length, name = length_of(dtype, layer.elements), self._plan.workload.optimizer
+        layout = update_layout(name, layer)
+        shape = (layout.values,) if layout else (find(name).moments, length)
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -260,9 +262,10 @@ class ModelState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
 
-        Weights and low halves are flat. Moments are [2, elements], or [2, bytes] if they are in
-        records. Names and shapes are the same for every plan of a model and a workload. The tensors
-        are views of the pools, so they are not valid after the next step.
+        Weights and low halves are flat. Moments are [2, elements], [2, bytes] if they are in
+        records, or flat if the optimizer treats tensors differently. Names and shapes are the same
+        for every plan of a model and a workload. The tensors are views of the pools, so they are
+        not valid after the next step.
         """
         found = {}
         for layer in self._plan.model.stack.values():

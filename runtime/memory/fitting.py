@@ -73,6 +73,26 @@ def refuse_what_does_not_fit(
             )
 
 
+def little_memory_note(schedule: Schedule, free_bytes: int) -> str:
+    """Returns a warning if the pools of `schedule` and loading need more host memory than the
+    `free_bytes` that are free now, and otherwise an empty text.
+
+    It is no error, because a virtual machine may get memory only when it uses it.
+    """
+    needed = LOADING_BYTES + sum(
+        buffer.allocated
+        for buffer in schedule.buffers
+        if buffer.place == "host" and not buffer.dynamic
+    )
+    if needed <= free_bytes:
+        return ""
+    return (
+        f"warning: the plan needs {format_bytes(needed)} of host memory, and"
+        f" {format_bytes(free_bytes)} are free now: close other programs, or plan with"
+        f" --host-memory {free_bytes // 2**30}GiB, or the system may end this run"
+    )
+
+
 def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> DoesNotFit:
     """Returns the error for a plan that needs `needed` bytes in `place`."""
     ((largest, size),) = pools.most_common(1) or [("no pool", 0)]

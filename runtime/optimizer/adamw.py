@@ -55,12 +55,17 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Returns the fp32 master [n] whose halves are `high` [n] bf16 and `low` [n] int16 or int8."""
-    return _join(high, low, *torch.empty(2, high.numel(), dtype=torch.float32, device=high.device))
+    return join_into(
+        high, low, *torch.empty(2, high.numel(), dtype=torch.float32, device=high.device)
+    )
 
 
-def _join(
+def join_into(
     high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor
 ) -> torch.Tensor:
+    """Writes what `join` returns to `master` [n] fp32, and returns it. Overwrites `scratch` [n]
+    fp32.
+    """
     bits, residual = master.view(torch.int32), scratch.view(torch.int32)
     residual.copy_(low)
     if low.dtype == torch.int8:
@@ -210,7 +215,7 @@ class Scalars(NamedTuple):
 def update(
     weights: torch.Tensor,
     low: torch.Tensor | None,
-    moments: torch.Tensor,
+    moments: torch.Tensor | Sequence[torch.Tensor],
     gradient: torch.Tensor,
     *,
     settings: AdamW,
@@ -229,7 +234,7 @@ def update(
     Args:
         weights: [n] bf16, the high half of the master; or fp32, if `low` is None.
         low: [n] int16, the low half of the master; or None.
-        moments: [2, n] fp32.
+        moments: [2, n] fp32, or two vectors of n.
         gradient: [n] bf16 or fp32.
         settings: The hyperparameters.
         rate: The learning rate.
@@ -282,8 +287,8 @@ def update(
             update_block(
                 weights[part],
                 None if low is None else low[part],
-                moments[0, part],
-                moments[1, part],
+                moments[0][part],
+                moments[1][part],
                 gradient[part],
                 scratch[:, :length],
                 wide[:length],
@@ -314,7 +319,7 @@ def update_block(
 ) -> None:
     """Updates one block, one operation at a time. This defines the arithmetic of `update`."""
     g, scratch, joined = temporaries
-    master = weights if low is None else _join(weights, low, joined, scratch)
+    master = weights if low is None else join_into(weights, low, joined, scratch)
     g.copy_(gradient)
     if clip is not None:
         g.mul_(clip)

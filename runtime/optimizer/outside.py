@@ -12,7 +12,7 @@ import torch
 from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device, split
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.optimizer import ADAMW, SETTINGS, Optimizer, find
+from megatrain.simulator.model.optimizer import ADAMW, MUON, SETTINGS, Optimizer, find
 from megatrain.simulator.schedule.plan import Plan
 
 _BLOCK = 2**20  # elements: 4 MiB a temporary
@@ -82,7 +82,7 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
     """
     name = plan.workload.optimizer
     optimizer = find(name)
-    if name == ADAMW:
+    if name in (ADAMW, MUON):
         return
     default = AdamW()
     decays = [settings.weight_decay, *(group.weight_decay for group in settings.groups)]

@@ -28,6 +28,7 @@ from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
+from megatrain.runtime.host import free_host_bytes
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import (
     default_device,
@@ -37,7 +38,7 @@ from megatrain.runtime.machine import (
     host_bytes,
     make_deterministic,
 )
-from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
+from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.evaluating import evaluate
@@ -306,6 +307,8 @@ class Trainer(TrainingRun):
         self._refuse_steps_that_are_done()
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
+            self._notes.append(note)
+        if note := little_memory_note(self.schedule, free_host_bytes()):
             self._notes.append(note)
         for note in self._notes:
             self.note(note)

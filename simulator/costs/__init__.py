@@ -16,6 +16,7 @@ from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -57,6 +58,7 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
         table.host_memory or hardware.host_memory,
         hardware.duplex_curve,
         table.turns or hardware.turns,
+        products=find(workload.optimizer).by_tensor,
     )
     datasheet = (
         Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None

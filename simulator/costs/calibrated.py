@@ -57,7 +57,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
-    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it.
+    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
+    and for updates that multiply matrices.
     """
 
     def __init__(
@@ -94,9 +95,17 @@ class Calibrated(ContendedCosts):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
-        unknown = kind in PASS_KINDS or (
-            kind == "update_ratios"
-            and not any(name.partition("@")[0] == kind for name in self.table.curves)
+        unknown = (
+            kind in PASS_KINDS
+            or (
+                kind == "update_ratios"
+                and not any(name.partition("@")[0] == kind for name in self.table.curves)
+            )
+            or (
+                kind == "update"
+                and self._elementwise is not None
+                and self._elementwise.needs_products(op.layer)
+            )
         )
         if unknown and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
@@ -123,13 +132,15 @@ class Calibrated(ContendedCosts):
                 full, share = self._datasheet.whole(op)
                 duration, beyond = self._look_up(full)
                 saved = self._attention_ns(kind, size)
+                if saved is None and self._datasheet.knows_attention:
+                    saved, beyond = round(self._datasheet.attention_ns(kind, op.layer)), True
                 self._known[key] = (
                     (max(duration - saved, 1), beyond)
                     if saved is not None
                     else (math.ceil(share * duration), True)
                 )
             else:
-                duration, beyond = self._compute(kind, size, op.amount)
+                duration, beyond = self._compute(op, size)
                 chunks = self._other_chunks(op)
                 self._known[key] = (
                     math.ceil(chunks * duration) + self._summing_ns(op),
@@ -140,8 +151,15 @@ class Calibrated(ContendedCosts):
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
         """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
         update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged.
+        flagged. Raises UserError for one that multiplies matrices, which has no curve.
         """
+        if op.flops:
+            raise UserError(
+                f"costs of {self.table.measured_on}: {op.id}",
+                found="an update with matrix products, and no peak rate for the workload's dtype",
+                allowed="a machine with a peak rate",
+                fix=FIX,
+            )
         duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
@@ -270,10 +288,11 @@ class Calibrated(ContendedCosts):
             )
         return name
 
-    def _compute(self, kind: str, shape: str, amount: int) -> tuple[int, bool]:
+    def _compute(self, op: Op, shape: str) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if nothing was
         measured that can be scaled.
         """
+        kind, amount = op.kind, op.amount
         # The loss is the head without its backward, so its time is scaled by its FLOPs.
         share = kind in EVALUATION_KINDS and kind not in self.table.compute
         measured = self.table.compute.get("head" if share else kind, {})
@@ -296,6 +315,8 @@ class Calibrated(ContendedCosts):
             and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None
         ):
             return time, False
+        if points and op.layer.isdigit() and self._datasheet and self._datasheet.knows_attention:
+            return self._scaled(op, points), True
         candidates = []
         for known, (known_amount, duration) in alike.items():
             if amount and known_amount:
@@ -317,6 +338,24 @@ class Calibrated(ContendedCosts):
             )
         _, _, _, known_amount, duration = min(candidates)
         return -(-duration * amount // known_amount), True
+
+    def _scaled(self, op: Op, points: list[Point]) -> int:
+        """Returns the duration of a decoder layer's op in ns, from measurements of the same layer
+        with other tokens. The one with the nearest number of tokens is used, and of these the one
+        with the nearest sequence length.
+        """
+        sheet = self._datasheet
+        assert sheet
+        tokens, sequence = sheet.workload.tokens, sheet.workload.sequence
+
+        def distance(point: Point) -> tuple[float, float]:
+            return (abs(math.log(point.tokens / tokens)), abs(math.log(point.sequence / sequence)))
+
+        nearest = min(points, key=distance)
+        measured = msgspec.structs.replace(
+            sheet.workload, batch=nearest.tokens // nearest.sequence, sequence=nearest.sequence
+        )
+        return max(math.ceil(sheet.scaled(op, measured, nearest.duration_ns)), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.

@@ -8,8 +8,9 @@
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
-* Other ops: bytes or parameters divided by a rate. On the host, an update by another optimizer than
-  AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
+* Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
+  FLOPs divided by the rate of linear layers in bf16. On the host, an update by another optimizer
+  than AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
 
 The three terms of a compute op add up because its kernels run one after the other. A matrix product
 also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix products of
@@ -43,9 +44,11 @@ from megatrain.simulator.hardware.cost_table import (
     EVALUATION_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
+    CostTable,
 )
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
+from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
@@ -65,6 +68,8 @@ limited by a chain of additions, not by memory, so it is used for every host (do
 _ATTENTION_BACKWARD = 1.25
 """FLOPs of flash attention's backward relative to those in `ModelSpec.work`. It has five matrix
 products and not four, because it recomputes the scores (Dao, 2023)."""
+_LEAST_OTHER_WORK = 0.05
+"""The least share of a layer's time that is not attention."""
 
 
 class Datasheet(EstimatedCosts):
@@ -92,7 +97,11 @@ class Datasheet(EstimatedCosts):
             lane: {**duplex.get(lane, {}), **named.get(lane, {})} for lane in {**duplex, **named}
         }
         self.sharing = ContentionModel(
-            pairs, hardware.host_memory, hardware.duplex_curve, hardware.turns
+            pairs,
+            hardware.host_memory,
+            hardware.duplex_curve,
+            hardware.turns,
+            products=find(workload.optimizer).by_tensor,
         )
         self._elementwise = Elementwise(model, workload)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
@@ -110,12 +119,16 @@ class Datasheet(EstimatedCosts):
             and model.family not in UNFUSED_ATTENTION
         )
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
+        products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
+        self._products_per_ns = products * 1e3 * hardware.linear_efficiency
+        """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
         self._attention_flops_per_ns = (
             flops_per_ns
             * attention.efficiency
             * workload.sequence
             / (workload.sequence + attention.half_tokens)
         )
+        self._row = measured_row(hardware.costs, model, workload)
         self._computed: dict[tuple[str, str, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve)
@@ -158,17 +171,46 @@ class Datasheet(EstimatedCosts):
         """Returns the time of a compute op. `kept` is for a recompute that skips attention."""
         if (kind, layer, kept) not in self._computed:
             work = self.model.work(kind, layer, self.workload, kept=kept)
-            attention = (
-                work.attention_flops
-                * (_ATTENTION_BACKWARD if kind == "backward" else 1)
-                * (2 if self.masked else 1)
-            )
             self._computed[kind, layer, kept] = math.ceil(
                 work.linear_flops / self._linear_flops_per_ns
-                + attention / self._attention_flops_per_ns
+                + (0 if kept else self.attention_ns(kind, layer))
                 + work.moved_bytes / self.hardware.device_gb_per_s
             )
         return self._computed[kind, layer, kept]
+
+    @property
+    def knows_attention(self) -> bool:
+        """Whether the machine's calibration has the attention kernel of this model alone."""
+        return self._row is not None
+
+    def attention_ns(self, kind: str, layer: str) -> float:
+        """Returns the time of attention in a compute op, in ns, without saved attention.
+
+        A measured kernel takes the time of one full causal row, times the pairs of tokens that the
+        op has relative to that row.
+        """
+        flops = self.model.work(kind, layer, self.workload).attention_flops
+        if not flops:
+            return 0.0
+        masked = 2 if self.masked else 1
+        if self._row and (share := self.model.share_of_row(layer, self.workload)):
+            return masked * share * self._row[kind == "backward"]
+        backward = _ATTENTION_BACKWARD if kind == "backward" else 1
+        return masked * backward * flops / self._attention_flops_per_ns
+
+    def scaled(self, op: Op, workload: Workload, duration: int) -> float:
+        """Returns the duration of a decoder layer's `op` in ns from that of the same op measured
+        with another `workload`, in which it took `duration`.
+
+        The time of attention is exchanged, and the rest of the op is proportional to the tokens.
+        """
+        more = self.workload.tokens / workload.tokens
+        if has_saved_attention(op.shape):
+            return duration * more
+        then = Datasheet(self.hardware, self.model, workload)
+        now, before = (sheet.attention_ns(op.kind, op.layer) for sheet in (self, then))
+        # The attention alone and the op were measured at different times.
+        return max(duration - before, _LEAST_OTHER_WORK * duration) * more + now
 
     def extrapolated(self, op: Op) -> bool:
         return (op.kind in COPY_KINDS and self._copy(op)[1]) or (
@@ -209,6 +251,33 @@ class Datasheet(EstimatedCosts):
                 allowed="a kind with a datasheet formula",
                 fix=FIX,
             )
-        return math.ceil(
+        elementwise = math.ceil(
             touched / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s)
         )
+        return elementwise + self.products_ns(op)
+
+    def products_ns(self, op: Op) -> int:
+        """Returns the time of an update's matrix products, from their FLOPs."""
+        return math.ceil(op.flops / self._products_per_ns) if op.flops else 0
+
+
+def measured_row(
+    table: CostTable | None, model: ModelSpec, workload: Workload
+) -> tuple[float, float] | None:
+    """Returns the forward and backward times in ns of the model's attention kernel on one causal
+    row of `workload.sequence` tokens. Returns None if the kernel was not measured.
+
+    The time divided by S is linear in S (`grid.py`). Between measured lengths it is interpolated,
+    and beyond them the outermost segment goes on.
+    """
+    points = table.attention.get(model.attention_shape(workload), ()) if table else ()
+    if len(points) < 2:
+        return None
+    picoseconds = (
+        tuple((point[0], round(1000 * point[which] / point[0])) for point in points)
+        for which in (1, 2)
+    )
+    forward, backward = (
+        interpolate(curve, workload.sequence)[0] * workload.sequence / 1000 for curve in picoseconds
+    )
+    return forward, backward

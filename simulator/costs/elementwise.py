@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from megatrain.simulator.hardware.cost_table import PASS_KINDS
+from megatrain.simulator.model.muon import GPU_BYTES
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
 from megatrain.simulator.model.state_format import FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import UPDATED, layer_state_of
+from megatrain.simulator.schedule.update_layout import update_layout
 
 
 class Elementwise:
@@ -24,6 +26,15 @@ class Elementwise:
         self._second = state["moments"].bytes / max(moments, 1)
         """Bytes of one of the optimizer's moments of a parameter."""
 
+        self._whole_matrices: dict[str, float] = {}
+        """Layer -> bytes of state that the update of a parameter reads and writes, for layers whose
+        update needs whole matrices."""
+        for layer, spec in model.stack.items() if find(workload.optimizer).by_tensor else ():
+            layout = update_layout(workload.optimizer, spec)
+            if layout is not None and layout.matrices:
+                kept = layer_state_of(workload.dtype, workload.state, layout.least, False)
+                self._whole_matrices[layer] = 2 * sum(kept[name].bytes for name in UPDATED)
+
     def _gradient_width(self, layer: str) -> int:
         """Returns the bytes per element of the layer's gradient of a step. It is fp32 if several
         gradients are summed.
@@ -34,6 +45,10 @@ class Elementwise:
     def wide(self, layer: str) -> bool:
         """Checks whether the layer's gradient of a step is wider than the compute dtype."""
         return self._gradient_width(layer) > self._width
+
+    def needs_products(self, layer: str) -> bool:
+        """Checks whether the update of the layer multiplies matrices."""
+        return layer in self._whole_matrices
 
     def summed_bytes(self, op: Op) -> int:
         """Returns the extra bytes that a compute op moves because its gradient is one of several.
@@ -64,7 +79,8 @@ class Elementwise:
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
           also reads the gradient.
         * An update reads and writes the master and the optimizer's moments, and reads the
-          gradient. On a GPU without a kernel for it, PyTorch's temporaries are added.
+          gradient. On a GPU without a kernel for it, PyTorch's temporaries are added. Matrix
+          products are not: their time is that of their FLOPs.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
@@ -80,7 +96,12 @@ class Elementwise:
         return 0 if kind == "clip" else None
 
     def _update_bytes(self, op: Op) -> float:
-        """Returns the bytes per parameter that an update reads and writes."""
+        """Returns the bytes per parameter that an update reads and writes. The layout of an
+        optimizer that treats tensors differently says how many moments most tensors of the layer
+        keep.
+        """
+        if op.layer in self._whole_matrices:
+            return self._whole_matrices[op.layer] + self._gradient_width(op.layer) + GPU_BYTES
         temporaries = self._update_costs.gpu_bytes if op.kind == "update" else 0
         return self._updated + self._gradient_width(op.layer) + temporaries
 

@@ -92,6 +92,7 @@ class ContendedCosts(abc.ABC):
             self.touched_bytes(op) if op.lane == "cpu" else op.bytes,
             self.duration_ns(op),
             op.kind,
+            products=op.lane == "update" and op.flops > 0,
         )
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:

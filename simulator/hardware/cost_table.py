@@ -167,6 +167,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compute: dict[str, dict[str, tuple[int, int]]]
     """(amount, duration_ns) of compute ops, by kind and `Op.shape`. The amount is `Op.amount`, by
     which durations of other shapes are scaled."""
+    attention: dict[str, tuple[tuple[int, int, int], ...]] = {}
+    """Points (S, forward_ns, backward_ns) of the attention kernel alone, on one causal sequence of
+    S tokens, by `ModelSpec.attention_shape`. S ascends. With them, the duration of a layer at other
+    sequence lengths is predicted from its other work and its attention apart."""
     activations: dict[str, tuple[int, int]] = {}
     """(tokens, bytes of one decoder layer's saved activations), by `MODEL_SHAPE/WORKLOAD_SHAPE`."""
     workspace: dict[str, Workspace] = {}
@@ -207,6 +211,21 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for shape, (amount, duration) in durations.items():
                 at_least(f"costs.compute.{kind}.{shape}: amount", amount, 1)
                 at_least(f"costs.compute.{kind}.{shape}: duration_ns", duration, 0)
+        for shape, rows in self.attention.items():
+            where = f"costs.attention.{shape}"
+            for point in rows:
+                for name, value in zip(
+                    ("sequence", "forward_ns", "backward_ns"), point, strict=True
+                ):
+                    at_least(f"{where}: {name}", value, 1)
+            for (left, *_), (right, *_) in itertools.pairwise(rows):
+                if left >= right:
+                    raise UserError(
+                        where,
+                        found=f"sequence {right} after {left}",
+                        allowed="ascending sequences",
+                        fix=CALIBRATE_AGAIN,
+                    )
         for shape, (tokens, size) in self.activations.items():
             at_least(f"costs.activations.{shape}: tokens", tokens, 1)
             at_least(f"costs.activations.{shape}: bytes", size, 0)

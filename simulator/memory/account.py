@@ -22,11 +22,14 @@ import msgspec
 
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.hardware.cost_table import Workspace
+from megatrain.simulator.model.muon import LIBRARY_BYTES
 from megatrain.simulator.model.state_format import UPDATE_COSTS
 from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
 WORKSPACE = "device.workspace"
+UPDATE_WORKSPACE = "device.update_workspace"
+"""The pool of the temporary tensors of updates that multiply matrices."""
 PROCESS = "host.process"
 """The pool of the memory that the process needs in addition to the schedule's pools."""
 PLACES = ("device", "host")
@@ -248,6 +251,8 @@ def peak_workspace_bytes(
     updates run while they are not, so they can use that memory too. The result is therefore
     max(layer, head - saved, update - saved). Layers in `saved_activations` do not count as saved
     here, because their activations remain during the head and the updates.
+
+    If updates multiply matrices, the library that does it needs memory of its own on their stream.
     """
     saved = sum(
         [
@@ -263,4 +268,7 @@ def peak_workspace_bytes(
     }
     own = [costs.gpu_temporary_bytes for dtype, costs in UPDATE_COSTS.items() if dtype in updated]
     update = max(own) + workspace.update if own else 0
-    return max(workspace.layer, workspace.head - saved, update - saved)
+    products = any(buffer.pool == UPDATE_WORKSPACE for buffer in schedule.buffers)
+    return max(workspace.layer, workspace.head - saved, update - saved) + (
+        LIBRARY_BYTES if products else 0
+    )

@@ -1,26 +1,37 @@
 """Optimizer: the interface of an optimizer, and the registry of all optimizers.
 
 A workload names its optimizer. The simulator reads how much state it keeps, and the runtime calls
-its `update`. AdamW is built in, with its update in `runtime/optimizer/adamw.py`. Others are
+its `update`. AdamW and Muon are built in, with their updates in `runtime/optimizer/`. Others are
 installed or in a file (`base/registry.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.registry import Registry
+from megatrain.simulator.model.muon import Matrices, matrices_of
 
 ADAMW = "adamw"
+MUON = "muon"
 SETTINGS = ("weight_decay", "betas", "epsilon")
 """The fields of the config's [optimizer] that an optimizer may read. `max_norm` and `groups` apply
 to every optimizer."""
 _MOST_MOMENTS = 8
 
 
+class Treatment(NamedTuple):
+    """How an optimizer updates one tensor."""
+
+    moments: int
+    """The number of fp32 values that are kept for each of its parameters."""
+    matrices: Matrices | None = None
+    """The matrices that an update must see whole. None if no element depends on another one."""
+
+
 class Optimizer:
-    """Updates fp32 master weights, element by element.
+    """Updates fp32 master weights.
 
     A subclass sets `name` and `moments` and defines `update`. Import torch inside `update`, or not
     at all: planning then does not load it.
@@ -33,6 +44,19 @@ class Optimizer:
     settings: ClassVar[tuple[str, ...]] = ()
     """The names of SETTINGS that `update` takes as keyword arguments. A run that sets another one
     is refused."""
+
+    by_tensor: ClassVar[bool] = False
+    """Whether `treatment` differs between tensors. Only a built-in optimizer can do that."""
+
+    def treatment(self, kind: str, name: str, shape: tuple[int, ...]) -> Treatment:
+        """Returns how a tensor is updated.
+
+        Args:
+            kind: The kind of its layer, `LayerSpec.kind`.
+            name: Its name inside the layer.
+            shape: Its shape.
+        """
+        return Treatment(self.moments)
 
     def update(
         self,
@@ -70,6 +94,22 @@ class _AdamW(Optimizer):
     settings = SETTINGS
 
 
+class _Muon(Optimizer):
+    """Muon for the matrices of decoder layers, AdamW for the rest. Updated by the GPU."""
+
+    name = MUON
+    moments = 2
+    settings = SETTINGS
+    by_tensor = True
+
+    def treatment(self, kind: str, name: str, shape: tuple[int, ...]) -> Treatment:
+        """Returns one moment for the matrices of a decoder layer, the momentum, and two for every
+        other tensor.
+        """
+        found = matrices_of(kind, name, shape)
+        return Treatment(1, found) if found else Treatment(self.moments)
+
+
 def _refuse(optimizer: Optimizer, where: str) -> None:
     """Raises UserError if the subclass does not define what it has to."""
     found: object = getattr(optimizer, "moments", None)
@@ -88,6 +128,13 @@ def _refuse(optimizer: Optimizer, where: str) -> None:
             allowed=", ".join(SETTINGS),
             fix="keep other values in the file",
         )
+    if optimizer.by_tensor or type(optimizer).treatment is not Optimizer.treatment:
+        raise UserError(
+            f"{where}: treatment",
+            found="one that differs between tensors",
+            allowed="none, since the runtime gives `update` no shapes",
+            fix="remove `by_tensor` and `treatment`",
+        )
     if type(optimizer).update is Optimizer.update:
         raise UserError(
             where, found="no `update`", allowed="one", fix="define it as docs/adding.md shows"
@@ -98,7 +145,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
     "optimizer",
     Optimizer,
     "megatrain.simulator.model.optimizer",
-    {ADAMW: _AdamW()},
+    {ADAMW: _AdamW(), MUON: _Muon()},
     group="megatrain.optimizers",
     refuse=_refuse,
 )

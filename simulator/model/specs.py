@@ -325,6 +325,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             2 * sequence
         )
 
+    def attention_shape(self, workload: Workload) -> str:
+        """Returns what the duration of a full attention kernel depends on besides the sequence
+        length: `HEADSxKEY_HEADSxSIZE-DTYPE`, and the kernel if it is not PyTorch's choice.
+
+        Packed documents are separated by flash attention.
+        """
+        kernel = "flash" if workload.documents else workload.attention
+        return "-".join(
+            ["x".join(map(str, self.heads)), workload.dtype, *([kernel] if kernel else [])]
+        )
+
+    def share_of_row(self, layer: str, workload: Workload) -> float:
+        """Returns the unmasked pairs of tokens in the layer's attention on one micro-batch,
+        relative to those of full causal attention on one sequence. 0 for linear attention.
+        """
+        part = self._part(layer)
+        pairs = self._attention_flops(part, workload.tokens, workload.sequence)
+        row = part.pair * workload.sequence**2 // 2
+        return (pairs - workload.tokens * part.state) / row if row else 0.0
+
     def head_flops(self, tokens: int) -> int:
         """Returns the forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary

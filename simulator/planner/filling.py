@@ -32,8 +32,10 @@ from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     StateClass,
     cost_keys,
+    layer_state,
     state_bytes,
     sums_on_device,
+    whole_matrices,
 )
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -79,9 +81,10 @@ def host_updating(plan: Plan, every: int = 1) -> Plan:
     """Returns `plan` with streamed layers updated on the host.
 
     With `every` 1 these are all layers whose weights are streamed, with 2 every second of them.
+    Layers that only the device can update are left out.
     """
-    layers, resident = list(plan.model.stack), plan.placed("weights")
-    streamed = [layer for layer in layers if layer not in resident]
+    layers, others = list(plan.model.stack), plan.placed("weights") | whole_matrices(plan)
+    streamed = [layer for layer in layers if layer not in others]
     return with_knobs(
         plan,
         placement=msgspec.structs.replace(
@@ -96,13 +99,19 @@ def updated_like(plan: Plan, other: Plan) -> Plan:
     """
     updated, streamed = (
         other.placed("host_updated"),
-        set(other.model.stack) - other.placed("weights"),
+        set(other.model.stack) - other.placed("weights") - whole_matrices(other),
     )
     if not updated:
         return with_knobs(
             plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated="")
         )
     return host_updating(plan, every=1 if updated >= streamed else 2)
+
+
+def all_on_host(plan: Plan) -> str:
+    """Returns the layers that the host can update, as the text of a placement."""
+    able = set(plan.model.stack) - whole_matrices(plan)
+    return "all" if len(able) == len(plan.model.stack) else ranges(list(plan.model.stack), able)
 
 
 def classes_of(plan: Plan) -> list[StateClass]:
@@ -369,12 +378,10 @@ def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str]
     """Returns the bytes on the device of each (class, layer) pair that can stay there or stream."""
     sizes = dict[tuple[StateClass, str], int]()
     for layer, spec in plan.model.stack.items():
-        per_parameter = {name: state_bytes(plan, name, layer) for name in classes_of(plan)}
+        state = layer_state(plan, layer)
+        held = {name: state[name].whole(spec.elements) for name in classes_of(plan)}
         if not defers_update and sums_on_device(plan, layer):
             # The update follows the backward pass at once, so the gradient never leaves the device.
-            del per_parameter["gradients"]
-        sizes |= {
-            (name, layer): -(-int(count * spec.elements) // 256) * 256
-            for name, count in per_parameter.items()
-        }
+            del held["gradients"]
+        sizes |= {(name, layer): -(-size // 256) * 256 for name, size in held.items()}
     return sizes

@@ -29,6 +29,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.policies.building.training_step import update_flops
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     UPDATED,
@@ -37,6 +38,7 @@ from megatrain.simulator.schedule.arithmetic import (
     cost_keys,
     gradient_bytes,
     state_bytes,
+    whole_matrices,
 )
 from megatrain.simulator.schedule.plan import Plan
 
@@ -115,6 +117,7 @@ class LowerBound:
         per_parameter: float,
         *,
         parameters: bool,
+        flops: int = 0,
     ) -> _Size:
         """Returns the times of the copies or updates of one layer, split into chunks.
 
@@ -126,8 +129,10 @@ class LowerBound:
             chunk: Elements of one chunk. The last chunk may be smaller.
             per_parameter: Bytes copied per element. 0 for an update.
             parameters: Whether the cost of an op depends on the number of its parameters.
+            flops: FLOPs of matrix products of an update, if it is one op.
         """
-        key = code, layer if not layer.isdigit() else "", elements, chunk, per_parameter
+        name = layer if not layer.isdigit() else ""
+        key = code, name, elements, chunk, per_parameter, flops
         if key not in self._copied:
             whole, rest = divmod(elements, chunk)
             all_ns = last_ns = host_ns = 0.0
@@ -139,6 +144,7 @@ class LowerBound:
                         lane=lane,
                         bytes=int(size * per_parameter),
                         parameters=count_of,
+                        flops=flops,
                     )
                     last_ns = self._costs.duration_ns(op) + self._costs.dispatch_ns.get(lane, 0)
                     all_ns += count * last_ns
@@ -176,6 +182,7 @@ class _Flow:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
+        self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (
             plan.placed("saved_activations"),
@@ -256,7 +263,20 @@ class _Flow:
     def _size(
         self, code: str, layer: str, lane: str, per_parameter: float, *, parameters: bool = True
     ) -> _Size:
-        """Returns the times of the ops `code` on all elements of `layer`, in chunks."""
+        """Returns the times of the ops `code` on all elements of `layer`, in chunks. If the chunks
+        are whole matrices, the time of one op is taken for all of them, and none for the last.
+        """
+        if layer in self.matrices:
+            whole = self.bounds.chunks_ns(
+                code,
+                layer,
+                lane,
+                self.stack[layer].elements,
+                self.stack[layer].elements,
+                per_parameter,
+                parameters=parameters,
+            )
+            return whole[0], 0.0, whole[2]
         return self.bounds.chunks_ns(
             code,
             layer,
@@ -344,10 +364,13 @@ class _Flow:
             layer,
             "update",
             elements,
-            self.chunk if up or streams else elements,
+            self.chunk if (up or streams) and layer not in self.matrices else elements,
             0,
             parameters=True,
+            flops=update_flops(self.plan, layer, 0, elements).get("flops", 0),
         )
+        if layer in self.matrices:
+            size = (size[0], 0.0, size[2])
         self.updates = max(
             self.updates + size[0], after + size[0], (self.up if up else 0.0) + size[1]
         )

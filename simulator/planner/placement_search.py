@@ -54,6 +54,7 @@ from megatrain.simulator.planner.assessment import (
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
+    all_on_host,
     classes_of,
     host_updating,
     last,
@@ -489,7 +490,7 @@ class PlacementSearch:
         updates all are also filled again in every order, because another order may be best then.
         `time` is the step time of `plan` in ns.
         """
-        updated = with_knobs(plan, placement=Placement(host_updated="all"))
+        updated = with_knobs(plan, placement=Placement(host_updated=all_on_host(plan)))
         bases = [
             msgspec.structs.replace(
                 plan.knobs.placement, **dict.fromkeys(CLASSES, ""), offloaded_inputs=offloaded

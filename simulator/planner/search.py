@@ -85,6 +85,7 @@ def search(
         policy_library.find(name)
     if hardware.unified:
         names = [name for name in names if name == "resident"]
+    names = policy_library.updating(names, workload)
     if not names:
         raise UserError(
             "policy",
@@ -215,7 +216,7 @@ def candidates(
     else:
         later = [
             name
-            for name in names
+            for name in policy_library.updating(names, workload)
             if name != "resident" and not policy_library.find(name).places_state
         ]
         # The likely winner is searched last, so that its schedule is still cached afterwards.

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "outline",
     "peers",
     "timed",
+    "updating",
     "verified",
 ]
 
@@ -51,6 +54,17 @@ def contenders() -> list[str]:
     The fastest plan uses one of these.
     """
     return [name for name in names() if not find(name).dominated_by]
+
+
+def updating(names: Iterable[str], workload: Workload) -> list[str]:
+    """Returns the policies of `names` that can update with the optimizer of `workload`. If there
+    are none, it returns all, and lowering them says why.
+    """
+    chosen = list(names)
+    if not optimizer.find(workload.optimizer).by_tensor:
+        return chosen
+    able = [name for name in chosen if not find(name).updates_on_host]
+    return able or chosen
 
 
 def peers() -> list[str]:
@@ -117,7 +131,8 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
-    format is not `exact`.
+    format is not `exact`. Raises it, too, if the policy updates on the host and the optimizer
+    cannot.
     """
     policy = find(plan.policy)
     if policy.prediction_only and plan.workload.state != EXACT:
@@ -134,6 +149,9 @@ def _policy(plan: Plan) -> Policy:
             allowed=f"{optimizer.ADAMW}, as that system was described",
             fix="use another policy, or leave out --optimizer",
         )
+    if policy.updates_on_host:
+        where = f"policy {plan.policy}: optimizer"
+        refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
 
 
@@ -183,7 +201,7 @@ def verified(plan: Plan) -> Schedule:
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
             fix="write it again with `megatrain plan --from`, or make a new plan",
         )
-    schedule.check(optimizer.find(plan.workload.optimizer).moments)
+    schedule.check(kept_moments(plan))
     return schedule
 
 

@@ -48,6 +48,7 @@ from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
     STATE,
@@ -55,9 +56,11 @@ from megatrain.simulator.schedule.arithmetic import (
     StateClass,
     contributions,
     layer_state,
+    refuse_on_host,
     sums_on_device,
 )
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 """The classes of data that an update changes."""
 
@@ -85,6 +88,10 @@ class _OverlappedStore:
         self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
         """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
+        refuse_on_host(
+            plan, self.on_host, "knobs.placement: host_updated", "leave out the decoder layers"
+        )
+        self.workspace = update_workspace(builder, plan)
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
             resident = plan.placed(name) - self.on_host
@@ -99,7 +106,7 @@ class _OverlappedStore:
                 ):
                     place = "device" if layer in resident else "host"
                     self.home[name, layer] = builder.persistent(
-                        f"{place}.{name}", layer, part.of(spec.elements), name, part.dtype
+                        f"{place}.{name}", layer, part.whole(spec.elements), name, part.dtype
                     )
                     if place == "host":
                         self.streamed[name].append(layer)
@@ -124,7 +131,7 @@ class _OverlappedStore:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
         for name in STATE if self.defers else UPDATED:
             streaming = {
-                (self.state[layer][name], self.stack[layer].elements)
+                (self.state[layer][name], self._longest_chunk(layer))
                 for layer in self.streamed[name]
                 if layer not in self.on_host
             }
@@ -133,7 +140,7 @@ class _OverlappedStore:
                 self.builder.slots(
                     f"device.{name}_chunks",
                     self.plan.knobs.state_slots,
-                    max(part.of(min(self.chunk, elements)) for part, elements in streaming),
+                    max(part.whole(longest) for part, longest in streaming),
                     name,
                     dtypes.pop() if len(dtypes) == 1 else "home",
                     chunk=True,
@@ -198,6 +205,9 @@ class _OverlappedStore:
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the layer's chunks: (number, first parameter, number of parameters)."""
+        layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
+        if layout is not None and layout.matrices:
+            return layout.chunks(self.chunk)
         total = self.stack[layer].elements
         if total not in self.chunks:
             self.chunks[total] = [
@@ -205,6 +215,10 @@ class _OverlappedStore:
                 for number, first in enumerate(range(0, total, self.chunk))
             ]
         return self.chunks[total]
+
+    def _longest_chunk(self, layer: str) -> int:
+        """Returns the parameters of the layer's longest chunk."""
+        return max(count for _, _, count in self._chunks(layer))
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """Returns a device buffer with the layer's weights, updated if an update was deferred.
@@ -471,7 +485,9 @@ class _DeviceUpdate:
             sum([store.state[layer][name].bytes for name in names])
             for names in (self.loaded, self.saved)
         )
-        """Bytes per parameter of one load, and of one save."""
+        """Bytes per parameter of one load, and of one save, without moments that only some tensors
+        keep."""
+        self.layout = update_layout(store.plan.workload.optimizer, store.stack[layer])
 
     def load(self, chunk: Chunk) -> dict[StateClass, str]:
         """Loads the chunk's streamed data and returns its slots by class of data.
@@ -492,9 +508,17 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=int(count * self.load_bytes),
+                bytes=self._bytes(chunk, self.loaded, self.load_bytes),
             )
         return slots
+
+    def _bytes(self, chunk: Chunk, names: Sequence[StateClass], per_parameter: float) -> int:
+        """Returns the bytes of a load or a save of the classes `names`."""
+        _, first, count = chunk
+        more = 0
+        if self.layout is not None and "moments" in names:
+            more = 4 * (self.layout.kept(first, count) - self.layout.least * count)
+        return int(count * per_parameter) + more
 
     def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
         """Updates the chunk, saves its streamed data to the host and releases its slots."""
@@ -505,9 +529,11 @@ class _DeviceUpdate:
             self.store.clipping.factor(self.layer),
             *old,
         ]
-        writes = [slots.get(name, self.home[name]) for name in self.classes] + (
-            [self.copy_to] if self.copy_to else []
-        )
+        writes = [
+            *[slots.get(name, self.home[name]) for name in self.classes],
+            *([self.copy_to] if self.copy_to else []),
+            *self.store.workspace[self.layer],
+        ]
         self.builder.op(
             OpId("update", self.layer, chunk=number),
             "update",
@@ -515,6 +541,7 @@ class _DeviceUpdate:
             writes,
             offset=first,
             parameters=count,
+            **update_flops(self.store.plan, self.layer, first, count),
         )
         if self.saved:
             reads, writes = (
@@ -528,7 +555,7 @@ class _DeviceUpdate:
                 writes,
                 offset=first,
                 parameters=count,
-                bytes=int(count * self.save_bytes),
+                bytes=self._bytes(chunk, self.saved, self.save_bytes),
             )
         for slot in slots.values():
             self.builder.release(slot)

@@ -27,6 +27,9 @@ class Policy:
     prediction_only: ClassVar[bool] = False
     """Whether this is the policy of another system. Such a policy is simulated and compared. It is
     never executed or searched."""
+    updates_on_host: ClassVar[bool] = False
+    """Whether the CPU updates every layer, so that an optimizer that multiplies matrices cannot be
+    used. The search then skips this policy, unless it is the only one."""
     dominated_by: ClassVar[str] = ""
     """A policy that can do all that this one can. The search then skips this one, unless it is
     named."""

@@ -8,7 +8,12 @@ from __future__ import annotations
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
-from megatrain.simulator.policies.building.training_step import state, update_operands
+from megatrain.simulator.policies.building.training_step import (
+    state,
+    update_flops,
+    update_operands,
+    update_workspace,
+)
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import contributions
 from megatrain.simulator.schedule.plan import Plan
@@ -20,6 +25,7 @@ class _State:
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.device = state(builder, plan, "device")
+        self.workspace = update_workspace(builder, plan)
         self.clipping = Clipping(builder, plan, "device", "compute", "update")
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
@@ -43,7 +49,12 @@ class _State:
         for layer, spec in self.stack.items():
             reads, writes = update_operands(self.device, layer, self.clipping.factor(layer))
             self.builder.op(
-                OpId("update", layer), "update", reads, writes, parameters=spec.elements
+                OpId("update", layer),
+                "update",
+                reads,
+                [*writes, *self.workspace[layer]],
+                parameters=spec.elements,
+                **update_flops(self.plan, layer, 0, spec.elements),
             )
 
 

@@ -158,6 +158,7 @@ class StreamedPolicy(ParameterStorePolicy):
         "chunk_bytes",
     )
     placements = ("saved_activations", "saved_attention", "offloaded_inputs")
+    updates_on_host = True
     slots: ClassVar[int | None] = None
     """The only allowed number of weight slots, or None if any number is allowed."""
 

@@ -28,7 +28,7 @@ Kinds of ops, their lane where it is fixed, and their operands:
 * `clip` of one layer: the layer's sum of squares or its sums of g^2 / v, every loss -> the layer's
   coefficient or its tensors' learning rate factors, or NaN if a value that it read is not finite
 * `update`, `cpu_update`: gradient, clip coefficient or factors[, weights] -> weights[, low half of
-  the master][, moments][, weight slot]
+  the master][, moments][, weight slot][, workspace]
 * `load_state` (h2d), `save_state` (d2h): one buffer for each class of data -> buffers of the same
   classes
 * `load_gradients` (h2d): host gradient -> device gradient
@@ -54,6 +54,8 @@ Rules:
 * An update does nothing if its coefficient is NaN. If it also reads weights, it takes the old
   weights from that buffer. If it also writes a weight slot, it leaves a copy of the new weights
   there.
+* An update whose optimizer multiplies matrices has `flops`, and writes its temporary values to a
+  workspace.
 * An op that both reads and writes its gradient adds to it. An op that only writes it overwrites it.
 * `host.moments:12#3` is part 3 of a buffer. Two parts never overlap, and the whole buffer overlaps
   each of its parts.

@@ -11,14 +11,18 @@ refuses such a group.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES
 from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
@@ -38,10 +42,16 @@ class StatePart(NamedTuple):
     """Bytes per parameter, 0 if the layer does not have this class. A whole number of 32nds."""
     dtype: BufferDtype
     """The dtype of its elements."""
+    extra: int = 0
+    """Bytes of a layer beyond this: the moments that only some of its tensors keep."""
 
     def of(self, parameters: int) -> int:
-        """Returns the bytes of `parameters`, which are whole blocks."""
+        """Returns the bytes of `parameters`, which are whole blocks, without `extra`."""
         return int(self.bytes * parameters)
+
+    def whole(self, parameters: int) -> int:
+        """Returns the bytes of a layer of `parameters`."""
+        return self.of(parameters) + self.extra
 
 
 def contributions(plan: Plan, layer: str) -> int:
@@ -65,9 +75,63 @@ def sums_on_device(plan: Plan, layer: str) -> bool:
 
 def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     """Returns the size and the dtype of each class of a layer's state."""
-    work = plan.workload
-    moments = find(work.optimizer).moments
-    return layer_state_of(work.dtype, work.state, moments, contributions(plan, layer) > 1)
+    work, spec = plan.workload, plan.model.stack[layer]
+    summed = contributions(plan, layer) > 1
+    layout = update_layout(work.optimizer, spec)
+    if layout is None:
+        return layer_state_of(work.dtype, work.state, find(work.optimizer).moments, summed)
+    state = layer_state_of(work.dtype, work.state, layout.least, summed)
+    width = int(PLANE_BYTES["fp32"])
+    extra = width * (layout.values - layout.least * spec.elements)
+    return {**state, "moments": state["moments"]._replace(extra=extra)}
+
+
+def kept_moments(plan: Plan) -> Callable[[str, int, int], int]:
+    """Returns a function of (layer, first parameter, number of parameters): the values of all
+    moments that the optimizer keeps for these parameters.
+    """
+    name, moments = plan.workload.optimizer, find(plan.workload.optimizer).moments
+
+    def kept(layer: str, first: int, count: int) -> int:
+        layout = update_layout(name, plan.model.stack[layer])
+        return moments * count if layout is None else layout.kept(first, count)
+
+    return kept
+
+
+def layer_moments(plan: Plan, layer: str) -> int:
+    """Returns the moments that are kept for every parameter of a layer, without those that only
+    some of its tensors keep.
+    """
+    layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
+    return find(plan.workload.optimizer).moments if layout is None else layout.least
+
+
+def whole_matrices(plan: Plan) -> frozenset[str]:
+    """Returns the layers whose update needs whole matrices. Only the device updates them."""
+    if not find(plan.workload.optimizer).by_tensor:
+        return frozenset()
+    return frozenset(
+        name
+        for name, layer in plan.model.stack.items()
+        if (layout := update_layout(plan.workload.optimizer, layer)) and layout.matrices
+    )
+
+
+def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
+    """Raises UserError if one of `layers`, which the CPU is to update, needs whole matrices.
+    `where` names what asks for it.
+    """
+    found = next(
+        (layer for layer in plan.model.stack if layer in layers & whole_matrices(plan)), ""
+    )
+    if found:
+        raise UserError(
+            where,
+            found=f"layer {found} updated on the CPU with optimizer {plan.workload.optimizer}",
+            allowed="updates of its matrices on the GPU, which orthogonalises them",
+            fix=fix,
+        )
 
 
 @functools.cache

@@ -28,7 +28,8 @@ DataClass = Literal[
 
 * `weights`: a layer's weights in the compute dtype
 * `master_low`: the part of a layer's master weights that its bf16 weights do not have
-* `moments`: the optimizer's moments of a layer, two with AdamW
+* `moments`: the optimizer's moments of a layer: two with AdamW, one for the matrices that Muon
+  updates
 * `gradients`: a layer's gradient
 * `hidden`: the input or output of a layer, [batch, sequence, carried], or the gradient of one
 * `activations`: what autograd saves in a layer that is recomputed
@@ -39,7 +40,7 @@ DataClass = Literal[
 * `norms`: the sum of squares of a layer's gradient
 * `clips`: the clip coefficients and learning rate factors that updates read
 * `ratio_sums`: sums of g^2 / v of a layer
-* `workspace`: anything else, which no op of this runtime touches
+* `workspace`: temporary values of updates, and in schedules of other systems anything else
 """
 BufferDtype = Literal["bf16", "fp32", "int16", "int8", "block8", "int64", "mixed", "home"]
 """The dtype of a buffer's elements (`block8`: `simulator/model/state_format.py`). `mixed` means

@@ -145,7 +145,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parameters that an elementwise op or an op on optimizer state works on, padding
     included."""
     flops: int = 0
-    """The FLOPs of a compute op."""
+    """The FLOPs of a compute op, or of the matrix products of an update."""
     elements: int = 0
     """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
     shape: str = ""

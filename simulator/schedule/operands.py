@@ -9,6 +9,9 @@ from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.schedule.buffer import DTYPES_OF, WIDTH, Buffer
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 
+KeptMoments = Callable[[str, int, int], int]
+"""Returns the values of all moments that the optimizer keeps for some parameters, from (layer,
+first parameter, number of parameters)."""
 _MOVES = ("load_state", "save_state")
 _COPIES = {
     "load_weights": "weights",
@@ -38,7 +41,7 @@ OPERANDS = {
     "clip": ("(norms|ratio_sums|losses| )*", "clips"),
     **dict.fromkeys(
         ("update", "cpu_update"),
-        ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?"),
+        ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?( workspace)?"),
     ),
 }
 """Two patterns for each kind: the classes of data that it reads and those that it writes, in order.
@@ -61,14 +64,14 @@ def check_buffer(buffer: Buffer) -> None:
 
 
 def check_operands(
-    op: Op, buffers: Mapping[str, Buffer], dtype_of: Callable[[str, str], str], moments: int
+    op: Op, buffers: Mapping[str, Buffer], dtype_of: Callable[[str, str], str], kept: KeptMoments
 ) -> None:
     """Checks the operands of `op`.
 
     Args:
         buffers: the schedule's buffers by id.
         dtype_of: `Schedule.dtype_of`, the dtype of a layer's data in a buffer.
-        moments: the values that the optimizer keeps for each parameter.
+        kept: the values that the optimizer keeps for a range of a layer's parameters.
 
     Raises:
         ScheduleError: an operand holds another class of data than the kind of op takes, its dtype
@@ -103,10 +106,11 @@ def check_operands(
         written: dict[str, str] = {
             buffers[base_buffer(name)].data: dtypes[name] for name in op.writes
         }
-        if moments and "moments" not in written:
-            raise ScheduleError(f"{op.id}: writes no moments, of which there are {moments}")
+        values = kept(op.layer, op.offset, op.parameters)
+        if values and "moments" not in written:
+            raise ScheduleError(f"{op.id}: writes no moments, of which there are {values} values")
         _check_planes(op, written)
-    _check_sizes(op, buffers, dtypes, moments)
+    _check_sizes(op, buffers, dtypes, kept)
 
 
 def _check_planes(op: Op, written: Mapping[str, str]) -> None:
@@ -134,7 +138,7 @@ def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
 
 
 def _check_sizes(
-    op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str], moments: int
+    op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str], kept: KeptMoments
 ) -> None:
     """Raises ScheduleError if an operand is too small for the bytes or parameters of `op`."""
     for name in op.buffers:
@@ -147,9 +151,11 @@ def _check_sizes(
             "moments",
             "gradients",
         ):
-            elements = op.parameters + (0 if buffer.chunk else op.offset)
-            count = elements * (moments if buffer.data == "moments" else 1)
-            needed = int(count * WIDTH[dtypes[name]])
+            first, count = (
+                (op.offset, op.parameters) if buffer.chunk else (0, op.offset + op.parameters)
+            )
+            values = kept(op.layer, first, count) if buffer.data == "moments" else count
+            needed = int(values * WIDTH[dtypes[name]])
         elif op.kind in ("norm", "accumulate_gradients") and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:

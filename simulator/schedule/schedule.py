@@ -12,7 +12,12 @@ import msgspec
 
 from megatrain.simulator.schedule.buffer import FLAGS, Buffer
 from megatrain.simulator.schedule.op import LANES, Op, ScheduleError, base_buffer, parse_id
-from megatrain.simulator.schedule.operands import OPERANDS, check_buffer, check_operands
+from megatrain.simulator.schedule.operands import (
+    OPERANDS,
+    KeptMoments,
+    check_buffer,
+    check_operands,
+)
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 
@@ -191,7 +196,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             lines.append(line)
         return "\n".join(lines) + "\n"
 
-    def check(self, moments: int = 2) -> None:
+    def check(self, moments: int | KeptMoments = 2) -> None:
         """Proves that the schedule is correct, whatever the durations of its ops.
 
         Checks that:
@@ -203,11 +208,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         * a slot has one user at a time, and every slot is released at the end
         * in a schedule that the runtime can execute, each operand has the class of data, the dtype
           and the size that its op needs; the optimizer keeps `moments` fp32 values for each
-          parameter, two with AdamW
+          parameter, two with AdamW, or as many as `moments` returns for a range of a layer
 
         Raises ScheduleError if one of these does not hold.
         """
         self._check_buffers()
+        kept = (
+            (lambda _layer, _first, count: moments * count) if isinstance(moments, int) else moments
+        )
         order = VectorClocks()
         place: dict[str, int] = {}
         held: set[str] = set()
@@ -226,7 +234,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if name not in self.buffer:
                     raise ScheduleError(f"{op.id}: unknown buffer {name}")
             if self.is_typed:
-                check_operands(op, self.buffer, self.dtype_of, moments)
+                check_operands(op, self.buffer, self.dtype_of, kept)
             earlier = order.touch(op.lane, op.reads, op.writes)
             order.add(op.lane, [place[other] for other in op.after])
             for other in earlier:

@@ -22,7 +22,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
-from megatrain.simulator.planner.filling import GIB, Filling, last
+from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, last
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.slot_search import (
     GRADIENT_SLOTS,
@@ -147,11 +147,12 @@ def _newly_fitting(filling: Filling, plan: Plan, before: int) -> Iterator[Plan]:
 
     Yields nothing if `before` bytes can hold all state and all offloaded inputs.
     """
-    everything = with_knobs(plan, placement=Placement(offloaded_inputs="all", host_updated="all"))
+    on_host = all_on_host(plan)
+    everything = with_knobs(plan, placement=Placement(offloaded_inputs="all", host_updated=on_host))
     if filling.account(everything).host_peak_bytes <= before:
         return
     for slots, updated in itertools.product(
-        ({}, _USUAL_SLOTS), (plan.knobs.placement, Placement(host_updated="all"))
+        ({}, _USUAL_SLOTS), (plan.knobs.placement, Placement(host_updated=on_host))
     ):
         for saved in sorted({0, len(plan.placed("saved_activations"))}):
             base = Placement(saved_activations=last(plan.model.layers, saved))

@@ -18,8 +18,9 @@ import pytest
 from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
+from megatrain.runtime import host
 from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
-from megatrain.runtime.host import cores, host_bytes
+from megatrain.runtime.host import cores, free_host_bytes, host_bytes, usable_host_bytes
 from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -730,7 +731,7 @@ def test_without_hardware_it_is_this_machine(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answer_as_the_driver(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090, 24564")
-    monkeypatch.setattr(this_machine, "host_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr(this_machine, "usable_host_bytes", lambda: 100 * 2**30)
     monkeypatch.setattr(this_machine, "cores", lambda: 8)
     words = ("check", "qwen2.5-0.5b", "--batch", "1")
     outcome = command(*words)
@@ -768,8 +769,13 @@ def test_a_machine_without_a_known_gpu_is_told_to_name_one(
     assert "--hardware " in outcome.err.partition("; fix: ")[2]
 
 
-def test_this_machine_s_own_memory_and_cores_are_read() -> None:
+def test_this_machine_s_own_memory_and_cores_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan leaves 2 GiB and 2 % of the host's memory to the system, but at most an eighth."""
     assert 2**20 < host_bytes() < 2**60
+    assert 0 < free_host_bytes() <= host_bytes()
+    for total, usable in ((100, 96), (8, 7)):
+        monkeypatch.setattr(host, "host_bytes", lambda total=total: total * 2**30)
+        assert usable_host_bytes() == usable * 2**30
     assert cores() >= 1
 
 

@@ -19,7 +19,7 @@ NAMES = {
     "models": set(models()),
     "hardware": set(machines()),
     "policies": set(policies.registered()),
-    "optimizers": {"adamw"},
+    "optimizers": {"adamw", "muon"},
     "families": {*FAMILIES, *INSIDE, *REFUSED, *UNDESCRIBED},
 }
 

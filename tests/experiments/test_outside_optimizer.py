@@ -1,4 +1,4 @@
-"""Tests of `--optimizer FILE` from the plan to the exported model."""
+"""Tests of `--optimizer FILE` and `--optimizer muon` from the plan to the exported model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def good(outcome: Any) -> str:
     return str(outcome.out)
 
 
-def test_a_run_is_planned_trained_stopped_resumed_and_exported(
-    command: Command, optimizer: str
-) -> None:
-    named = ("--optimizer", optimizer)
+@pytest.mark.parametrize("name", ["lion.py", "muon"])
+@pytest.mark.usefixtures("optimizer")
+def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command, name: str) -> None:
+    named = ("--optimizer", name)
     planned = good(command("plan", "tiny", "--hardware", "h200", *WORK, *named, "--out", "p.toml"))
-    assert "with optimizer lion.py fits" in planned
-    assert Plan.load(Path("p.toml")).workload.optimizer == optimizer
+    assert f"with optimizer {name} fits" in planned
+    assert Plan.load(Path("p.toml")).workload.optimizer == name
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
     train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
     good(command(*train, "--steps", 4, "--out", "straight"))

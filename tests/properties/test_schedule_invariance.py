@@ -28,6 +28,7 @@ from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
 from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.optimizer import MUON
 from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
@@ -218,7 +219,11 @@ def execute(plan: Plan) -> Trained:
             tensors |= {
                 f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()
             }
-            first, second = state.tensors()[f"{layer.name}.moments"]
+            flat = state.tensors()[f"{layer.name}.moments"]
+            if plan.workload.optimizer == MUON:
+                tensors |= muon_moments(layer, flat)
+                continue
+            first, second = flat
             if first.dtype == torch.uint8:
                 first, second = decoded_first(first), decoded_second(second)
             for order, moments in enumerate((first, second), 1):
@@ -231,6 +236,30 @@ def execute(plan: Plan) -> Trained:
             [result.gradient_norm for result in results],
             as_bits(tensors),
         )
+
+
+def muon_moments(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns copies of the moments in `flat`: the first of every tensor, then the second of those
+    that AdamW updates.
+    """
+    adamw = [
+        tensor
+        for tensor in layer.tensors
+        if layer.kind != "decoder"
+        or len(tensor.shape) == 1
+        or min(tensor.shape[-2:]) == 1
+        or tensor.name.endswith("bias")
+    ]
+    second = msgspec.structs.replace(layer, tensors=tuple(adamw))
+    assert len(flat) == layer.elements + second.elements
+    return {
+        f"{layer.name} {name} moment {order}": moment
+        for order, part, values in (
+            (1, layer, flat[: layer.elements]),
+            (2, second, flat[layer.elements :]),
+        )
+        for name, moment in by_tensor(part, values).items()
+    }
 
 
 def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -347,6 +376,39 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     event(f"{policy}, {state}")
     return planned(policy, model, work, knobs, draw(st.sampled_from([0, 1, 4096])))
+
+
+@st.composite
+def muon_plans(draw: st.DrawFn) -> Plan:
+    """Returns any plan with the optimizer Muon, which the CPU cannot use on decoder layers."""
+    plan = draw(plans().filter(lambda plan: plan.policy in ("resident", "overlapped")))
+    work = msgspec.structs.replace(
+        plan.workload,
+        optimizer=MUON,
+        state=EXACT,
+        clipping=draw(st.sampled_from([kind for kind in CLIPPING if kind != "update"])),
+    )
+    able = [layer for layer in plan.model.stack if not layer.isdigit()]
+    on_host = draw(st.lists(st.sampled_from(able), unique=True))
+    placement = msgspec.structs.replace(
+        plan.knobs.placement, host_updated="" if plan.policy == "resident" else ",".join(on_host)
+    )
+    knobs = msgspec.structs.replace(plan.knobs, placement=placement)
+    return planned(plan.policy, plan.model, work, knobs)
+
+
+@given(muon_plans())
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+def test_any_plan_with_muon_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@given(muon_plans())
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+def test_hundreds_of_plans_with_muon_give_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
 
 
 @given(plans())

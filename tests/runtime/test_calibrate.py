@@ -16,8 +16,13 @@ import torch
 from schedule_text import from_text
 from whole_models import model_of as whole_model_of
 
+from megatrain.runtime.calibration import (
+    attention_kernel,
+    contention,
+    measured_costs,
+    profile_steps,
+)
 from megatrain.runtime.calibration import calibrate as module
-from megatrain.runtime.calibration import contention, measured_costs, profile_steps
 from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
 from megatrain.runtime.calibration import microbenchmarks as rates
 from megatrain.runtime.calibration.profile_steps import StepProfile
@@ -360,8 +365,38 @@ def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
     table: Any = SimpleNamespace(compute={"forward": times})
     flops = model.work("forward", layer.name, work).linear_flops
     slow: Any = SimpleNamespace(device_bytes_per_s=1.0, matmul_flops=4000 * flops)
-    found = measured_costs.linear_efficiency(table, slow, model, work)
+    found = measured_costs.linear_efficiency(table, slow, model, work, (0.337, 970))
     assert found == pytest.approx(0.25)
+
+
+def test_attention_alone_is_measured_over_lengths() -> None:
+    """Each row is four times as long as the one before, and a forward and a backward take time. A
+    model that writes out its scores has no kernel to measure.
+    """
+    model, work = whole_model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
+    points = attention_kernel.attention_curve(model, work, torch.device("cpu"))
+    assert len(points) > 1
+    assert [length for length, _, _ in points] == [512 * 4**index for index in range(len(points))]
+    assert all(forward > 0 and backward > 0 for _, forward, backward in points)
+    scores = whole_model_of("bloom")
+    assert not attention_kernel.attention_curve(scores, work, torch.device("cpu"))
+
+
+def test_the_rate_of_attention_is_that_of_the_two_longest_rows() -> None:
+    """With an efficiency of 1/4 of 1e12 FLOP/s and 1,000 half tokens, rows take these times."""
+    model = whole_model_of("qwen2")
+    heads, _, size = model.heads
+
+    def nanoseconds(length: int) -> int:
+        return round(7 * heads * size * length * (length + 1000) / 0.25e12 * 1e9)
+
+    points = tuple(
+        (length, nanoseconds(length) // 4, nanoseconds(length) - nanoseconds(length) // 4)
+        for length in (512, 8192, 32768)
+    )
+    efficiency, half = attention_kernel.attention_rate(model, points, 1e12) or (0, 0)
+    assert (efficiency, half) == (pytest.approx(0.25, rel=1e-3), pytest.approx(1000, abs=2))
+    assert attention_kernel.attention_rate(model, points[:1], 1e12) is None
 
 
 def test_a_larger_copy_that_was_faster_counts_as_long_as_the_smaller() -> None:

@@ -87,7 +87,8 @@ Master = tuple[str, str, torch.Tensor]
 def test_every_schedule_gives_the_reference_s_bits(
     make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str
 ) -> None:
-    device, settings = torch.device("cuda", 0), AdamW(max_norm=0.5, weight_decay=0.1)
+    # The mean gradient of four micro-batches of random tokens has a norm below 0.5.
+    device, settings = torch.device("cuda", 0), AdamW(max_norm=0.1, weight_decay=0.1)
     sizes = {
         "hidden": 256,
         "intermediate": 512,

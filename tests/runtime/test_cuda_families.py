@@ -13,6 +13,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from whole_models import (
     SEQUENCE,
+    TINY,
     Tensors,
     drawn,
     gradients_of,
@@ -84,7 +85,11 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(
         "checkpoint_interval": 3,
     }
     # A CPU draws other random numbers than a GPU.
-    model = model_of(family, **without_draws(family))
+    changes = without_draws(family)
+    if family == "gemma3n_text" and transformers.__version__ != DESCRIBED:
+        # transformers 5.17 fails on tokens outside of the second table.
+        changes["vocab_size_per_layer_input"] = TINY["vocab_size"]
+    model = model_of(family, **changes)
     plan = make_plan("resident", model=model, **sizes, **limits)
     try:
         refuse_unlike_transformers(plan.model)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from megatrain.runtime.memory.fitting import LOADING_BYTES, refuse_what_does_not_fit
+from megatrain.runtime.memory.fitting import (
+    LOADING_BYTES,
+    little_memory_note,
+    refuse_what_does_not_fit,
+)
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan, Prediction
@@ -70,3 +75,14 @@ def test_the_predicted_peak_counts_too(make_plan: Callable[..., Plan]) -> None:
         ),
     ):
         refuse_what_does_not_fit(msgspec.structs.replace(plan, prediction=prediction), lower(plan))
+
+
+def test_less_free_memory_than_the_pools_need_is_said(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("overlapped")
+    needed = pools(plan, "host") + LOADING_BYTES
+    assert little_memory_note(lower(plan), needed) == ""
+    assert re.fullmatch(
+        r"warning: the plan needs .* of host memory, and .* are free now: close other programs, or"
+        r" plan with --host-memory \d+GiB, or the system may end this run",
+        little_memory_note(lower(plan), needed - 1),
+    )

@@ -47,7 +47,7 @@ from megatrain.runtime.optimizer.blockwise import (
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.optimizer import ADAMW, find
+from megatrain.simulator.model.optimizer import ADAMW, MUON, find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
@@ -122,12 +122,13 @@ class Reference:
         self._optimizer = find(workload.optimizer)
         self.moments = {
             layer: {
-                name: torch.zeros(self._optimizer.moments, *t.shape, device=device)
+                name: torch.zeros(self._kept(layer, name, t), *t.shape, device=device)
                 for name, t in tensors.items()
             }
             for layer, tensors in self.masters.items()
         }
-        """[moments, *shape] by layer and tensor name, fp32 in every state format"""
+        """[moments, *shape] by layer and tensor name, fp32 in every state format. One moment marks
+        the matrices that Muon updates."""
         first = 0
         self._index: dict[str, dict[str, int]] = {}
         """The index in the model of the first element of each tensor, by layer and tensor name."""
@@ -147,6 +148,19 @@ class Reference:
         """With clipping by `update`: the factors on the learning rate, one for each tensor and
         step."""
         self._write_back()
+
+    def _kept(self, layer: str, name: str, tensor: torch.Tensor) -> int:
+        """Returns the moments that the optimizer keeps for a tensor. With Muon, the matrices of
+        decoder layers have one.
+        """
+        matrix = (
+            self.work.optimizer == MUON
+            and layer.isdigit()
+            and tensor.dim() > 1
+            and min(tensor.shape[-2:]) > 1
+            and not name.endswith("bias")
+        )
+        return 1 if matrix else self._optimizer.moments
 
     def _find(self, layer: str, tensor: str) -> torch.nn.Parameter:
         found: torch.nn.Parameter = self.model.get_parameter(hub_name(layer, tensor, self._stack))
@@ -375,7 +389,10 @@ class Reference:
         number: int,
     ) -> None:
         rate *= group.rate_factor
-        if self.work.optimizer != ADAMW:
+        if self.work.optimizer == MUON and len(moments) == 1:
+            _muon(master, moments[0], g, rate, group.weight_decay)
+            return
+        if self.work.optimizer not in (ADAMW, MUON):
             given = chosen(self._optimizer, self.settings, group.weight_decay)
             flat = (master.view(-1), moments.flatten(1), g.flatten())
             self._optimizer.update(*flat, rate=rate, number=number, **given)
@@ -433,6 +450,39 @@ class Reference:
                 split_randomly(flat, high, low, key, index)
             stored = join(high, low)
         master.view(-1).copy_(stored[: master.numel()])
+
+
+def _muon(
+    master: torch.Tensor, momentum: torch.Tensor, g: torch.Tensor, rate: float, decay: float
+) -> None:
+    """Does one step of Muon on a matrix, or on each matrix of [experts, rows, columns]."""
+    new = g * (1 - 0.95)
+    momentum.copy_(momentum * 0.95 + new)
+    rows, columns = master.shape[-2:]
+    made = [
+        _orthogonalised(matrix.bfloat16())
+        for matrix in (momentum * 0.95 + new).view(-1, rows, columns)
+    ]
+    if decay:
+        master *= 1 - rate * decay
+    master -= torch.stack(made).view_as(master).float() * (0.2 * max(rows, columns) ** 0.5 * rate)
+
+
+def _orthogonalised(x: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix with nearly the singular vectors of `x` [rows, columns] bf16, and with
+    singular values near 1.
+    """
+    x = x / rounded_sqrt(sum_of_squares(x.reshape(-1))).clamp(min=1e-7).bfloat16()
+    for _ in range(5):
+        if x.shape[0] <= x.shape[1]:
+            a = x @ x.T
+            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.addmm(x, b, x, beta=3.4445)
+        else:
+            a = x.T @ x
+            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.addmm(x, x, b, beta=3.4445)
+    return x
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:

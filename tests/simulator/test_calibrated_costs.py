@@ -208,6 +208,55 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
     assert costs.extrapolated(beyond)
 
 
+def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
+    """A layer took 800 us with 8,192 tokens in rows of 1,024. One row of S tokens takes
+    S (S + 1,024) / 2^20 x 10 us of attention in a forward, and twice that in a backward: 160 us of
+    these 800. So the rest takes 640 us, and four times that with 32,768 tokens.
+    """
+
+    def row(length: int) -> int:
+        return 10_000 * length * (length + 1024) // 2**20
+
+    measured, model = SHAPE.format(8), ModelSpec.load("qwen2.5-3b")
+    layers = {
+        kind: {measured: (80, 800_000), measured.replace("/", "-kept/"): (80, 650_000)}
+        for kind in ("forward", "recompute")
+    } | {"backward": {measured: (160, 1_600_000)}}
+    rows = tuple((length, row(length), 2 * row(length)) for length in (1024, 4096))
+    curves = table(compute=layers, attention={"16x2x128-bf16": rows})
+    costs = cost_model(
+        msgspec.structs.replace(HardwareSpec.load("h200"), costs=curves),
+        model,
+        Workload(batch=1, sequence=32768),
+    )
+
+    def op(name: str, shape: str) -> Op:
+        return Op(id=f"{name}0.m0", lane="compute", flops=1, shape=shape)
+
+    long = measured.replace("8x1024", "1x32768")
+    for name, times in (("F", 1), ("R", 1), ("B", 2)):
+        expected = times * (4 * 640_000 + row(32768))
+        assert costs.duration_ns(op(name, long)) == pytest.approx(expected, rel=1e-4)
+        assert costs.extrapolated(op(name, long))
+    kept = op("R", long.replace("/", "-kept/"))
+    assert costs.duration_ns(kept) == pytest.approx(4 * 640_000, rel=1e-4)
+    assert costs.extrapolated(kept)
+
+
+def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
+    model = ModelSpec.load("qwen2.5-3b")
+    work = Workload(batch=2, sequence=4096)
+    assert model.share_of_row("0", work) == 2
+    assert model.attention_shape(work) == "16x2x128-bf16"
+    assert (
+        model.attention_shape(msgspec.structs.replace(work, documents=True))
+        == "16x2x128-bf16-flash"
+    )
+    windowed = ModelSpec.load("gpt-oss-20b")
+    shares = sorted({windowed.share_of_row(layer.name, work) for layer in windowed.decoders})
+    assert shares == pytest.approx([2 * 128 * (2 * 4096 - 128) / 4096**2, 2], rel=1e-6)
+
+
 def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
     """A gradient that is summed takes longer by the additional bytes that it moves.
 

@@ -161,6 +161,8 @@ def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: s
         ({"compute": {"forward": {"a": [0, 1]}}}, "costs.compute.forward.a: amount: found 0"),
         ({"activations": {"a": [0, 1]}}, "costs.activations.a: tokens: found 0"),
         ({"workspace": {"a": {"layer": 1, "head": -1}}}, "costs.workspace.a.head: found -1"),
+        ({"attention": {"a": [[8, 0, 1]]}}, "costs.attention.a: forward_ns: found 0"),
+        ({"attention": {"a": [[8, 1, 1], [8, 2, 2]]}}, "costs.attention.a: found sequence 8"),
         ({"step_overhead_ns": -1}, "costs.step_overhead_ns: found -1"),
         ({"process_bytes": -1}, "costs.process_bytes: found -1"),
         ({"contention": {"cpu": {"h2d": 2.0}}}, "costs: contention.cpu.h2d: found 2.0"),

@@ -58,7 +58,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterato
 
 @pytest.mark.usefixtures("installed")
 def test_an_installed_optimizer_is_found_by_name() -> None:
-    assert registered() == ["adamw", "lion"]
+    assert registered() == ["adamw", "lion", "muon"]
     assert (find("lion").name, find("lion").moments) == ("lion", 1)
     assert find("adamw").moments == 2, "a plugin replaced a built-in optimizer"
 

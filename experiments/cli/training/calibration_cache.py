@@ -48,7 +48,7 @@ def calibration(
     Args:
         workload: its batch and accumulation do not matter, because a few batches are measured.
         device_bytes: replaces the device memory that the machine reports.
-        host_bytes: replaces the host memory that the machine reports.
+        host_bytes: replaces the host memory that a plan may have on this machine.
         again: whether to measure although the cache has the calibration.
 
     Raises UserError if the machine cannot be measured, or if the cache cannot be written.

@@ -6,7 +6,7 @@ import subprocess
 
 import msgspec
 
-from megatrain.runtime.host import cores, host_bytes
+from megatrain.runtime.host import cores, usable_host_bytes
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 
@@ -31,7 +31,8 @@ def this_machine() -> HardwareSpec:
             allowed="a name in the library, or a file that `megatrain calibrate` wrote",
             fix="run `megatrain calibrate --out hardware.toml` and give --hardware hardware.toml",
         )
-    device, host = known.device_bytes if total is None else int(_USABLE * total), host_bytes()
+    device = known.device_bytes if total is None else int(_USABLE * total)
+    host = usable_host_bytes()
     return msgspec.structs.replace(
         known.with_cores(cores()),
         title=f"{known.title} (this machine)",

@@ -24,6 +24,7 @@ from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import SCALAR_BYTES, blocks_of, cost_keys, layer_state
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.update_layout import update_layout
 
 
 class ParameterStore(Protocol):
@@ -64,9 +65,32 @@ def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str
         for name, part in layer_state(plan, layer.name).items():
             if part.bytes:
                 made[name, layer.name] = builder.persistent(
-                    f"{place}.{name}", layer.name, part.of(layer.elements), name, part.dtype
+                    f"{place}.{name}", layer.name, part.whole(layer.elements), name, part.dtype
                 )
     return made
+
+
+def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
+    """Makes the buffer of the temporary tensors that updates on the device need.
+
+    Returns it by layer, in a list that is empty if an update needs none. There is one buffer,
+    because updates run one after the other.
+    """
+    name = plan.workload.optimizer
+    sizes = {
+        layer: layout.workspace if (layout := update_layout(name, spec)) else 0
+        for layer, spec in plan.model.stack.items()
+    }
+    if not any(sizes.values()):
+        return {layer: [] for layer in sizes}
+    made = builder.persistent("device.update_workspace", "all", max(sizes.values()), "workspace")
+    return {layer: [made] if size else [] for layer, size in sizes.items()}
+
+
+def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, int]:
+    """Returns the field `flops` of an update op, if its optimizer multiplies matrices."""
+    layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
+    return {"flops": layout.flops(first, count)} if layout and layout.matrices else {}
 
 
 def update_operands(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
@@ -452,3 +453,14 @@ def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
         for name in ("resident", "overlapped", "resident-unread", "overlapped-unread")
     }
     assert len(exported) == 1
+
+
+def test_too_little_free_memory_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
+    notes: list[str] = []
+    recorder = Recorder()
+    monkeypatch.setattr(recorder, "on_note", notes.append)
+    monkeypatch.setattr(trainer_module, "free_host_bytes", lambda: 2**10)
+    prepare(place, callbacks=[recorder]).fit()
+    assert any("are free now: close other programs" in note for note in notes)

@@ -1,0 +1,75 @@
+"""Draws the held-out loss of variants, and how it differs from that of `exact`, over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from megatrain.experiments.quality.summary import Spread, VariantSummary
+from megatrain.simulator.plots import canvas
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a949e")
+_TITLES = {"training": "Trained from random weights", "fine-tune": "Fine-tuned"}
+_LOSS_INCHES, _DIFFERENCE_INCHES, _GAP_INCHES, _BOTTOM_INCHES = 2.2, 2.6, 0.55, 0.62
+_BETWEEN_INCHES, _TOP_INCHES = 0.95, 1.0
+
+
+def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) -> None:
+    """Draws for each part the held-out loss of each variant, and below it the mean differences from
+    `exact`, with bars of one standard error.
+
+    Raises UserError if `path` cannot be written.
+    """
+    parts = [part for part in _TITLES if any(each.part == part for each in summaries)]
+    one = _LOSS_INCHES + _DIFFERENCE_INCHES + _GAP_INCHES + _BETWEEN_INCHES
+    with matplotlib.rc_context(canvas.STYLE):
+        figure = canvas.new_figure(
+            _BOTTOM_INCHES + len(parts) * one + _TOP_INCHES - _BETWEEN_INCHES,
+            "Loss on held-out text",
+            subtitle,
+        )
+        for place, part in enumerate(reversed(parts)):
+            base = _BOTTOM_INCHES + place * one
+            chosen = [each for each in summaries if each.part == part and each.curve]
+            lower = canvas.add_axes(figure, base, _DIFFERENCE_INCHES, 0.35)
+            upper = canvas.add_axes(
+                figure, base + _DIFFERENCE_INCHES + _GAP_INCHES, _LOSS_INCHES, 0.35
+            )
+            canvas.add_heading(upper, _TITLES[part], "mean over seeds")
+            canvas.add_heading(lower, "minus exact", "mean over seeds, bars of one standard error")
+            lower.axhline(0, color=canvas.MUTED, linewidth=1)
+            for number, each in enumerate(chosen):
+                colour = _COLOURS[number % len(_COLOURS)]
+                _line(upper, each.curve, each.variant, colour, bars=False)
+                _line(lower, each.differences, each.variant, colour, bars=True)
+            for axes in (upper, lower):
+                canvas.make_plain(axes)
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+            upper.tick_params(axis="x", labelbottom=False)
+            lower.set_xlim(upper.get_xlim())
+            lower.set_xlabel("step")
+            if upper.lines:
+                upper.legend(loc="upper right", ncol=4)
+        canvas.save(figure, path)
+
+
+def _line(
+    axes: Axes, points: Sequence[tuple[int, Spread]], name: str, colour: str, *, bars: bool
+) -> None:
+    if points:
+        axes.errorbar(
+            [step for step, _ in points],
+            [spread.mean for _, spread in points],
+            yerr=[spread.error or 0.0 for _, spread in points] if bars else None,
+            color=colour,
+            marker="o",
+            markersize=3,
+            linewidth=1.3,
+            capsize=2.5,
+            label=name,
+        )

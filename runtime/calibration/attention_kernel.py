@@ -1,0 +1,109 @@
+"""Times the attention kernel of a model alone, over sequence lengths.
+
+Attention grows with the square of the sequence length, and at another rate than the matrix products
+of a layer. So the duration of a layer at a length that was not measured is predicted from both
+apart (`simulator/costs/datasheet.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatrain.runtime.calibration.timing import timed
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.simulator.model.families import UNFUSED_ATTENTION
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+_SHORTEST, _LONGEST, _FACTOR = 512, 2**17, 4
+"""Tokens of the first row, the most tokens of a row, and the factor from one to the next."""
+_MOST_SECONDS = {"cuda": 2.0, "cpu": 0.05}
+"""A row is not measured if it is expected to take longer."""
+_REPEATS = 3
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def attention_curve(
+    model: ModelSpec, workload: Workload, device: torch.device
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns points (S, forward_ns, backward_ns) of the model's attention kernel on one causal row
+    of S tokens: the median of three calls each.
+
+    Returns nothing for a model that writes out its scores, and fewer than two points if there is no
+    memory or time for more. With documents, the rows have one document each.
+    """
+    if model.writes_scores or model.family in UNFUSED_ATTENTION:
+        return ()
+    kernel = workload.attention if device.type == "cuda" else None
+    backend = sdpa_kernel(_BACKENDS[kernel]) if kernel else contextlib.nullcontext()
+    points: list[tuple[int, int, int]] = []
+    length = _SHORTEST
+    with backend:
+        while length <= _LONGEST:
+            try:
+                forward, backward = _row(model, workload, device, length)
+            except (RuntimeError, MemoryError):  # no memory, or no such kernel for this model
+                break
+            points.append((length, max(round(forward * 1e9), 1), max(round(backward * 1e9), 1)))
+            if _FACTOR**2 * (forward + backward) > _MOST_SECONDS[device.type] and len(points) > 1:
+                break
+            length *= _FACTOR
+    return tuple(points)
+
+
+def _row(
+    model: ModelSpec, workload: Workload, device: torch.device, length: int
+) -> tuple[float, float]:
+    """Returns the seconds of one forward and of one backward on a row of `length` tokens."""
+    heads, pairs, size = model.heads
+    dtype = TORCH_DTYPE[workload.dtype]
+
+    def drawn(count: int) -> torch.Tensor:
+        shape = (1, length, count, size)
+        return torch.randn(shape, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+
+    query, key, value = drawn(heads), drawn(pairs), drawn(pairs)
+
+    def attend() -> torch.Tensor:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=heads != pairs
+        )
+
+    output = attend()
+    gradient = torch.randn_like(output)
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
+    return (
+        timed(attend, device, repeats=_REPEATS).value,
+        timed(backward, device, repeats=_REPEATS).value,
+    )
+
+
+def attention_rate(
+    model: ModelSpec, points: tuple[tuple[int, int, int], ...], flops_per_s: float
+) -> tuple[float, int] | None:
+    """Returns the fields `attention_efficiency` and `attention_half_tokens` of a HardwareSpec, such
+    that the longest row of `points` and the second longest one take the time that was measured.
+    Returns None if there are fewer than two points.
+
+    A forward and a backward of a row of S tokens take a time proportional to S (S + half_tokens).
+    Together they count as 3.5 forwards.
+    """
+    if len(points) < 2:
+        return None
+    (short, *before), (long, *after) = points[-2:]
+    per_token = [sum(before) / short, sum(after) / long]
+    slope = (per_token[1] - per_token[0]) / (long - short)
+    if slope <= 0:
+        return None
+    half = max(per_token[1] / slope - long, 0.0)
+    heads, _, size = model.heads
+    # 2 H D S^2 FLOPs of a forward, half of the pairs being masked
+    flops = 3.5 * 2 * heads * size * long * (long + half)
+    return min(flops / (sum(after) / 1e9) / flops_per_s, 1.0), round(half)

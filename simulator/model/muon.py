@@ -1,0 +1,109 @@
+"""Muon's sizes: which tensors it orthogonalises, and what that takes. The arithmetic is in
+`runtime/optimizer/muon.py`.
+
+Muon (Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum M of a
+matrix by a nearly orthogonal matrix, found by five Newton-Schulz iterations in bf16:
+
+    X = M / |M|;  five times: A = X X^T;  X = a X + (b A + c A A) X
+
+For a matrix with more rows than columns, A is X^T X and stands on the right. The iterations need
+whole matrices, so an update never ends inside one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ITERATIONS = 5
+"""Newton-Schulz iterations. The number is odd, because the result must be in the first buffer."""
+_GROUP = 2**24
+"""Elements that are orthogonalised together, unless one matrix has more. Many small matrices, such
+as those of experts, would otherwise take many small kernels. The number is part of the arithmetic,
+because a library may choose another kernel for another number of matrices."""
+BLOCK = 2**24
+"""Elements that are updated at a time, before and after the iterations."""
+GPU_BYTES = 172
+"""Bytes per parameter that PyTorch's elementwise operations move on a GPU, beyond reading and
+writing the state and the gradient. Counted in the source of the update, one operation at a
+time."""
+LIBRARY_BYTES = 32 * 2**20
+"""Bytes that cuBLAS needs for each stream on which it multiplies matrices, as PyTorch sets them for
+an H100 and later. Earlier GPUs need 8 MiB."""
+_ALIGNED = 256
+
+
+class Matrices(NamedTuple):
+    """Matrices of one shape, one after the other in a tensor."""
+
+    number: int
+    """The number of matrices: 1, or the number of experts."""
+    rows: int
+    """The rows of each."""
+    columns: int
+    """The columns of each."""
+
+    @property
+    def size(self) -> int:
+        """The elements of each matrix."""
+        return self.rows * self.columns
+
+    @property
+    def side(self) -> int:
+        """The rows and columns of the square matrix A."""
+        return min(self.rows, self.columns)
+
+    @property
+    def group(self) -> int:
+        """How many matrices are orthogonalised together."""
+        return min(max(_GROUP // self.size, 1), self.number)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all iterations on one matrix. With m rows and n >= m columns, an iteration takes
+        2 m m n for A, 2 m m m for A A, and 2 m m n for the product with X.
+        """
+        side, longer = self.side, max(self.rows, self.columns)
+        return ITERATIONS * (4 * side * side * longer + 2 * side**3)
+
+    @property
+    def rate_factor(self) -> float:
+        """Factor on the learning rate, 0.2 sqrt(max(rows, columns)). An orthogonal matrix times
+        this has elements with a root mean square of 0.2 or a little less, as AdamW's updates have.
+        So one learning rate serves both (Liu et al., arXiv 2502.16982, section 2.2).
+        """
+        return float(0.2 * max(self.rows, self.columns) ** 0.5)
+
+    @property
+    def workspace(self) -> tuple[int, ...]:
+        """Bytes of each temporary tensor of the update of one group.
+
+        These are X and the next X in bf16, A and b A + c A A in bf16, and three blocks in fp32.
+        """
+        matrix, square = 2 * self.group * self.size, 2 * self.group * self.side**2
+        block = 4 * min(self.group * self.size, BLOCK)
+        return tuple(
+            -(-size // _ALIGNED) * _ALIGNED
+            for size in (matrix, matrix, square, square, *[block] * 3)
+        )
+
+
+def matrices_of(kind: str, name: str, shape: tuple[int, ...]) -> Matrices | None:
+    """Returns the matrices of a tensor that Muon orthogonalises, or None if AdamW updates it.
+
+    Muon updates the matrices of decoder layers, and those of experts in a tensor [experts, rows,
+    columns] one by one. AdamW updates the embedding, the head, biases (also those of experts, which
+    have two dimensions), and tensors whose rows or columns are 1.
+
+    Args:
+        kind: the kind of the layer, `LayerSpec.kind`.
+        name: the name of the tensor inside the layer.
+        shape: its shape.
+    """
+    if kind != "decoder" or len(shape) not in (2, 3) or name.endswith("bias"):
+        return None
+    rows, columns = shape[-2:]
+    return (
+        Matrices(shape[0] if len(shape) == 3 else 1, rows, columns)
+        if min(rows, columns) > 1
+        else None
+    )

@@ -1,0 +1,148 @@
+"""UpdateLayout: where the moments of a layer's tensors are, and where its update may be cut, for an
+optimizer that treats tensors differently.
+
+The moments of a layer are stored one plane after the other. Plane k has the moment k of the tensors
+that keep more than k, in their order, with their padding. If all tensors keep as many moments, this
+is [moments, elements].
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from megatrain.simulator.model.muon import Matrices
+from megatrain.simulator.model.optimizer import Treatment, find
+from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec
+
+
+class UpdatePart(NamedTuple):
+    """A range of a layer's parameters that is updated by one call."""
+
+    tensor: int
+    """The index of its tensor in the layer."""
+    first: int
+    """Its first parameter in the layer's flat buffer."""
+    parameters: int
+    """Its parameters. The padding of a tensor is not in a part of matrices."""
+    matrices: Matrices | None
+    """The matrices that it consists of, with their number; None for any other range."""
+
+
+class UpdateLayout:
+    """The layout of one layer."""
+
+    def __init__(self, layer: LayerSpec, treatments: tuple[Treatment, ...]) -> None:
+        """`treatments` has one entry for each tensor of `layer`."""
+        self._layer, self._treatments = layer, treatments
+        self.planes = max(treatment.moments for treatment in treatments)
+        """The most moments that a tensor keeps."""
+        self.least = min(treatment.moments for treatment in treatments)
+        """The fewest moments that a tensor keeps."""
+        self.matrices = tuple(treatment.matrices for treatment in treatments if treatment.matrices)
+        """The matrices of each tensor that has some."""
+        self.values = self.kept(0, layer.elements)
+        """The fp32 values of all moments."""
+        self.workspace = max((sum(found.workspace) for found in self.matrices), default=0)
+        """Bytes of the temporary tensors of an update."""
+        self._known: dict[int, list[tuple[int, int, int]]] = {}
+
+    def start(self, plane: int, first: int) -> int:
+        """Returns how many parameters before `first` keep more than `plane` moments."""
+        return sum(
+            min(max(first - offset, 0), tensor.padded)
+            for tensor, offset, treatment in zip(
+                self._layer.tensors, self._layer.offsets, self._treatments, strict=True
+            )
+            if treatment.moments > plane
+        )
+
+    def lengths(self, first: int, count: int) -> list[int]:
+        """Returns the values in each plane for `count` parameters from `first` on."""
+        return [
+            self.start(plane, first + count) - self.start(plane, first)
+            for plane in range(self.planes)
+        ]
+
+    def kept(self, first: int, count: int) -> int:
+        """Returns the values of all moments for `count` parameters from `first` on."""
+        return sum(self.lengths(first, count))
+
+    def parts(self, first: int, count: int) -> list[UpdatePart]:
+        """Returns the parts of `count` parameters from `first` on, in order. A group of matrices
+        must be in the range as a whole, or not at all.
+        """
+        found = []
+        for index, (tensor, offset, treatment) in enumerate(
+            zip(self._layer.tensors, self._layer.offsets, self._treatments, strict=True)
+        ):
+            begin, end = max(offset, first), min(offset + tensor.padded, first + count)
+            if begin >= end:
+                continue
+            if treatment.matrices is None:
+                found.append(UpdatePart(index, begin, end - begin, None))
+                continue
+            every = treatment.matrices
+            for start in range(0, every.number, every.group):
+                some = every._replace(number=min(every.group, every.number - start))
+                place, size = offset + start * every.size, some.number * every.size
+                if begin <= place and place + size <= end:
+                    found.append(UpdatePart(index, place, size, some))
+        return found
+
+    def flops(self, first: int, count: int) -> int:
+        """Returns the FLOPs of matrix products in an update of this range."""
+        return sum(
+            part.matrices.number * part.matrices.flops
+            for part in self.parts(first, count)
+            if part.matrices
+        )
+
+    def chunks(self, limit: int) -> list[tuple[int, int, int]]:
+        """Returns the layer in chunks: (number, first parameter, number of parameters). A chunk has
+        at most `limit` parameters, a multiple of ALIGNMENT, unless a group of matrices has more.
+        """
+        if limit not in self._known:
+            ends = [0]
+            for unit in self._units(limit):
+                if len(ends) > 1 and unit - ends[-2] <= limit:
+                    ends[-1] = unit
+                else:
+                    ends.append(unit)
+            self._known[limit] = [
+                (number, first, end - first)
+                for number, (first, end) in enumerate(itertools.pairwise(ends))
+            ]
+        return self._known[limit]
+
+    def _units(self, limit: int) -> list[int]:
+        """Returns the ends of the smallest pieces that chunks are made of."""
+        ends = []
+        for tensor, offset, treatment in zip(
+            self._layer.tensors, self._layer.offsets, self._treatments, strict=True
+        ):
+            found = treatment.matrices
+            step = found.group * found.size if found else limit
+            ends += [
+                offset + place
+                for place in range(step, tensor.elements, step)
+                if place % ALIGNMENT == 0
+            ]
+            ends.append(offset + tensor.padded)
+        return ends
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
+    treated = find(optimizer)
+    return UpdateLayout(
+        layer, tuple(treated.treatment(layer.kind, each.name, each.shape) for each in layer.tensors)
+    )
+
+
+def update_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout | None:
+    """Returns the layout of `layer` for the optimizer of this name. None if it treats all tensors
+    alike and an update may be cut anywhere.
+    """
+    return _layout(optimizer, layer) if find(optimizer).by_tensor else None

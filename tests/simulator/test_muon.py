@@ -1,0 +1,244 @@
+"""Tests of what the simulator knows of Muon: its state, chunks of whole matrices, the time of its
+matrix products, and plans that it cannot have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.contention import ContentionModel
+from megatrain.simulator.engine.discrete_event import makespan_ns
+from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.muon import ITERATIONS, Matrices, matrices_of
+from megatrain.simulator.model.optimizer import Optimizer, Treatment, find
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.search import search
+from megatrain.simulator.schedule import ScheduleError, op
+from megatrain.simulator.schedule.arithmetic import kept_moments, layer_state
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.update_layout import update_layout
+
+H200 = HardwareSpec.load("h200")
+MIXTURE = ModelSpec.load("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape", "found"),
+    [
+        ("decoder", "self_attn.q_proj.weight", (64, 32), Matrices(1, 64, 32)),
+        ("decoder", "mlp.experts.gate_up_proj", (8, 64, 32), Matrices(8, 64, 32)),
+        ("decoder", "mlp.experts.gate_up_proj_bias", (8, 64), None),
+        ("decoder", "input_layernorm.weight", (64,), None),
+        ("decoder", "linear_attn.conv1d.weight", (64, 1, 4), None),
+        ("decoder", "mlp.shared_expert_gate.weight", (1, 64), None),
+        ("embedding", "embed_tokens.weight", (100, 64), None),
+        ("head", "lm_head.weight", (100, 64), None),
+    ],
+)
+def test_muon_updates_the_matrices_of_decoder_layers(
+    kind: str, name: str, shape: tuple[int, ...], found: Matrices | None
+) -> None:
+    assert matrices_of(kind, name, shape) == found
+    assert find("muon").treatment(kind, name, shape) == Treatment(1 if found else 2, found)
+
+
+def test_the_state_of_a_matrix_is_8_bytes_a_parameter() -> None:
+    model = ModelSpec.load("qwen2.5-7b")
+    plan = Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+        model=model,
+        workload=Workload(batch=1, sequence=1024, optimizer="muon"),
+    )
+    layer, state = model.stack["0"], layer_state(plan, "0")
+    held = sum(state[name].whole(layer.elements) for name in ("weights", "master_low", "moments"))
+    vectors = sum(tensor.padded for tensor in layer.tensors if len(tensor.shape) == 1)
+    assert held == 8 * layer.elements + 4 * vectors
+    assert layer_state(plan, "e")["moments"].whole(model.stack["e"].elements) == (
+        8 * model.stack["e"].elements
+    )
+
+
+def test_iterations_take_the_flops_of_their_products() -> None:
+    # [m, n] by [n, m], [m, m] by [m, m], and [m, m] by [m, n]
+    m, n = 512, 3584
+    products = 2 * m * n * m + 2 * m * m * m + 2 * m * m * n
+    assert Matrices(1, m, n).flops == Matrices(1, n, m).flops == ITERATIONS * products
+
+
+@pytest.mark.parametrize("limit", [2**16, 2**21, 2**26, 2**40])
+def test_chunks_end_between_groups_of_matrices(limit: int) -> None:
+    layer = MIXTURE.stack["0"]
+    layout = update_layout("muon", layer)
+    assert layout is not None
+    chunks = layout.chunks(limit)
+    assert [number for number, _, _ in chunks] == list(range(len(chunks)))
+    ends = list(itertools.accumulate(count for _, _, count in chunks))
+    assert [first for _, first, _ in chunks] == [0, *ends[:-1]]
+    assert ends[-1] == layer.elements
+    parts = [part for _, first, count in chunks for part in layout.parts(first, count)]
+    assert sum(layout.flops(first, count) for _, first, count in chunks) == sum(
+        matrices.number * matrices.flops for matrices in layout.matrices
+    )
+    largest = max(part.parameters for part in parts)
+    assert all(count <= max(limit, largest) for _, _, count in chunks)
+    assert sum(part.parameters for part in parts) >= layer.parameters
+    assert sum(layout.kept(first, count) for _, first, count in chunks) == layout.values
+
+
+PLACEMENTS = [
+    Placement(),
+    Placement(weights="all", master_low="all", moments="all", gradients="all"),
+    Placement(weights="0", moments="1,e", host_updated="e,h"),
+]
+
+
+@pytest.mark.parametrize("clipping", ["global", "layer", "none"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_schedules_are_sound_and_name_the_sizes_of_both_kinds_of_state(
+    make_plan: Callable[..., Plan], placement: Placement, clipping: str
+) -> None:
+    plan = make_plan("overlapped", optimizer="muon", clipping=clipping, placement=placement)
+    schedule = policies.lower(plan)
+    schedule.check(kept_moments(plan))
+    with pytest.raises(ScheduleError, match="bytes of"):
+        schedule.check(2)
+    outlined = policies.outline(plan)
+    assert sum(b.bytes for b in outlined.buffers) == sum(b.bytes for b in schedule.buffers)
+    layers = [layer for layer in plan.model.stack.values() if layer.kind == "decoder"]
+    layouts = {layer.name: update_layout("muon", layer) for layer in layers}
+    flops: dict[str, int] = {}
+    for each in schedule.ops:
+        if each.kind == "update":
+            flops[each.layer] = flops.get(each.layer, 0) + each.flops
+    for name, layout in layouts.items():
+        assert layout is not None
+        assert flops[name] == layout.flops(0, plan.model.stack[name].elements) > 0
+    moved = {"load_state": 0, "save_state": 0}
+    for each in schedule.ops:
+        if each.kind in moved and each.layer == "2":
+            moved[each.kind] += each.bytes
+    if not placement.weights:
+        layout = layouts["2"]
+        assert layout is not None
+        state = 4 * plan.model.stack["2"].elements + 4 * layout.values
+        assert moved["save_state"] == state
+
+
+@pytest.mark.parametrize("policy", ["double_buffer", "k_buffer", "sequential"])
+def test_policies_that_update_on_the_host_are_refused_in_one_line(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
+    plan = make_plan(policy, optimizer="muon")
+    with pytest.raises(UserError) as caught:
+        policies.lower(plan)
+    with pytest.raises(UserError) as searched:
+        search(plan.model, H200, plan.workload, policies=[policy])
+    assert str(searched.value) == str(caught.value)
+    assert str(caught.value) == (
+        f"policy {policy}: optimizer: found layer 0 updated on the CPU with optimizer muon;"
+        " allowed: updates of its matrices on the GPU, which orthogonalises them;"
+        " fix: use policy overlapped"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"placement": Placement(host_updated="e,2")},
+            "knobs.placement: host_updated: found layer 2 updated on the CPU with optimizer muon",
+        ),
+        ({"clipping": "update"}, "workload: clipping: found update with optimizer muon"),
+        ({"state": "master24", "dtype": "bf16"}, "found master24 with optimizer muon"),
+    ],
+)
+def test_what_muon_cannot_do_is_refused_by_name(
+    make_plan: Callable[..., Plan], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        policies.lower(make_plan("overlapped", optimizer="muon", **changes))
+
+
+def test_an_outside_optimizer_cannot_differ_between_tensors() -> None:
+    from megatrain.simulator.model.optimizer import _refuse
+
+    class Mine(Optimizer):
+        name, moments, by_tensor = "mine", 1, True
+
+    with pytest.raises(UserError, match="treatment: found one that differs between tensors"):
+        _refuse(Mine(), "optimizer mine.py")
+
+
+def test_an_update_takes_the_time_of_its_products_and_compute_waits(
+    make_plan: Callable[..., Plan],
+) -> None:
+    model, work = MIXTURE, Workload(batch=1, sequence=1024, optimizer="muon")
+    costs = cost_model(H200, model, work)
+    idle = op.Op(id="U0", lane="update", parameters=2**24)
+    busy = msgspec.structs.replace(idle, flops=10**13)
+    rate = H200.peak_tflops["bf16"] * 1e3 * H200.linear_efficiency
+    assert costs.duration_ns(busy) - costs.duration_ns(idle) == pytest.approx(10**13 / rate, abs=1)
+    forward = next(
+        each for each in policies.lower(make_plan("resident")).ops if each.kind == "forward"
+    )
+    sharing = ContentionModel({}, products=True)
+    demands = (
+        sharing.demand("compute", 0, 1000, forward.kind),
+        sharing.demand("update", 0, 1000, "update", products=True),
+    )
+    assert all(demands)
+    assert sharing.rates(tuple(each for each in demands if each)) == (1, 1_000_000)
+    assert ContentionModel({}).demand("compute", 0, 1000, "forward") is None
+
+
+@pytest.mark.parametrize("clipping", ["global", "layer"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_lower_bound_is_no_more_than_the_time(
+    make_plan: Callable[..., Plan], placement: Placement, clipping: str
+) -> None:
+    for sizes in (
+        {"hidden": 512, "intermediate": 2048, "head_dim": 64, "vocabulary": 1024, "layers": 6},
+        {},
+    ):
+        plan = make_plan(
+            "overlapped",
+            optimizer="muon",
+            state_slots=8,
+            chunk_bytes=2**20,
+            placement=placement,
+            clipping=clipping,
+            **sizes,
+        )
+        for hardware in (H200, HardwareSpec.load("a6000")):
+            costs = cost_model(hardware, plan.model, plan.workload)
+            schedule = policies.lower(plan)
+            bound = LowerBound(plan, costs).step_ns(plan)
+            assert 0 < bound <= uncontended_makespan_ns(schedule, costs)
+            assert bound <= makespan_ns(schedule, costs)
+
+
+def test_a_search_updates_no_decoder_layer_on_the_host(make_plan: Callable[..., Plan]) -> None:
+    model = make_plan(layers=6, hidden=512, intermediate=2048, head_dim=64).model
+    work = Workload(batch=2, sequence=16, optimizer="muon")
+    found = search(model, H200, work, device_limit=2**27)
+    assert {choice.plan.policy for choice in found} == {"overlapped", "resident"}
+    best = found[0]
+    assert best.feasible
+    assert not best.plan.placed("host_updated") - {"e", "h"}
+    assert assess(best.plan, cost_model(H200, model, work)).step_seconds == best.step_seconds
