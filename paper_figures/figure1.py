@@ -51,6 +51,10 @@ long sequence.
 """
 
 
+_NEAR = 40
+"""TFLOPS between stars whose labels would overlap."""
+
+
 class Star(NamedTuple):
     """A measured step on an H200."""
 
@@ -100,8 +104,9 @@ def stars(results: Results) -> list[Star]:
         work, device = file["plan"]["workload"], file["arguments"]["device_memory"]
         for record in file["systems"]:
             if record["system"] in _MEASURED and not record["failure"]:
+                several = f"{work['accumulation']} x " if work["accumulation"] > 1 else ""
                 tokens, limit = (
-                    f"{work['batch']} x {work['sequence']}",
+                    f"{several}{work['batch']} x {work['sequence']}",
                     _limit(work["sequence"], device, work["clipping"]),
                 )
                 found.append(
@@ -168,9 +173,10 @@ def draw(results: Results) -> Drawn:
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
     made = (
         f"Predictions of {date}: library's GH200, H200, eager layers, sequences of 1,024. Measured"
-        f" {' and '.join(sorted({star.date for star in measured}))} on H200 machines with 128 to"
+        f" {min(star.date for star in measured)} to {max(star.date for star in measured)} on H200"
+        " machines with 128 to"
         " 512 GiB of host memory, 32 x 1,024 tokens unless said: ours compiled, others eager. Left"
-        " of a size: 8 x 1,024 tokens, less device memory (by update: how gradients are clipped),"
+        " of a size: another batch, less device memory (by update: how gradients are clipped),"
         " or one long sequence."
     )
     return _drawn(records, sizes, measured, figure, made)
@@ -196,10 +202,19 @@ def _stars(axes: Any, measured: list[Star]) -> None:
             name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
             place = {"FSDP2": "bottom", "code": "top"}.get(name, "center")
             axes.text(star.size * 1.12, star.tflops, name, fontsize=7, va=place)
-    for limit in sorted({star.limit for star in measured if star.limit}):
-        low = min(star.tflops for star in measured if star.limit == limit)
+    lows: dict[str, float] = {}
+    for star in measured:
+        if star.limit:
+            lows[star.limit] = min(star.tflops, lows.get(star.limit, star.tflops))
+    labels: list[tuple[str, float]] = []
+    for limit, low in sorted(lows.items(), key=lambda entry: entry[1]):
+        if labels and low - labels[-1][1] < _NEAR:  # one label for stars that overlap
+            labels[-1] = (f"{limit};\n{labels[-1][0]}", labels[-1][1])
+        else:
+            labels.append((limit, low))
+    for label, low in labels:
         axes.text(
-            7 * _ASIDE * 0.91, low, limit, fontsize=7, va="center", ha="right", linespacing=0.95
+            7 * _ASIDE * 0.91, low, label, fontsize=7, va="center", ha="right", linespacing=0.95
         )
 
 

@@ -219,7 +219,7 @@ def draw(results: Results) -> Drawn:
         )
     )
     style.legend(figure, [*entries, Patch(facecolor="#d5dbe1", label="within 3 %")], 4)
-    dates = " and ".join(sorted({case.date for case in found}))
+    dates = f"{min(case.date for case in found)} to {max(case.date for case in found)}"
     rows = [
         TableRow(
             item=case.item,
@@ -253,7 +253,7 @@ def draw(results: Results) -> Drawn:
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),
         made=(
-            f"{len(found)} cases, all measured on H200 machines on {dates}; predictions as stored."
+            f"{len(found)} cases, all measured on H200 machines from {dates}; predictions as stored."
             " Hollow: beyond the panel, value written there. Workloads are in the runs' folders."
         ),
     )
