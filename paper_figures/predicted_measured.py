@@ -253,8 +253,9 @@ def draw(results: Results) -> Drawn:
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),
         made=(
-            f"{len(found)} cases, all measured on H200 machines from {dates}; predictions as stored."
-            " Hollow: beyond the panel, value written there. Workloads are in the runs' folders."
+            f"{len(found)} cases, all measured on H200 machines from {dates}; predictions as"
+            " stored. Hollow: beyond the panel, value written there. Workloads are in the runs'"
+            " folders."
         ),
     )
 

@@ -4,7 +4,7 @@ and 14B.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ SYSTEMS = ("ours", "paper_stated", "megatrain_code", "fsdp2_offload")
 BASE = "zero3_offload"
 MACHINES = {"gh200-96": "GH200", "h200-4x": "H200, 512 GiB of host memory"}
 MODELS = {"qwen2.5-7b": "7B", "qwen2.5-14b": "14B"}
+SEVEN = "qwen2.5-7b"
 CLAIM, CLAIMED_FOR = 1.84, ("gh200-96", "qwen2.5-14b")
 BENCHMARKS = ("benchmark.json", "fsdp2.json")
 PEERS = "h200-x2-qwen2.5-7b-peers"
@@ -64,34 +65,59 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def measured(results: Results) -> list[tuple[str, int, float, str]]:
-    """Returns (system, sequences, ratio to ZeRO-3, where) of the measured pairs at 7B on an H200.
+class RatioStar(NamedTuple):
+    """A measured speed over ZeRO-3's, with the same tokens per step on an H200."""
 
-    FSDP2's is through ours, which was timed in the runs of both.
+    system: str
+    """Key of the system in `style.LOOKS`."""
+    model: str
+    """The model's name."""
+    sequences: int
+    """Sequences of 1,024 tokens in a step."""
+    ratio: float
+    """ZeRO-3's time divided by the system's."""
+    where: str
+    """The file, and what differs."""
+
+
+def measured(results: Results) -> list[RatioStar]:
+    """Returns the measured ratios: of every benchmark that timed ZeRO-3 too, of FSDP2 through ours,
+    which was timed in both of two runs, and of the rows of experiments/published/h200.csv.
     """
-    found, seconds = [], dict[str, dict[str, float]]()
-    for name in BENCHMARKS:
-        file = results.benchmark(f"{PEERS}/{name}")
-        seconds[name] = {
-            system["system"]: system["step_seconds_median"]
-            for system in file["systems"]
-            if not system["failure"]
-        }
-    first, second = (seconds[name] for name in BENCHMARKS)
-    ours = first["zero3"] / first["ours"]
-    found.append(("ours", 32, ours, f"{PEERS}/{BENCHMARKS[0]}"))
-    clipped = ours * second["ours"] / second["fsdp2"]
-    found.append(("fsdp2_offload", 32, clipped, f"{PEERS}; clipped, through ours"))
+    found = []
+    for path, file in results.benchmarks().items():
+        work, seconds = file["plan"]["workload"], _seconds(file)
+        if "zero3" not in seconds or work["sequence"] != 1024:
+            continue
+        sequences = work["batch"] * work["accumulation"]
+        for name, system in (("ours", "ours"), ("fsdp2", "fsdp2_offload")):
+            if name in seconds:
+                ratio = seconds["zero3"] / seconds[name]
+                found.append(RatioStar(system, file["model"], sequences, ratio, path))
+    first, second = (_seconds(results.benchmark(f"{PEERS}/{name}")) for name in BENCHMARKS)
+    clipped = first["zero3"] / first["ours"] * second["ours"] / second["fsdp2"]
+    found.append(RatioStar("fsdp2_offload", SEVEN, 32, clipped, f"{PEERS}; clipped, through ours"))
     steps = {
         row["item"]: float(row["published"])
         for row in results.validation()
         if row["setting"] == "h200-b" and row["quantity"] == "step_s"
     }
-    code = steps["DeepSpeed ZeRO-3 7b"] / steps["published code 7b"]
-    found.append(("megatrain_code", 32, code, "experiments/published/h200.csv, code 919520f"))
-    plain = steps["DeepSpeed ZeRO-3 7b"] / steps["FSDP2 7b"]
-    found.append(("fsdp2_offload", 32, plain, "experiments/published/h200.csv, not clipped"))
+    for system, item, what in (
+        ("megatrain_code", "published code 7b", "code 919520f"),
+        ("fsdp2_offload", "FSDP2 7b", "not clipped"),
+    ):
+        ratio = steps["DeepSpeed ZeRO-3 7b"] / steps[item]
+        where = f"experiments/published/h200.csv, {what}"
+        found.append(RatioStar(system, SEVEN, 32, ratio, where))
     return found
+
+
+def _seconds(file: dict[str, Any]) -> dict[str, float]:
+    return {
+        system["system"]: system["step_seconds_median"]
+        for system in file["systems"]
+        if not system["failure"]
+    }
 
 
 def draw(results: Results) -> Drawn:
@@ -105,9 +131,10 @@ def draw(results: Results) -> Drawn:
             ]
             style.plain(axes, f"{size}, {where}", "", "")
             _panel(axes, mine)
-            if machine == "h200-4x" and model == "qwen2.5-7b":
-                for system, sequences, ratio, _ in stars:
-                    style.measured(axes, [sequences], [ratio], system)
+            here = [star for star in stars if machine == "h200-4x" and star.model == model]
+            for star in here:
+                style.measured(axes, [star.sequences], [star.ratio], star.system)
+            if model == SEVEN and here:
                 axes.text(33, 0.52, "code, FSDP2 (clipped)", fontsize=7, va="top", ha="left")
     for axes in panels[1]:
         axes.set_xlabel("sequences per step (log scale)")
@@ -145,9 +172,7 @@ def _panel(axes: Any, points: list[Compared]) -> None:
     axes.minorticks_off()
 
 
-def _drawn(
-    data: RatioData, stars: list[tuple[str, int, float, str]], figure: Any, made: str
-) -> Drawn:
+def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, made: str) -> Drawn:
     rows = []
     for point in data.points:
         for system, found in point.systems.items():
@@ -170,15 +195,15 @@ def _drawn(
                     note=note,
                 )
                 rows.append(msgspec.structs.replace(row, **{field: value}))
-    for system, sequences, ratio, where in stars:
+    for star in stars:
         rows.append(
             TableRow(
-                item=f"{system}, qwen2.5-7b, on our H200, {sequences} sequences",
+                item=f"{star.system}, {star.model}, on our H200, {star.sequences} sequences",
                 quantity="ratio",
                 unit="times ZeRO-3",
-                workload=f"{sequences} x 1024",
-                measured=ratio,
-                note=f"measured, {where}",
+                workload=f"{star.sequences} x 1024",
+                measured=star.ratio,
+                note=f"measured, {star.where}",
             )
         )
     same = {batch: data.at("gh200-96", "qwen2.5-14b", batch) for batch in (1, 4, 8, 32, 96)}
@@ -196,8 +221,10 @@ def _drawn(
             note="the batch of 4 is the one that the paper's 143.6 TFLOPS imply",
         )
     )
-    star = {system: ratio for system, _, ratio, _ in stars}
-    clipped, plain = (ratio for system, _, ratio, _ in stars if system == "fsdp2_offload")
+    at_32 = [star for star in stars if (star.model, star.sequences) == (SEVEN, 32)]
+    known = {found.system: found.ratio for found in reversed(at_32)}
+    clipped = next(found.ratio for found in at_32 if "clipped, through" in found.where)
+    plain = next(found.ratio for found in at_32 if "not clipped" in found.where)
     here = data.at("h200-4x", "qwen2.5-7b", 32)
     return Drawn(
         figure,
@@ -214,8 +241,8 @@ def _drawn(
             f" wins at every batch ({min(ours.values()):.2f} to {max(ours.values()):.2f} times"
             " ZeRO-3's speed), most with few sequences, because what fits stays on the device and"
             " the rest is updated behind the next forward pass. Measured at 7B with 32 sequences on"
-            f" an H200, ours is {star['ours']:.2f} (compiled; eager, {here.ratio('ours') or 0:.2f}"
-            f" is predicted), the code {star['megatrain_code']:.2f}"
+            f" an H200, ours is {known['ours']:.2f} (compiled; eager, {here.ratio('ours') or 0:.2f}"
+            f" is predicted), the code {known['megatrain_code']:.2f}"
             f" ({here.ratio('megatrain_code') or 0:.2f}), and FSDP2 {plain:.2f} without clipping"
             f" ({here.ratio('fsdp2_offload') or 0:.2f}) and {clipped:.2f} with it, times as fast as"
             " ZeRO-3."

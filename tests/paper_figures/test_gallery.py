@@ -21,6 +21,7 @@ from megatrain.paper_figures import (
     figure3,
     gallery,
     predicted_measured,
+    ratio,
     robustness,
     style,
     table4,
@@ -171,16 +172,32 @@ def test_the_ratio_is_one_of_equal_batches() -> None:
         system: rows[f"{system}, qwen2.5-14b, gh200-96, 96 sequences", "tflops"].published_code
         for system in ("megatrain_code", "zero3_offload")
     }
-    ratio = rows["megatrain_code, qwen2.5-14b, gh200-96, 96 sequences", "ratio"].published_code
+    equal = rows["megatrain_code, qwen2.5-14b, gh200-96, 96 sequences", "ratio"].published_code
     assert speeds["megatrain_code"]
     assert speeds["zero3_offload"]
-    assert ratio == pytest.approx(speeds["megatrain_code"] / speeds["zero3_offload"])
+    assert equal == pytest.approx(speeds["megatrain_code"] / speeds["zero3_offload"])
     claimed = rows["MegaTrain 14b with 96 sequences / ZeRO-3 with 4, GH200", "ratio"]
     assert claimed.paper == 1.84
     assert {row.item for row in drawn("ratio").rows if row.measured} == {
         f"{system}, qwen2.5-7b, on our H200, 32 sequences"
         for system in ("ours", "fsdp2_offload", "megatrain_code")
     }
+
+
+def test_every_benchmark_with_zero3_is_a_star_of_the_ratio(tmp_path: Path) -> None:
+    folder = link_all(tmp_path)
+    path = f"{ratio.PEERS}/{ratio.BENCHMARKS[0]}"
+    found = json.loads((EXPERIMENTS / "results" / path).read_text())
+    found["plan"]["workload"].update(batch=8, accumulation=2)
+    for system, seconds in (("ours", 2.0), ("zero3", 7.0)):
+        (record,) = [record for record in found["systems"] if record["system"] == system]
+        record.update(step_seconds_median=seconds)
+    (folder / "h200-another").mkdir()
+    (folder / "h200-another" / "benchmark.json").write_text(json.dumps(found))
+    stars = ratio.measured(Results(folder))
+    (star,) = [star for star in stars if star.where == "h200-another/benchmark.json"]
+    assert star[:4] == ("ours", "qwen2.5-7b", 16, 3.5)
+    assert len(stars) == len(ratio.measured(Results())) + 1
 
 
 def test_a_conclusion_is_robust_if_nothing_breaks_it() -> None:
