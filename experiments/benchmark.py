@@ -130,6 +130,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             "seq",
             "accumulation",
             "dtype",
+            "fp8_scaling",
             "clipping",
             "optimizer",
             "loss_chunk",
@@ -179,6 +180,20 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             found=f"{plan.workload.state}, with {', '.join(others)}",
             allowed=f"{EXACT}, which is what other systems run",
             fix=f"leave out --state, or name only {', '.join(OWN)} in --systems",
+        )
+    if others and plan.workload.gradients != "exact":
+        raise UserError(
+            "gradients",
+            found=f"{plan.workload.gradients}, with {', '.join(others)}",
+            allowed="exact, which is what other systems run",
+            fix=f"leave out --gradients, or name only {', '.join(OWN)} in --systems",
+        )
+    if others and plan.workload.fp8:
+        raise UserError(
+            "--dtype",
+            found=f"fp8, with {', '.join(others)}",
+            allowed="bf16, which is what other systems run",
+            fix=f"use --dtype bf16, or name only {', '.join(OWN)} in --systems",
         )
     if others and plan.workload.optimizer != ADAMW:
         raise UserError(

@@ -27,6 +27,7 @@ _MODULES = {
     "eval": "evaluate",
     "chat": "chat",
     "export": "export",
+    "convert": "convert",
     "compare": "compare",
     "report": "report",
     "serve": "serve",

@@ -13,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
-from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
+from megatrain.simulator.model.workload import Clipping, Gradients
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,8 @@ _ELSEWHERE = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-di
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """What a driver makes, of which one is there on every machine with a GPU: of NVIDIA, of Windows
 Subsystem for Linux, of AMD, and of Jetson."""
+FP8 = "fp8"
+"""The value of `--dtype` for bf16 layers with fp8 matrix products."""
 _SOLD_AS = 1.1
 """The memory that a GPU is sold with, at most, by what programs can use of it."""
 
@@ -259,17 +262,25 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--dtype",
-        choices=("bf16", "fp32"),
+        choices=("bf16", "fp32", FP8),
         default="bf16",
-        help="dtype that layers compute in (default bf16)",
+        help="dtype that layers compute in (default bf16); fp8 is bf16 with the matrix products of"
+        " decoder layers in fp8",
+    )
+    group.add_argument(
+        "--fp8-scaling",
+        choices=("rowwise", "tensorwise"),
+        default="rowwise",
+        help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
     )
     group.add_argument(
         "--clipping",
-        choices=("global", "layer", "update", "none"),
+        choices=get_args(Clipping),
         default="global",
         help=(
             "how gradients are clipped: by the norm of all gradients (default), by the norm of each"
-            " layer, by the size of each tensor's update as in StableAdamW, or not at all"
+            " layer, by the size of each tensor's update as in StableAdamW, by the moving norm of"
+            " each tensor as in AdaGC, or not at all"
         ),
     )
     group.add_argument(
@@ -283,12 +294,22 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--state",
-        choices=tuple(FORMATS),
+        choices=(*FORMATS, ANY),
         default=EXACT,
         help="format of master weights and moments: "
         + "; ".join(
             f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
             for made in FORMATS.values()
+        )
+        + f"; `{ANY}`, the first of them with which the model fits",
+    )
+    group.add_argument(
+        "--gradients",
+        choices=get_args(Gradients),
+        default="exact",
+        help=(
+            "how gradients are stored that wait for the norm of all gradients: `exact` (default),"
+            " or `8bit`"
         ),
     )
     group.add_argument(
@@ -352,6 +373,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
     """
     from megatrain.simulator.model.workload import Workload
 
+    fp8 = args.dtype == FP8
     obstacle = _against_documents(args, model) if args.documents is not False else None
     if obstacle and args.documents:
         raise UserError(
@@ -360,13 +382,21 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
             allowed="a model and a kernel whose attention can stay within a document",
             fix="use --plain-packing",
         )
+    if args.state == ANY:
+        raise UserError(
+            "--state",
+            found=ANY,
+            allowed=f"{', '.join(FORMATS)}; {ANY} for `check`, `plan` and `train MODEL`",
+            fix="name a format",
+        )
     if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
     return Workload(
         batch=args.batch,
         sequence=args.seq,
         accumulation=args.accumulation,
-        dtype=args.dtype,
+        dtype="bf16" if fp8 else args.dtype,
+        fp8=args.fp8_scaling if fp8 else None,
         clipping=args.clipping,
         loss_chunk=args.loss_chunk,
         compiled=args.compile,
@@ -375,6 +405,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
         state=args.state,
+        gradients=args.gradients,
     )
 
 

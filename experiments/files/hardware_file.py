@@ -76,8 +76,9 @@ _COMMENTS = {
         "an embedding. The time of a shape that was not measured is proportional to it. A shape is"
         "\n"
         "FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE.\n"
-        "-kept: with saved attention, so that it is not recomputed. -compiled: by torch.compile.\n"
-        "-documents: with several documents in a row, kept apart."
+        "-kept: with saved attention, so that it is not recomputed. -fp8: with fp8 products, and\n"
+        "how they are scaled. -compiled: by torch.compile. -documents: with several documents in\n"
+        "a row, kept apart."
     ),
     "costs.activations": "[tokens, bytes that one decoder layer saves for its backward] by shape.",
     "costs.workspace": (

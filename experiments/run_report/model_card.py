@@ -66,7 +66,7 @@ def model_card(run: Path, title: str, *, base: str | None = None, step: int | No
         f"| optimizer | {work.optimizer}, weight decay {config.optimizer.weight_decay:g} |",
         f"| clipping | {work.clipping} |",
         f"| tokens a step | {work.accumulation} x {work.batch} x {work.sequence:,} |",
-        f"| computed in | {work.dtype}, with {FORMATS[work.state].what} |",
+        f"| computed in | {work.precision}, with {FORMATS[work.state].what} |",
         f"| loss on | {config.data.loss} |",
         f"| seed | {config.training.seed} |",
         "",

@@ -80,5 +80,5 @@ def _where(record: StepRecord, plan: Plan) -> str:
     work = plan.workload
     return (
         f"{record.device}, {record.cores} cores; {work.accumulation} x {work.batch} x"
-        f" {work.sequence} tokens, {work.dtype}"
+        f" {work.sequence} tokens, {work.precision}"
     )

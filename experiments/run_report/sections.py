@@ -46,7 +46,7 @@ def heading(run: ComparedRun) -> str:
     facts = [
         f"{format_count(run.plan.model.parameters).replace(' ', '&nbsp;')} parameters",
         f"{micro}{work.batch} &times; {work.sequence:,} tokens per step",
-        f"{work.dtype}{', compiled' if work.compiled else ''}",
+        f"{work.precision}{', compiled' if work.compiled else ''}",
         f"policy {escape(run.plan.policy)}",
         f"{len(run.record.steps):,} steps",
     ]

@@ -32,16 +32,20 @@ _ONE_LINE = 10**6
 """A width at which no text is wrapped."""
 
 
-def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the `verdict` without advice, which is quick, and then as `advice` the verdict with
-    advice.
+def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yields the `outlook`, which takes a fraction of a second, the `verdict` without advice, and
+    then as `advice` the verdict with advice.
 
-    Both have the verdict as `check --json` prints it, and as the page shows it. Raises UserError as
-    the command does.
+    The outlook is what is known before plans are searched, as the page shows it, or None. The
+    others have the verdict as `check --json` prints it, and as the page shows it. Raises UserError
+    as the command does.
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     with without_garbage_collection():
-        chosen, fitted = _choices(args, question, model, hardware)
+        fitted = _fitted(args, hardware, model)
+        expected = from_options.outlook(fitted, hardware, model)
+        yield "outlook", _expected(expected) if expected else None
+        chosen = _choices(fitted, question, model, hardware)
         best = chosen[0]
         verdict = from_options.explained(
             fitted, best, hardware, batch_chosen=args.batch is None, advise=False
@@ -61,6 +65,14 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "advice", _told(advised(verdict, best, hardware, from_options.policies(args.policy)))
 
 
+def _expected(verdict: Verdict) -> dict[str, Any]:
+    """Returns what the page shows of the verdict of `from_options.outlook`."""
+    told = shown(verdict)
+    names = ("answer", "sentence", "step_tokens", *(() if verdict.feasible else ("memory",)))
+    most = {"speed": f"at most {told['speed']}"} if verdict.feasible else {}
+    return {"shown": {name: told[name] for name in names} | most}
+
+
 def _told(verdict: Verdict) -> dict[str, Any]:
     """Returns a verdict as `check --json` prints it, and as the page shows it."""
     return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
@@ -71,7 +83,7 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     args.policy = "all"
     with without_garbage_collection():
-        found, _ = _choices(args, question, model, hardware)
+        found = _choices(_fitted(args, hardware, model), question, model, hardware)
         verdicts = [summarize(choice, hardware) for choice in found]
         yield (
             "policies",
@@ -83,17 +95,22 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
+def _fitted(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns the options with the page's tokens, and with a micro-batch if they name none."""
+    args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
+    return from_options.with_fitting_batch(args, hardware, model) if args.batch is None else args
+
+
 def _choices(
     args: argparse.Namespace, question: Question, model: ModelSpec, hardware: HardwareSpec
-) -> tuple[list[Choice], argparse.Namespace]:
-    """Returns the plans as the command searches them, and the options with a micro-batch."""
-    args.tokens = TOKENS
-    if args.batch is None:
-        args = from_options.with_fitting_batch(args, hardware, model)
+) -> list[Choice]:
+    """Returns the plans as the command searches them."""
     source = "config.json" if question.config else model.name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
-        return from_options.choices(args, hardware, source, hardware.name, model), args
+        return from_options.choices(args, hardware, source, hardware.name, model)
 
 
 def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.specs import ModelSpec, library
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.policies import names, peers
 
 _OWN, _SHARED = "megatrain.experiments.web", "megatrain.experiments.run_report"
@@ -61,6 +63,8 @@ def library_data(
             for spec in sorted(found, key=lambda each: (each.device_bytes, each.name))
         ],
         "policies": {"own": names(), "others": peers()},
+        "states": [{"name": made.name, "what": made.what} for made in FORMATS.values()],
+        "optimizers": optimizer.registered(),
     }
 
 

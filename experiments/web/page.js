@@ -1,7 +1,9 @@
 // Page: connects the fields with the source of answers.
 
 const KNOBS = ["host-memory", "seq", "batch", "accumulation"];
+const CHOICES = ["hardware", "policy", "clipping", "state", "optimizer"];
 const TYPING = 350, TURNING = 120;
+const PATIENCE = 500;  // without a verdict for so many ms, what is already known is shown
 const cache = new Map();
 let library, state, stops, answer = null, turn = 0, comparing = 0, waiting = 0;
 let controller = new AbortController();
@@ -23,6 +25,7 @@ function change(changes, delay = 0) {
   history.replaceState(null, "", `?${queryOf(state)}`);
   fill();
   at("answer").setAttribute("aria-busy", "true");
+  at("answer").classList.add("stale");  // what is shown answers another question
   for (const id of ["copy-command", "download"]) at(id).disabled = true;  // until they are right
   clearTimeout(waiting);
   waiting = setTimeout(refresh, delay);
@@ -38,10 +41,12 @@ async function refresh() {
     at("error").textContent = error.message;
     at("error").hidden = false;
     at("answer").hidden = at("keep").hidden = true;
+    at("answer").classList.remove("planning", "stale");
     answer = null;
     at("answer").setAttribute("aria-busy", "false");
   };
   try {
+    expect(question, now);
     const first = await ask("verdict", question, now);
     if (now !== turn) return;
     show(first);
@@ -59,8 +64,24 @@ async function refresh() {
   }
 }
 
+/** Shows what is known before a plan is found, if the verdict takes some time. */
+async function expect(question, now) {
+  try {
+    const [found] = await Promise.all([ask("outlook", question, now),
+      new Promise((resolve) => setTimeout(resolve, PATIENCE))]);
+    const planning = now === turn && at("answer").getAttribute("aria-busy") === "true";
+    if (!planning || !found) return;
+    at("error").hidden = true;
+    at("answer").hidden = false;
+    at("keep").hidden = true;
+    answer = null;
+    showOutlook(found);
+  } catch { /* the verdict fails in the same way */ }
+}
+
 function show(first) {
   answer = first;
+  at("answer").classList.remove("planning", "stale");
   // A link has the names of the library, and of a config only what is needed.
   if (first.config && state.config) state.config = JSON.stringify(first.config);
   if (state.hardware) state.hardware = first.machine.name;
@@ -134,24 +155,32 @@ function chips(id, key, entries) {
 
 // ---- the fields ----
 
+/** Returns the host memory of the machine, or 0 while its name is one that people write. */
+function hostBytes() {
+  const named = library.machines.find(({ name }) => name === state.hardware);
+  const found = state.hardware ? named || (answer && answer.machine) : library.this_machine;
+  return found ? found.host_bytes : 0;
+}
+
 /** Writes the state into the fields, apart from the one that is being typed in. */
 function fill() {
   const put = (id, value) => {
     if (document.activeElement !== at(id)) at(id).value = value;
   };
+  const host = hostBytes();
   put("model", state.model);
   put("config", state.config);
   put("tokens", state.tokens);
-  for (const id of ["hardware", "policy", "clipping"]) at(id).value = state[id];
+  for (const id of CHOICES) at(id).value = state[id];
   for (const id of KNOBS) {
     put(id, state[id].replace(/\s*GiB$/i, ""));
-    const own = id === "host-memory" && answer ? `${answer.machine.host_bytes / 2 ** 30}GiB` : "";
+    const own = id === "host-memory" && host ? `${host / 2 ** 30}GiB` : "";
     const slider = at(`${id}-slider`), place = nearestStop(stops[id], state[id] || own);
     slider.value = place;
     slider.setAttribute("aria-valuetext", stops[id][place] || at(id).placeholder);
   }
-  at("host-memory").placeholder = answer && !state["host-memory"]
-    ? Math.round(answer.machine.host_bytes / 2 ** 30).toLocaleString("en") : "";
+  at("host-memory").placeholder = host && !state["host-memory"]
+    ? Math.round(host / 2 ** 30).toLocaleString("en") : "";
   const work = answer && answer.verdict.workload;
   at("batch").placeholder = work && answer.verdict.batch_chosen ? `auto: ${work.batch}` : "auto";
   const batch = Number(state.batch || (work ? work.batch : 0));
@@ -177,6 +206,10 @@ function setUp() {
   const { own, others } = library.policies;
   choices(at("policy"), [["", "fastest"], ...[...own, ...others].map((name) =>
     [name, name.replace(/_/g, " ") + (others.includes(name) ? " (other system)" : "")])]);
+  choices(at("state"), library.states.map(({ name, what }, place) =>
+    [place ? name : "", `${name}: ${what}`]));
+  choices(at("optimizer"), [["", "adamw"], ...library.optimizers
+    .filter((name) => name !== "adamw").map((name) => [name, name])]);
   chips("compared-machines", "machines",
     library.machines.map(({ name, title }) => [name, title]));
   chips("compared-policies", "policies",
@@ -193,7 +226,7 @@ function setUp() {
     });
     at(id).addEventListener("blur", fill);
   }
-  for (const id of ["hardware", "policy", "clipping"]) {
+  for (const id of CHOICES) {
     at(id).addEventListener("change", () => change({ [id]: at(id).value }));
   }
   at("tokens").addEventListener("input", () => {
@@ -268,6 +301,9 @@ async function begin() {
     tokens: "100M",
     policies: policies.own.join(","),
   });
+  for (const [key, usual] of Object.entries(USUAL)) {
+    if (state[key] === usual) state[key] = "";
+  }
   at("paste").open = Boolean(state.config);
   setUp();
   change({});

@@ -18,6 +18,7 @@ from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.specs import ModelSpec, library
 from megatrain.simulator.policies import names, peers
 
@@ -48,6 +49,8 @@ class Question(
     accumulation: str = ""
     policy: str = ""
     clipping: str = ""
+    state: str = ""
+    optimizer: str = ""
 
     @classmethod
     def read(cls, data: object) -> Question:
@@ -78,16 +81,20 @@ class Question(
         """Returns the options of `megatrain check` that ask this question.
 
         Raises UserError for a value that the command would refuse, for a number above `MOST`, and
-        for a policy that is not part of the program.
+        for a policy or an optimizer that is not installed.
         """
-        known = ["best", *names(), *peers()]
-        if self.policy and self.policy not in known:  # the command also takes a Python file
-            raise UserError(
-                "--policy",
-                found=self.policy,
-                allowed=", ".join(known),
-                fix=suggestion(self.policy, known, "leave it out"),
-            )
+        # the command also takes Python files
+        for option, value, known in (
+            ("--policy", self.policy, ["best", *names(), *peers()]),
+            ("--optimizer", self.optimizer, optimizer.registered()),
+        ):
+            if value and value not in known:
+                raise UserError(
+                    option,
+                    found=value,
+                    allowed=", ".join(known),
+                    fix=suggestion(value, known, "leave it out"),
+                )
         words = [f"--{name}={value}" for name, value in self.options().items()]
         if self.hardware:  # only whether it is given matters; `machine` finds the machine
             words.append("--hardware=library")

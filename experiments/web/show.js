@@ -20,12 +20,31 @@ function segment(share, colour, title) {
   return made;
 }
 
-function showVerdict({ verdict, shown }, tokens) {
+function showAnswer(shown) {
   at("yes").textContent = shown.answer;
-  at("yes").classList.toggle("no", !verdict.feasible);
+  at("yes").classList.toggle("no", shown.answer !== "YES");
   // A number stays with its unit.
   at("sentence").textContent = shown.sentence.replace(/(\d) (?=([KMGT]iB|[kMBT])\b)/g, "$1\u00a0");
+}
+
+/** Shows whether the model fits, and no number but those that hold for every plan. */
+function showOutlook({ shown }) {
+  at("answer").classList.add("planning");
+  at("answer").classList.remove("stale");
+  showAnswer(shown);
+  at("figures").hidden = !shown.speed;
+  at("figures").replaceChildren(figure("Speed", shown.speed ? `${shown.speed} tokens/s` : "",
+    `for ${shown.step_tokens}; plans are being compared`, "speed"));
+  at("memory-section").hidden = !shown.memory;
+  at("memory").replaceChildren(...(shown.memory || []).map(placeOf));
+  at("room").textContent = "";
+  showTrying({ verdict: { feasible: shown.answer === "YES" } });
+}
+
+function showVerdict({ verdict, shown }, tokens) {
+  showAnswer(shown);
   showFigures(verdict, shown, tokens);
+  at("memory-section").hidden = false;
   at("memory").replaceChildren(...shown.memory.map(placeOf));
   at("room").textContent = shown.room && `Room: ${shown.room}.`;
   at("step-section").hidden = !verdict.feasible;
@@ -42,9 +61,12 @@ function showVerdict({ verdict, shown }, tokens) {
     [make("dt", { textContent: label }), make("dd", { textContent: text })]));
 }
 
-function showFigures(verdict, shown, tokens) {
-  const figure = (name, value, remark, id) => make("div", {}, make("dt", { textContent: name }),
+function figure(name, value, remark, id) {
+  return make("div", {}, make("dt", { textContent: name }),
     make("dd", { id }, value, make("small", { textContent: remark })));
+}
+
+function showFigures(verdict, shown, tokens) {
   const training = scaled(verdict.training, tokens);
   const took = training && duration(training.hours, training.hours_low, training.hours_high);
   const kwh = training && training.energy_kwh;
@@ -85,6 +107,7 @@ function inWords(name, options) {
     seq: (value) => `a context of ${Number(value).toLocaleString("en")} tokens`,
     batch: (value) => `${value} ${value === "1" ? "sequence" : "sequences"} a micro-batch`,
     accumulation: (value) => `${value} micro-batches a step`,
+    state: (value) => `the state format ${value}`,
     clipping: (value) => (value === "none" ? "no clipping" : `clipping by ${value}`),
     hardware: (value) => `the machine ${titleOf(value)}`,
   };

@@ -1,8 +1,10 @@
 // State: what the page asks, as in its address. Values are written as on the command line.
 
 const ASKED = ["model", "config", "hardware", "host-memory", "batch", "seq", "accumulation",
-  "policy", "clipping"];
+  "policy", "clipping", "state", "optimizer"];
 const KEPT = [...ASKED, "tokens", "machines", "policies"];
+/** The command's defaults, which the page leaves out. */
+const USUAL = { policy: "best", clipping: "global", state: "exact", optimizer: "adamw" };
 const GIB = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
 /** Where a slider stops. The empty stop is the micro-batch that the planner chooses. */
 const STOPS = {

@@ -118,7 +118,7 @@ def _answers(
     for batch, sequence in itertools.product(batches, sequences):
         question = Question(model=model, hardware=machine, batch=str(batch), seq=str(sequence))
         try:
-            parts = dict(answer(question))
+            parts: dict[str, Any] = dict(answer(question))
             (_, policies), *_ = compared(question)
             entry = parts["verdict"] | parts["advice"] | {"policies": policies}
         except UserError as error:

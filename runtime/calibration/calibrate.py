@@ -61,6 +61,7 @@ from megatrain.simulator.hardware.machine import (
     HardwareSpec,
 )
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, serialized
@@ -239,6 +240,7 @@ def calibrate(
     others: Sequence[Subject] = (),
     host_bytes: int | None = None,
     device_bytes: int | None = None,
+    state: str = EXACT,
     progress: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:
     """Measures this machine and returns its HardwareSpec with a CostTable.
@@ -254,6 +256,7 @@ def calibrate(
         others: Further models.
         host_bytes: Replaces the host memory that a plan may have on this machine.
         device_bytes: Replaces the device memory that the machine reports.
+        state: A state format whose update on the host is measured as well.
         progress: Called with a description of each measurement before it starts.
 
     Raises:
@@ -281,6 +284,7 @@ def calibrate(
             workload,
             batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)),
             compiled=False,
+            fp8=None,
         )
         most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
         needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
@@ -321,6 +325,8 @@ def calibrate(
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()
         )
+    if state != EXACT:
+        _measure_format(bench, state, max(count, _LEAST_UPDATED))
     table = cost_table(
         bench.samples,
         bench.amounts,
@@ -347,7 +353,10 @@ def calibrate(
         device_bytes=limits[0],
         host_bytes=limits[1],
         cores=machine.cores(),
-        peak_tflops={workload.dtype: rounded(rates.matmul_flops / 1e12)},
+        peak_tflops={
+            workload.dtype: rounded(rates.matmul_flops / 1e12),
+            **({"fp8": rounded(rates.fp8_flops / 1e12)} if rates.fp8_flops else {}),
+        },
         linear_efficiency=rounded(linear_efficiency(table, rates, small, workload, rate)),
         attention_efficiency=rounded(rate[0]),
         attention_half_tokens=rate[1],
@@ -389,6 +398,17 @@ def _measure_host_optimizer(
     bench.process_growth += grown
     for key, durations in chunks.measure(_HOST_SECONDS).items():
         bench.samples.setdefault(key, []).extend(durations)
+
+
+def _measure_format(bench: _Bench, state: str, count: int) -> None:
+    """Measures the update on the CPU in another state format, for chunks of `count` parameters."""
+    bench.progress(f"optimizer on the CPU in {state}")
+    threads = lane_threads(bench.device)["cpu"]
+    chunks = ChunkUpdates(count, torch.bfloat16, threads, state)
+    try:
+        bench.samples |= chunks.measure(_HOST_TURNS * _HOST_SECONDS)
+    finally:
+        chunks.close()
 
 
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:

@@ -16,7 +16,10 @@ import torch
 from megatrain.runtime.calibration.timing import Work
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.optimizer import blockwise
+from megatrain.runtime.optimizer.blockwise import records
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS, PLANE_BYTES
 from megatrain.simulator.schedule import Buffer, Schedule
 
 _SIZES = (2**14, 2**22, 2**24, 2**25)
@@ -34,30 +37,34 @@ BYTES = 18
 class ChunkUpdates:
     """Optimizer state in host memory, and threads that update it.
 
-    The state has `count` parameters, but at most 2^26, with weights in `dtype`. `threads` threads
-    update it.
+    The state has `count` parameters, but at most 2^26, with weights in `dtype`, in the state format
+    named `state`. `threads` threads update it.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype, threads: int) -> None:
-        self._count, self._threads = min(count, _MOST), threads
+    def __init__(self, count: int, dtype: torch.dtype, threads: int, state: str = EXACT) -> None:
+        planes, self._coded = FORMATS[state], FORMATS[state].moments == "block8"
+        self._unit = BLOCK if self._coded else 1
+        self._count, self._threads = min(count, _MOST) // self._unit * self._unit, threads
         widths = {
             "weights": dtype.itemsize,
-            "master_low": 2,
-            "moments": 8,
+            "master_low": PLANE_BYTES[planes.low] if planes.low else 0,
+            "moments": 2 * PLANE_BYTES[planes.moments],
             "gradients": dtype.itemsize,
             "sums": 4,
         }
         if dtype == torch.float32:
-            del widths["master_low"], widths["sums"]
+            del widths["sums"]
+            widths["master_low"] = 0
         buffers = tuple(
             Buffer(
                 id=f"host.{name}:0",
-                bytes=width * self._count,
+                bytes=int(width * self._count),
                 data="workspace",
                 dtype="mixed",
                 persistent=True,
             )
             for name, width in widths.items()
+            if width
         )
         schedule = Schedule(policy="rates", buffers=buffers, ops=())
         self._arenas = Arenas(
@@ -68,14 +75,19 @@ class ChunkUpdates:
         try:
             self._workers = optimizer.workers(threads)
             self._held.callback(self._workers.close)
+            length = records(self._count) if self._coded else self._count
             self._weights, self._moments = (
                 self._flat("weights", dtype),
-                self._arenas.tensor("host.moments:0", torch.float32, (2, self._count)),
+                self._arenas.tensor(
+                    "host.moments:0", torch.uint8 if self._coded else torch.float32, (2, length)
+                ),
             )
-            self._low = self._flat("master_low", torch.int16) if "master_low" in widths else None
-            self._gradients = {"cpu_update": self._flat("gradients", dtype)}
+            low = torch.int8 if planes.low == "int8" else torch.int16
+            self._low = self._flat("master_low", low) if widths["master_low"] else None
+            kind = "cpu_update" if state == EXACT else f"cpu_update:{state}"
+            self._gradients = {kind: self._flat("gradients", dtype)}
             if "sums" in widths:
-                self._gradients["cpu_update:wide"] = self._flat("sums", torch.float32)
+                self._gradients[f"{kind}:wide"] = self._flat("sums", torch.float32)
             self._settings, self._clip = AdamW(), torch.ones(())
             for tensor in (self._weights, *self._gradients.values()):
                 tensor.uniform_(-0.02, 0.02)
@@ -116,22 +128,24 @@ class ChunkUpdates:
         copies would slow the updates more than in a step, because they evict the data from the
         cache (`docs/lab_notes.md`).
         """
-        half = max(self._count // 2, 1)
+        half = max(self._count // 2 // self._unit, 1) * self._unit
         starts = itertools.cycle((0, self._count - half))
 
         def update() -> None:
             start = next(starts)
-            self._update(slice(start, start + half), self._gradients["cpu_update"])
+            self._update(slice(start, start + half), next(iter(self._gradients.values())))
 
         return update
 
     def _update(self, part: slice, gradient: torch.Tensor) -> int:
         """Updates `part` of the state and returns the duration in ns."""
         begin = time.perf_counter_ns()
-        optimizer.update(
+        (blockwise if self._coded else optimizer).update(
             self._weights[part],
             None if self._low is None else self._low[part],
-            self._moments[:, part],
+            self._moments[:, slice(*map(records, (part.start, part.stop)))]
+            if self._coded
+            else self._moments[:, part],
             gradient[part],
             settings=self._settings,
             rate=1e-5,

@@ -181,7 +181,8 @@ def linear_efficiency(
     It is chosen such that the datasheet's formula, with `attention_efficiency` and
     `attention_half_tokens` of the pair `attention`, gives the measured time of the layer's forward.
     At least half of that time counts as matrix products, even if the other terms of the formula
-    take more, as on a CPU.
+    take more, as on a CPU. FLOPs in fp8 count less, in proportion to the rate of a large fp8
+    product.
     """
     layer = model.decoders[0]
     work = model.work("forward", layer.name, workload)
@@ -192,7 +193,10 @@ def linear_efficiency(
         * (1 + attention[1] / workload.sequence)
         / (attention[0] * rates.matmul_flops)
     )
-    return min(1.0, work.linear_flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
+    flops: float = work.linear_flops
+    if work.fp8_flops:
+        flops -= work.fp8_flops * (1 - rates.matmul_flops / rates.fp8_flops)
+    return min(1.0, flops / max(seconds - rest, seconds / 2) / rates.matmul_flops)
 
 
 def copy_curve(points: list[tuple[int, int]]) -> Curve:

@@ -22,12 +22,13 @@ from megatrain.runtime.calibration.timing import (
     synchronize,
     timed,
 )
+from megatrain.runtime.layers.fp8_linear import E4M3, multiply, quantise, rows
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.memory.host_memory import HostMemory, map_pages
 from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Scaling, Workload
 from megatrain.simulator.schedule import Buffer, Schedule
 
 _COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
@@ -65,6 +66,8 @@ class MeasuredRates:
     spread: dict[str, float]
     """Interquartile range over median of each measurement. Keys are `KIND BYTES` for a copy, and
     otherwise the field of HardwareSpec or CostTable."""
+    fp8_flops: float = 0.0
+    """FLOP/s of a matrix product in fp8, without its casts. 0 if the workload has none."""
 
 
 def measure_rates(
@@ -134,6 +137,7 @@ def measure_rates(
         host = torch.device("cpu")
         measured = {
             f"peak_tflops.{workload.dtype}": _matmul(functional_layers.dtype, device),
+            **({"peak_tflops.fp8": _fp8_matmul(workload.fp8, device)} if workload.fp8 else {}),
             "device_gb_per_s": _memory_rate(device),
             "host_gb_per_s": _memory_rate(host),
             "cpu_adam_per_s": _adam_rate(),
@@ -146,20 +150,19 @@ def measure_rates(
             | contention.spread
             | spreads_of_fixed
         )
-        matmul, device_rate, host_rate, adam, thread_rate = (
-            found.value for found in measured.values()
-        )
+        fp8 = measured.get("peak_tflops.fp8")
         return MeasuredRates(
             copies,
             duplex,
             contention,
-            matmul,
-            device_rate,
-            host_rate,
-            thread_rate,
-            adam,
+            measured[f"peak_tflops.{workload.dtype}"].value,
+            measured["device_gb_per_s"].value,
+            measured["host_gb_per_s"].value,
+            measured["thread_gb_per_s"].value,
+            measured["cpu_adam_per_s"].value,
             fixed,
             spreads,
+            fp8.value if fp8 else 0.0,
         )
     finally:
         torch.set_num_threads(own_threads)
@@ -239,6 +242,14 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> TimedRate:
     size = _MATRIX_ROWS[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return _rate(2 * size**3, timed(lambda: left @ right, device))
+
+
+def _fp8_matmul(scaling: Scaling, device: torch.device) -> TimedRate:
+    """Returns the FLOP/s of a large square product of random numbers in fp8, without the casts."""
+    size = _MATRIX_ROWS[device.type]
+    both = [torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)]
+    (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in both)
+    return _rate(2 * size**3, timed(lambda: multiply(left, right, s, t), device))
 
 
 def _memory_rate(device: torch.device) -> TimedRate:

@@ -284,7 +284,8 @@ def refuse_other_run(
         before["training.steps"] = settings["training.steps"]
     for prefix, was, now in (
         ("workload", manifest.workload, plan.workload),
-        ("optimizer", manifest.optimizer, _described(optimizer)),
+        # a setting that is newer than the checkpoint had its default
+        ("optimizer", _described(AdamW()) | manifest.optimizer, _described(optimizer)),
         ("settings", before, dict(settings)),
     ):
         old, new = (_plain(values) for values in (was, now))

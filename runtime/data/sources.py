@@ -23,7 +23,7 @@ from megatrain.runtime.data.hub import HubData, fetch, list_files, parse_name, w
 from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
-from megatrain.simulator.base.names import is_path
+from megatrain.simulator.base.names import is_path, suggestion
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -265,8 +265,22 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
             f"data {getattr(error, 'filename', None) or path}",
             found=found,
             allowed=allowed,
-            fix="check the path",
+            fix=_beside(path),
         ) from None
+
+
+def _beside(path: Path) -> str:
+    """Returns the advice to name a data file that is beside `path`, if there is one."""
+    try:
+        names = sorted(
+            str(path.parent / file.name)
+            for file in path.absolute().parent.iterdir()
+            if kind_of(file.name) not in (None, "text") and file.name not in _METADATA
+        )
+    except (OSError, ValueError):
+        names = []
+    usual = f"name a data file, such as {names[0]}" if names else "check the path"
+    return suggestion(str(path), names, usual)
 
 
 def _listed() -> str:
@@ -340,7 +354,7 @@ def _chosen(
             else "a folder without data"
         )
         allowed = f"a file or folder with {_listed()}"
-        raise UserError(f"data {path}", found=there, allowed=allowed, fix="check the path")
+        raise UserError(f"data {path}", found=there, allowed=allowed, fix=_beside(path))
     of_kind = {kind: sum(sizes[file] for file in files) for kind, files in data.items()}
     chosen = max(sorted(of_kind), key=lambda kind: of_kind[kind])
     readable = set(data[chosen])

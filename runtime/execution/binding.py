@@ -25,10 +25,11 @@ from megatrain.runtime.layers.functional_layers import (
 )
 from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import blockwise, muon, outside
+from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms, muon, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.workload import BY_TENSOR
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
@@ -45,6 +46,8 @@ class StepState:
 
     scale: float = 0.0
     """Factor on each token's loss: 1 / (labelled tokens of the step)."""
+    number: int = 0
+    """Number of the step whose gradients are computed."""
     update_at: tuple[float, int] | None = None
     """Learning rate and number of the step whose update is applied. None if no update is due, as
     in the first step of a plan that defers updates."""
@@ -111,6 +114,7 @@ class Binder(BufferTensors):
             "embed_backward": self._embed_backward,
             "accumulate_gradients": self._accumulate_gradients,
             "norm": self._norm,
+            "encode_gradients": self._encode_gradients,
             "update_ratios": self._ratios,
             "clip": self._clip,
             "update": self._update,
@@ -390,13 +394,25 @@ class Binder(BufferTensors):
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
 
     def _norm(self, op: Op) -> Run:
-        """Computes the sum of squares of a layer's gradient."""
-        gradient, total = (
-            self._elements(op.reads[0], op),
-            self.arenas.flat(op.writes[0], torch.float32, 1),
-        )
-        workers = self._workers(op)
+        """Computes the sum of squares of a layer's gradient or, with clipping by `adagc`, of the
+        gradient of each of its tensors.
+        """
+        gradient, workers = self._elements(op.reads[0], op), self._workers(op)
+        if self.plan.workload.clipping == "adagc":
+            tensors = self.plan.model.stack[op.layer].tensors
+            sums = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
+            parts = list(gradient.split([tensor.padded for tensor in tensors]))
+            return lambda: moving_norms.sums_of_squares(parts, sums, workers)
+        total = self.arenas.flat(op.writes[0], torch.float32, 1)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
+
+    def _encode_gradients(self, op: Op) -> Run:
+        """Encodes a layer's gradient in 8 bits."""
+        gradient, stored = self._elements(op.reads[0], op), self._elements(op.writes[0], op)
+        index = self._first[op.layer]
+        return lambda: coded_gradients.encode(
+            gradient, stored, self._seed, self.state.number, index
+        )
 
     def _ratios(self, op: Op) -> Run:
         """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
@@ -444,6 +460,8 @@ class Binder(BufferTensors):
         ]
         if op.layer and self.plan.workload.clipping == "update":
             return self._scales(op, losses)
+        if op.layer and self.plan.workload.clipping == "adagc":
+            return self._clip_by_moving_norms(op, losses)
         sums = [
             scalar
             for buffer, scalar in scalars.items()
@@ -478,6 +496,27 @@ class Binder(BufferTensors):
             optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses)
         )
 
+    def _clip_by_moving_norms(self, op: Op, losses: list[torch.Tensor]) -> Run:
+        """Returns the function that computes the factor on the gradient of each tensor of a layer,
+        for clipping by `adagc`. It also brings the moving norms up to date, unless the layer's
+        update is stopped.
+        """
+        count = len(self.plan.model.stack[op.layer].tensors)
+        sums, moving, result = (
+            self.arenas.flat(buffer, torch.float32, count)
+            for buffer in (*op.reads[:2], op.writes[0])
+        )
+
+        def run() -> None:
+            if self.state.update_at is not None:
+                factors, later = moving_norms.clip(
+                    sums, moving, settings=self.settings, number=self.state.update_at[1]
+                )
+                result.copy_(factors * optimizer.finite_or_nan(losses))
+                moving.copy_(torch.where(result.isnan(), moving, later))
+
+        return run
+
     def _runs(
         self, op: Op, factor: str
     ) -> list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]]:
@@ -485,20 +524,21 @@ class Binder(BufferTensors):
         with its parameter group, the clipping factor on its gradient, and the factor on its
         learning rate; the factor that does not apply is None.
         """
-        layer = self.plan.model.stack[op.layer]
-        if self.plan.workload.clipping != "update":
+        layer, kind = self.plan.model.stack[op.layer], self.plan.workload.clipping
+        if kind not in BY_TENSOR:
             clip = self._values(op, factor, 1)[0]
             return [
                 (part, treated, clip, None)
                 for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
             ]
         made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
-        scales = self._values(op, factor, len(layer.tensors))
-        for tensor, offset, scale in zip(layer.tensors, layer.offsets, scales, strict=True):
+        factors = self._values(op, factor, len(layer.tensors))
+        for tensor, offset, value in zip(layer.tensors, layer.offsets, factors, strict=True):
             start = offset - op.offset
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
-                made.append((part, param_group(self.settings, layer, tensor), None, scale))
+                both = (None, value) if kind == "update" else (value, None)
+                made.append((part, param_group(self.settings, layer, tensor), *both))
         return made
 
     def _update(self, op: Op) -> Run:
@@ -516,7 +556,15 @@ class Binder(BufferTensors):
         )
         kept = others.get("moments")
         dtype = self.schedule.dtype_of(kept, op.layer) if kept else "fp32"
-        weights, g = self._elements(target, op), self._elements(gradient, op)
+        weights, stored_gradient = self._elements(target, op), self._elements(gradient, op)
+        coded = self.schedule.dtype_of(gradient, op.layer) == "block8"
+
+        def gradient_of(part: slice) -> torch.Tensor:
+            if not coded:
+                return stored_gradient[part]
+            first, end = blockwise.records(part.start), blockwise.records(part.stop)
+            return coded_gradients.decoded(stored_gradient[first:end])
+
         source = self._elements(sources[0], op) if sources else None
         workers = self._workers(op)
         if layout is not None:
@@ -537,7 +585,8 @@ class Binder(BufferTensors):
                     treated,
                     {"clip": clip, "scale": scale, "workers": workers},
                 )
-                for part, treated, clip, scale in self._runs(op, factor)
+                for whole, treated, clip, scale in self._runs(op, factor)
+                for part in (self._pieces_of(whole, weights.device) if coded else [whole])
             ]
 
         def run() -> None:
@@ -550,7 +599,7 @@ class Binder(BufferTensors):
                         weights[part],
                         None if low is None else low[part],
                         moments,
-                        g[part],
+                        gradient_of(part),
                         settings=self.settings,
                         rate=rate * treated.rate_factor,
                         number=number,
@@ -562,6 +611,14 @@ class Binder(BufferTensors):
                 copy_to.copy_(weights)
 
         return run
+
+    def _pieces_of(self, whole: slice, device: torch.device) -> list[slice]:
+        """Returns the parts of `whole` whose gradients are decoded at one time."""
+        size = coded_gradients.block_size(device)
+        return [
+            slice(start, min(start + size, whole.stop))
+            for start in range(whole.start, whole.stop, size)
+        ]
 
     def _runs_by_tensor(
         self,
@@ -575,7 +632,9 @@ class Binder(BufferTensors):
         moments of the op's parameters.
         """
         layer, made = self.plan.model.stack[op.layer], list[_UpdateRun]()
-        clip, workers = self._values(op, factor, 1)[0], self._workers(op)
+        by_tensor = self.plan.workload.clipping in BY_TENSOR
+        factors = self._values(op, factor, len(layer.tensors) if by_tensor else 1)
+        workers = self._workers(op)
         starts = [layout.start(plane, op.offset) for plane in range(layout.planes)]
         for tensor, first, count, matrices in layout.parts(op.offset, op.parameters):
             stored = [
@@ -586,6 +645,7 @@ class Binder(BufferTensors):
             ]
             part = slice(first - op.offset, first - op.offset + count)
             treated = param_group(self.settings, layer, layer.tensors[tensor])
+            clip = factors[tensor if by_tensor else 0]
             if matrices is None:
                 how: dict[str, Any] = {"clip": clip, "workers": workers}
                 made.append(_UpdateRun(optimizer.update, part, stored, treated, how))

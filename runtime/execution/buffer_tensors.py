@@ -65,12 +65,13 @@ class BufferTensors:
         return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
 
     def _elements(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns the parameters of `op` as a vector. `buffer` holds a whole layer or one chunk."""
-        dtype, first = (
-            self._dtype(buffer, op.layer),
-            0 if self.schedule.buffer[buffer].chunk else op.offset,
-        )
-        return self.arenas.flat(buffer, dtype, op.parameters, first * dtype.itemsize)
+        """Returns the parameters of `op` as a vector, or as their records, uint8. `buffer` holds a
+        whole layer or one chunk.
+        """
+        name, dtype = self.schedule.dtype_of(buffer, op.layer), self._dtype(buffer, op.layer)
+        first = 0 if self.schedule.buffer[buffer].chunk else op.offset
+        length, start = length_of(name, op.parameters), length_of(name, first)
+        return self.arenas.flat(buffer, dtype, length, start * dtype.itemsize)
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
         """Returns all moments of the parameters of `op`: [moments, parameters] fp32, or records of

@@ -41,6 +41,7 @@ from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
 from megatrain.simulator.schedule.arithmetic import whole_matrices
@@ -57,6 +58,9 @@ class StepResult:
     gradient_norm: float | None
     """Norm over all gradients before clipping. None if the plan clips by `update` or `none`, which
     do not compute it."""
+    clip_factor: float | None
+    """With clipping by `adagc`, the least factor on the gradient of any tensor, 1 if none was
+    clipped; otherwise None."""
     seconds: float
     """Wall time of the whole step."""
     timeline: Timeline
@@ -263,8 +267,8 @@ class Executor:
             FloatingPointError: A loss is not finite, or a value that the plan clips by is not: a
                 norm or, with clipping by `update`, the RMS of a tensor's update. With a loss, or a
                 norm in `global` clipping, that is not finite, nothing is updated in this step.
-                With clipping by `layer` or `update`, layers whose own values are finite may be
-                updated. Without clipping only losses are checked.
+                With clipping by `layer`, `update` or `adagc`, layers whose own values are finite
+                may be updated. Without clipping only losses are checked.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         seen = self._checksum() if deterministic and not self._flush else None
@@ -272,6 +276,7 @@ class Executor:
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)
+            self._state.number = number
             # a plan that defers updates applies the previous step's update in this step
             self._state.update_at = self._deferred if self._flush else (rate, number)
             self._deferred = None
@@ -289,6 +294,7 @@ class Executor:
         return StepResult(
             loss,
             norm,
+            self._read_clip_factor(),
             seconds,
             timeline,
             self._checksum() if deterministic and self._flush else seen,
@@ -442,16 +448,29 @@ class Executor:
         if self._clipping == "layer":
             sums = [self._values("norms", layer)[0] for layer in self.plan.model.stack]
             return float(optimizer.clip_coefficient(sums, self.settings.max_norm)[1])
+        if self._clipping == "adagc":
+            return math.sqrt(math.fsum(self._by_tensor("norms").tolist()))
         return None
+
+    def _read_clip_factor(self) -> float | None:
+        """Returns the least factor on a tensor's gradient with clipping by `adagc`, else None."""
+        return float(self._by_tensor("clips").min()) if self._clipping == "adagc" else None
+
+    def _by_tensor(self, data: DataClass) -> torch.Tensor:
+        """Returns the values of all tensors of the model that buffers with one for each tensor
+        hold, [tensors] fp32.
+        """
+        stack = self.plan.model.stack.values()
+        return torch.cat([self._values(data, layer.name, len(layer.tensors)) for layer in stack])
 
     def _layers_not_updated(self) -> list[str]:
         """Returns the layers whose own clipping factor is NaN, which stopped their update. Empty
-        unless the plan clips by `layer` or `update`.
+        unless the plan clips by `layer`, `update` or `adagc`.
         """
         stack, kind = self.plan.model.stack, self._clipping
-        if kind not in ("layer", "update"):
+        if kind not in BY_LAYER:
             return []
-        counts = [len(layer.tensors) if kind == "update" else 1 for layer in stack.values()]
+        counts = [len(layer.tensors) if kind in BY_TENSOR else 1 for layer in stack.values()]
         factors = torch.stack(
             [
                 self._values("clips", layer, count).sum().to(self.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatrain.runtime.layers.attention import refuse_attention
+from megatrain.runtime.layers.fp8_linear import refuse_fp8
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.layers.transformers_model import refuse_unlike_transformers
 from megatrain.runtime.optimizer.outside import refuse_optimizer
@@ -38,6 +39,7 @@ def preflight(
     """
     refuse_unsupported(plan.model, plan.workload)
     refuse_attention(plan, device, deterministic=deterministic)
+    refuse_fp8(plan.workload, device)
     schedule = schedule or executable(plan)
     refuse_optimizer(plan, settings)
     refuse_unlike_transformers(plan.model)

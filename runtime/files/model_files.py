@@ -200,7 +200,7 @@ class ModelState:
     def home(self, name: str, layer: str) -> str | None:
         """Returns the buffer of the layer's state `name`, or None if there is none.
 
-        `name` is `weights`, `master_low` or `moments`.
+        `name` is `weights`, `master_low`, `moments` or `moving_norms`.
         """
         return self._schedule.state.get((name, layer))
 
@@ -227,8 +227,15 @@ class ModelState:
         shape = (layout.values,) if layout else (find(name).moments, length)
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
+    def _moving_norms(self, layer: LayerSpec) -> torch.Tensor | None:
+        """[tensors] fp32; None unless gradients are clipped by `adagc`."""
+        if (home := self.home("moving_norms", layer.name)) is None:
+            return None
+        return self._memory().flat(home, torch.float32, len(layer.tensors))
+
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes the weights and buffers of every layer, and sets its moments to zero.
+        """Writes the weights and buffers of every layer, and sets its moments and moving norms to
+        zero.
 
         `progress` is called after each layer with its number of parameters.
         """
@@ -243,8 +250,9 @@ class ModelState:
                         high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
                         optimizer.split(master.contiguous(), high[part], low[part])
-            if (moments := self._moments(layer)) is not None:
-                moments.zero_()
+            for kept in (self._moments(layer), self._moving_norms(layer)):
+                if kept is not None:
+                    kept.zero_()
             progress(layer.parameters)
         self.load_buffers(weights)
 
@@ -263,9 +271,9 @@ class ModelState:
         """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
 
         Weights and low halves are flat. Moments are [2, elements], [2, bytes] if they are in
-        records, or flat if the optimizer treats tensors differently. Names and shapes are the same
-        for every plan of a model and a workload. The tensors are views of the pools, so they are
-        not valid after the next step.
+        records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
+        Names and shapes are the same for every plan of a model and a workload. The tensors are
+        views of the pools, so they are not valid after the next step.
         """
         found = {}
         for layer in self._plan.model.stack.values():
@@ -275,6 +283,8 @@ class ModelState:
                 found[f"{layer.name}.master_low"] = low
             if (moments := self._moments(layer)) is not None:
                 found[f"{layer.name}.moments"] = moments
+            if (moving := self._moving_norms(layer)) is not None:
+                found[f"{layer.name}.moving_norms"] = moving
         return found
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:

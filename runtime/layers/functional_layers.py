@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import attention, lengths, linear_documents
+from megatrain.runtime.layers import attention, fp8_linear, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -143,6 +143,10 @@ class FunctionalLayers:
         if workload.documents:
             linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)
+        if workload.fp8:
+            # Not strict, because calibration plans fewer layers than the config has.
+            for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
+                fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))

@@ -373,14 +373,37 @@ def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Te
     return _sum(gradient, workers, square=True)
 
 
+def sums_of_squares(matrices: torch.Tensor) -> torch.Tensor:
+    """Returns the `sum_of_squares` of each row of `matrices` [r, n], which is contiguous: [r] fp32.
+
+    If n is a multiple of 4096, many rows take as many kernels as one.
+    """
+    count, length = matrices.shape
+    if length % _ROW:
+        return torch.stack([sum_of_squares(each) for each in matrices])
+    parts = _row_sums(matrices.view(-1), ALONE, square=True)[: count * length // _ROW]
+    parts = parts.view(count, -1)
+    padded = 1 << (parts.shape[1] - 1).bit_length()
+    return _fold(torch.nn.functional.pad(parts, (0, padded - parts.shape[1])))
+
+
 def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
+    sums = _row_sums(gradient, workers, square=square)
+    fused = kernels_for(workers, (gradient, None))
+    return _fold(sums.view(1, -1))[0] if fused is None else fused.fold(sums)
+
+
+def _row_sums(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
+    """Returns the sum of each row of 4096 elements of `gradient` [n], or of their squares. The
+    result is padded with zeros to a power of two.
+    """
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
     sums = torch.zeros(1 << (rows - 1).bit_length(), dtype=torch.float32, device=device)
     fused = kernels_for(workers, (gradient, None))
     if fused is not None:
         fused.row_sums(gradient, sums, square=square)
-        return fused.fold(sums)
+        return sums
     # larger blocks than elsewhere, because halving takes 24 small ops for each block
     block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)
 
@@ -395,7 +418,7 @@ def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Ten
             sums[start // _ROW : start // _ROW + folded.numel()] = folded
 
     on_device(device, workers)(work, count, block)
-    return _fold(sums.view(1, -1))[0]
+    return sums
 
 
 def ratio_sums(

@@ -29,11 +29,14 @@ the loss of the next step are then NaN, and the run stops.
 from __future__ import annotations
 
 import functools
+import logging
+from typing import Any
 
 import torch
 
 from megatrain.runtime.optimizer import adamw
 from megatrain.runtime.optimizer.adamw import ALONE, Share, Workers, join, on_device
+from megatrain.runtime.optimizer.kernels.choice import Kernels
 from megatrain.runtime.optimizer.kernels.host import HostKernels
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK, GPU_BLOCK
@@ -52,6 +55,7 @@ _GAMMA = 0x9E37_79B9_7F4A_7C15
 _MIX = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
 """The constants of SplitMix64 (Steele, Lea, Flood 2014)."""
 _MASK = 2**64 - 1
+_log = logging.getLogger(__name__)
 
 
 def records(parameters: int) -> int:
@@ -62,14 +66,14 @@ def records(parameters: int) -> int:
 
 def decoded_first(stored: torch.Tensor) -> torch.Tensor:
     """Returns the first moments [n] fp32 in `stored`, uint8 records."""
-    codes, scales = _unpacked(stored)
+    codes, scales = unpacked(stored)
     q = codes.view(torch.int8).float()
     return (q * scales).div_(254 - q.abs()).view(-1)
 
 
 def decoded_second(stored: torch.Tensor) -> torch.Tensor:
     """Returns the second moments [n] fp32 in `stored`, uint8 records."""
-    codes, scales = _unpacked(stored)
+    codes, scales = unpacked(stored)
     root = codes.float().mul_(scales * (1 / 255))
     return root.mul_(root).view(-1)
 
@@ -77,9 +81,9 @@ def decoded_second(stored: torch.Tensor) -> torch.Tensor:
 def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
     """Writes the first moments `first` [n] fp32 to `stored`."""
     values = first.view(-1, BLOCK)
-    bits = _scale_bits(values)
-    codes = (values * 254).div_(_scale(bits) + values.abs()).round_()
-    _pack(codes, bits, stored, torch.int8)
+    bits = scale_bits(values)
+    codes = (values * 254).div_(scale_of(bits) + values.abs()).round_()
+    pack(codes, bits, stored, torch.int8)
 
 
 def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: int) -> None:
@@ -87,21 +91,21 @@ def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: i
     `key` from parameter `index` on.
     """
     root = adamw.rounded_sqrt(second).view(-1, BLOCK)
-    bits = _scale_bits(root)
-    inverse = torch.full_like(root[:, :1], 255).div_(_scale(bits))
+    bits = scale_bits(root)
+    inverse = torch.full_like(root[:, :1], 255).div_(scale_of(bits))
     codes = random_bits(key, index, second.numel(), second.device).view(-1, BLOCK) * 2.0**-16
     codes.add_(root * inverse).floor_().clamp_(1, 255).mul_(root > 0)
-    _pack(codes, bits, stored, torch.uint8)
+    pack(codes, bits, stored, torch.uint8)
 
 
-def _unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the codes [blocks, 32] uint8 and the scales [blocks, 1] fp32."""
     rows = stored.view(-1, RECORD)
     scales = rows[:, BLOCK:].contiguous().view(torch.bfloat16)
     return rows[:, :BLOCK].contiguous(), scales.float()
 
 
-def _scale_bits(values: torch.Tensor) -> torch.Tensor:
+def scale_bits(values: torch.Tensor) -> torch.Tensor:
     """Returns the scale of each row of `values` [blocks, 32] as the bits of a bf16: [blocks, 1]
     int32.
     """
@@ -112,13 +116,12 @@ def _scale_bits(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < _SMALLEST, 0, bits)
 
 
-def _scale(bits: torch.Tensor) -> torch.Tensor:
+def scale_of(bits: torch.Tensor) -> torch.Tensor:
+    """Returns the scales whose bits as a bf16 are `bits` int32, as fp32."""
     return (bits << 16).view(torch.float32)
 
 
-def _pack(
-    codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype
-) -> None:
+def pack(codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> None:
     """Writes the records of `codes` [blocks, 32] fp32 with the scales `bits`. Blocks whose scale is
     0 or NaN have the codes 0.
     """
@@ -133,11 +136,12 @@ def rounding_keys(seed: int, number: int) -> tuple[int, int]:
     """Returns the keys of the random bits of step `number`, for weights and for second moments.
     They are 64-bit integers.
     """
-    key = _mixed(_mixed(seed & _MASK) + number & _MASK)
-    return key, _mixed(key)
+    key = mixed(mixed(seed & _MASK) + number & _MASK)
+    return key, mixed(key)
 
 
-def _mixed(value: int) -> int:
+def mixed(value: int) -> int:
+    """Returns another 64-bit integer, that of one step of SplitMix64."""
     value = value + _GAMMA & _MASK
     for shift, factor in _MIX:
         value = (value ^ value >> shift) * factor & _MASK
@@ -149,12 +153,19 @@ def random_bits(key: int, index: int, count: int, device: torch.device) -> torch
     the bits i % 4 * 16 and up of number i // 4 of a SplitMix64 generator. `index` and `count` are
     multiples of 4.
     """
-    words = torch.arange(index // 4, (index + count) // 4, dtype=torch.int64, device=device)
-    words = (words + 1).mul_(_signed(_GAMMA)).add_(_signed(key))
+    words = torch.arange(1, count // 4 + 1, dtype=torch.int64, device=device)
+    words = words.mul_(_signed(_GAMMA)).add_(_state(key, index))
     for shift, factor in _MIX:
         words.bitwise_xor_(_shifted(words, shift)).mul_(_signed(factor))
     words.bitwise_xor_(_shifted(words, 31))
     return words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)  # little endian
+
+
+def _state(key: int, index: int) -> int:
+    """Returns the state of the generator with `key` before its number `index` // 4, as a signed
+    64-bit integer.
+    """
+    return _signed(key + index // 4 * _GAMMA & _MASK)
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -227,33 +238,44 @@ def update(
     assert moments.shape == (2, records(count))
     for plane in (low, copy_to):
         assert plane is None or plane.shape == (count,)
-    keys = rounding_keys(seed, number)
-    fused = adamw.kernels_for(
-        workers,
-        (weights, torch.bfloat16),
-        (low, torch.int8),
-        (moments[0], torch.uint8),
-        (moments[1], torch.uint8),
-        (gradient, None),
-        (copy_to, torch.bfloat16),
-        (clip, torch.float32),
-        (scale, torch.float32),
+    fused = trusted(
+        adamw.kernels_for(
+            workers,
+            (weights, torch.bfloat16),
+            (low, torch.int8),
+            (moments[0], torch.uint8),
+            (moments[1], torch.uint8),
+            (gradient, None),
+            (copy_to, torch.bfloat16),
+            (clip, torch.float32),
+            (scale, torch.float32),
+        ),
+        device,
     )
-    if isinstance(fused, HostKernels):  # a GPU has no kernel for this
-        fused.blockwise_adamw(
-            weights,
-            low,
-            moments[0],
-            moments[1],
-            gradient,
-            clip,
-            scale,
-            copy_to,
-            scalars,
-            keys,
-            index,
-        )
-        return
+    keys = rounding_keys(seed, number)
+    tensors = (weights, low, moments[0], moments[1], gradient, clip, scale, copy_to)
+    if fused is None:
+        _update_in_pytorch(*tensors, scalars, keys, index, workers)
+    else:
+        fused.blockwise_adamw(*tensors, scalars, (_state(keys[0], index), _state(keys[1], index)))
+
+
+def _update_in_pytorch(
+    weights: torch.Tensor,
+    low: torch.Tensor | None,
+    first_codes: torch.Tensor,
+    second_codes: torch.Tensor,
+    gradient: torch.Tensor,
+    clip: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    copy_to: torch.Tensor | None,
+    scalars: adamw.Scalars,
+    keys: tuple[int, int],
+    index: int,
+    workers: Workers = ALONE,
+) -> None:
+    """Does the work of `update`. This defines its arithmetic."""
+    count, device = weights.numel(), weights.device
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
     # stays on the device, because reading its value would wait for the GPU
     stop = stops[0] | stops[-1] if stops else None
@@ -265,7 +287,10 @@ def update(
         for start in range(*share, block):
             part = slice(start, min(start + block, share[1]))
             state = [plane[part] for plane in (weights, low) if plane is not None]
-            state += [plane[records(part.start) : records(part.stop)] for plane in moments]
+            state += [
+                plane[records(part.start) : records(part.stop)]
+                for plane in (first_codes, second_codes)
+            ]
             before = [] if stop is None else [plane.clone() for plane in state]
             length = part.stop - part.start
             master = state[0].float() if low is None else join(state[0], state[1])
@@ -308,6 +333,27 @@ def ratio_sums(
 ) -> None:
     """Does the work of `adamw.ratio_sums` with a second moment in records."""
     count = gradient.numel()
+    assert count % RATIO_ROW == 0
+    assert (second.numel(), sums.numel()) == (records(count), count // RATIO_ROW)
+    fused = trusted(
+        adamw.kernels_for(workers, (gradient, None), (second, torch.uint8), (sums, torch.float32)),
+        gradient.device,
+    )
+    if fused is not None:
+        fused.ratio_sums(gradient, second, sums, adamw.Scalars.of(settings, 0.0, number))
+        return
+    _ratio_sums_in_pytorch(gradient, second, sums, settings, number, workers)
+
+
+def _ratio_sums_in_pytorch(
+    gradient: torch.Tensor,
+    second: torch.Tensor,
+    sums: torch.Tensor,
+    settings: AdamW,
+    number: int,
+    workers: Workers = ALONE,
+) -> None:
+    count = gradient.numel()
     for start in range(0, count, GPU_BLOCK):
         end = min(start + GPU_BLOCK, count)
         adamw.ratio_sums(
@@ -318,3 +364,71 @@ def ratio_sums(
             number=number,
             workers=workers,
         )
+
+
+def trusted(found: Any, device: torch.device) -> Kernels | None:
+    """Returns the kernels `found`, or None if those of a GPU are not usable on `device`."""
+    usable = found is None or isinstance(found, HostKernels) or _gives_these_bits(found, device)
+    return found if usable else None
+
+
+@functools.lru_cache(maxsize=8)
+def _gives_these_bits(found: Any, device: torch.device) -> bool:
+    """Checks once in a process that kernels which depend on a GPU's compiler give the bits of
+    PyTorch, on 67 records. Logs a warning if they do not, or cannot be compiled.
+    """
+    # a stream of its own, so that reading the result waits for nothing else
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    try:
+        with torch.cuda.stream(stream):
+            if _compared(found, device):
+                return True
+            problem: object = "other bits than PyTorch's"
+    except Exception as error:  # whatever a compiler raises
+        problem = next(iter(str(error).splitlines()), "") or type(error).__name__
+    _log.warning(
+        "kernels: updates of 8-bit moments on %s: %s; they are done in PyTorch, which is slower",
+        device,
+        problem,
+    )
+    return False
+
+
+def _compared(found: Kernels, device: torch.device) -> bool:
+    """Checks that updates and sums of ratios by `found` have the bits of PyTorch."""
+    count, index, settings = 67 * BLOCK, 2**33 + 7 * BLOCK, AdamW(weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    # blocks of different sizes, with zeros and a value that is not finite
+    values = torch.randn(3, count // BLOCK, BLOCK, generator=generator)
+    values *= 10.0 ** torch.randint(-9, 2, (3, count // BLOCK, 1), generator=generator)
+    values[:, 2], values[:, 3, 5] = 0, float("inf")
+    master, first, second = values.view(3, count).to(device)
+    gradient, factor = (master * 0.5).bfloat16(), torch.tensor(0.37, device=device)
+    keys, scalars = rounding_keys(1, 3), adamw.Scalars.of(settings, 1e-2, 3)
+    moments = torch.empty(2, records(count), dtype=torch.uint8, device=device)
+    encode_first(first, moments[0])
+    encode_second(second.abs(), moments[1], keys[1], index)
+    for has_low in (True, False):
+        results = []
+        for by in (found, None):
+            weights, low, codes = master.bfloat16(), None, moments.clone()
+            if has_low:
+                low = torch.arange(count, device=device).to(torch.int8)
+            tensors = (weights, low, codes[0], codes[1], gradient, factor, None, None)
+            if by is None:
+                _update_in_pytorch(*tensors, scalars, keys, index)
+            else:
+                by.blockwise_adamw(
+                    *tensors, scalars, (_state(keys[0], index), _state(keys[1], index))
+                )
+            results.append((weights.view(torch.int16), codes, low))
+        for ours, theirs in zip(*results, strict=True):
+            if ours is not None and theirs is not None and not ours.equal(theirs):
+                return False
+    length = count // RATIO_ROW * RATIO_ROW
+    sums, wanted = torch.zeros(2, length // RATIO_ROW, device=device)
+    stored = moments[1][: records(length)]
+    finite = gradient[:length].nan_to_num(posinf=1.0)
+    found.ratio_sums(finite, stored, sums, adamw.Scalars.of(settings, 0.0, 3))
+    _ratio_sums_in_pytorch(finite, stored, wanted, settings, 3)
+    return sums.view(torch.int32).equal(wanted.view(torch.int32))

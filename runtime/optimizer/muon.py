@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.runtime.optimizer.adamw import join_into, rounded_sqrt, sum_of_squares
+from megatrain.runtime.optimizer.adamw import join_into, rounded_sqrt, sums_of_squares
 from megatrain.simulator.model.muon import BLOCK, ITERATIONS, Matrices
 
 MOMENTUM = 0.95
@@ -112,7 +112,7 @@ def _orthogonalised(
     """Returns the orthogonalised matrices of `second`, [matrices, rows, columns] bf16, in `first`.
     All arguments are overwritten.
     """
-    norms = rounded_sqrt(torch.stack([sum_of_squares(each.view(-1)) for each in second]))
+    norms = rounded_sqrt(sums_of_squares(second.flatten(1)))
     second.div_(norms.clamp_(min=_LEAST_NORM).bfloat16()[:, None, None])
     x, y = second, first
     wide = x.shape[1] <= x.shape[2]

@@ -52,6 +52,29 @@ class AdamW(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             ),
         ),
     ] = 1.0
+    adagc_factor: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "with clipping by adagc: gradients of a tensor are scaled down above this factor"
+                " times their moving norm"
+            ),
+        ),
+    ] = 1.05
+    adagc_decay: Annotated[
+        Fraction, Meta(description="with clipping by adagc: decay rate of a moving norm")
+    ] = 0.98
+    adagc_warm_up: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10**8,
+            description=(
+                "with clipping by adagc: first steps, in which each tensor is clipped by max_norm"
+            ),
+        ),
+    ] = 100
     betas: Annotated[
         tuple[Fraction, Fraction],
         Meta(description="decay rates of the first and the second moment"),

@@ -25,6 +25,8 @@ class Step:
     """mean loss over all labelled tokens, computed with the weights before the update"""
     gradient_norm: float | None
     """gradient norm before clipping; None if the plan does not clip"""
+    clip_factor: float | None = None
+    """with clipping by `adagc`, the least factor on the gradient of any tensor; otherwise None"""
     rate: float
     """learning rate of the step"""
     seconds: float

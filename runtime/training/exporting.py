@@ -74,7 +74,7 @@ def export_run(
             allowed="a folder that does not exist",
             fix="name another one with --out",
         )
-    folder, manifest = _checkpoint(run, step, on_note)
+    folder, manifest = sound_checkpoint(run, step, on_note)
     home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
@@ -104,10 +104,10 @@ def export_run(
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 
-def _checkpoint(
+def sound_checkpoint(
     run: Path, step: int | None, on_note: Callable[[str], None]
 ) -> tuple[Path, Manifest]:
-    """Returns the folder and the manifest of the checkpoint to export, after verifying its files.
+    """Returns the folder and the manifest of a run's checkpoint, after verifying its files.
 
     Raises UserError if there is no such checkpoint or it is damaged.
     """

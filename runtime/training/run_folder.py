@@ -107,10 +107,11 @@ class RunFolder(Callback):
             "tokens_per_second": round(step.tokens_per_second, 1),
             "schedule": trainer.plan.digest,
         }
-        append(
-            self.path / "metrics.jsonl",
-            row if step.checksum is None else {**row, "checksum": f"{step.checksum:016x}"},
-        )
+        if step.clip_factor is not None:
+            row["clip_factor"] = step.clip_factor
+        if step.checksum is not None:
+            row["checksum"] = f"{step.checksum:016x}"
+        append(self.path / "metrics.jsonl", row)
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
         row = {

@@ -40,6 +40,8 @@ def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
     }
     if step.gradient_norm is not None:
         values["train/gradient_norm"] = step.gradient_norm
+    if step.clip_factor is not None:
+        values["train/clip_factor"] = step.clip_factor
     if trainer.plan.prediction is not None:
         predicted = trainer.plan.prediction.step_seconds
         error = predicted / step.seconds - 1

@@ -557,6 +557,7 @@ class Trainer(TrainingRun):
             number=number,
             loss=result.loss,
             gradient_norm=result.gradient_norm,
+            clip_factor=result.clip_factor,
             rate=rate,
             seconds=result.seconds,
             tokens_per_second=self.plan.workload.step_tokens / result.seconds,

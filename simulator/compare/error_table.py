@@ -1,10 +1,11 @@
-"""Formats an error report as aligned plain text of at most 120 columns.
+"""Formats an error report as aligned plain text.
 
 Errors are in percent, with their sign. Nothing is computed here.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from megatrain.simulator.base.units import format_bytes, format_seconds
@@ -23,27 +24,30 @@ _LEGEND = [
 ]
 
 
-def format_report(report: ErrorReport) -> str:
+def format_report(report: ErrorReport, width: int = 1000) -> str:
     """Returns the whole report as text: the three errors of the step, op kinds, lanes, parts of the
     step, order, and memory.
+
+    Lines are wrapped at `width` columns. A table that is wider loses its last columns, and the next
+    line says which.
     """
     about = f"policy {report.policy}, {report.ops} ops, schedule {report.digest}"
     tables = [
-        align(_step(report), left=(0, 5)),
-        _steps(report),
+        _fitted(_step(report), width, left=(0, 5)),
+        _wrapped(_steps(report), width),
         [about, ""],
-        align(_kinds(report), left=(0, 9)),
+        _fitted(_kinds(report), width, left=(0, 9)),
         [""],
-        align(_lanes(report), left=(0, 9)),
+        _fitted(_lanes(report), width, left=(0, 9)),
         [""],
-        align(_parts(report)),
+        _fitted(_parts(report), width),
         [""],
-        _LEGEND,
+        _wrapped(_LEGEND, width),
         [""],
-        _order(report),
+        _wrapped(_order(report), width),
     ]
     if report.memory:
-        tables += [[""], align(_memory(report))]
+        tables += [[""], _fitted(_memory(report), width)]
     return "".join(f"{line.rstrip()}\n" for table in tables for line in table)
 
 
@@ -224,6 +228,31 @@ def _memory(report: ErrorReport) -> list[list[str]]:
             for peak in report.memory
         ),
     ]
+
+
+def _wrapped(lines: Iterable[str], width: int) -> list[str]:
+    """Returns lines of at most `width` columns. What is continued is indented."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(
+            line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        )
+        or [""]
+    ]
+
+
+def _fitted(rows: Sequence[Sequence[str]], width: int, left: Iterable[int] = (0,)) -> list[str]:
+    """Returns what `align` does with as many of the first columns as `width` holds. If there are
+    others, a line names them.
+    """
+    count, left = len(rows[0]), set(left)
+    while count > 1 and max(map(len, lines := align([row[:count] for row in rows], left))) > width:
+        count -= 1
+    gone = [name for name in rows[0][count:] if name]
+    return lines + _wrapped(
+        [f"left out in {width} columns: {', '.join(gone)}"] if gone else [], width
+    )
 
 
 def align(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:

@@ -11,7 +11,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.corrected import Corrected
-from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.datasheet import Datasheet, fp8_speed
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
@@ -40,7 +40,8 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
 
     That is the one that `hardware.cost_model` names, if it names one. Otherwise it is `Calibrated`
     if the machine was measured, and `Datasheet` if not. With `hardware.corrections`, its durations
-    are corrected. Raises UserError if a cost model from outside the package is not found or fails.
+    are corrected. Raises UserError if a cost model from outside the package is not found or fails,
+    or if the workload has fp8 products and the machine does not.
     """
     costs = _uncorrected(hardware, model, workload)
     return Corrected(costs, hardware.corrections) if hardware.corrections else costs
@@ -48,6 +49,8 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
 
 def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
     """Returns the cost model without `hardware.corrections`."""
+    if workload.fp8:
+        fp8_speed(hardware)
     if hardware.cost_model:
         return _from_outside(hardware, model, workload)
     table = hardware.costs
@@ -63,7 +66,7 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
     datasheet = (
         Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
     )
-    return Calibrated(table, datasheet, sharing, Elementwise(model, workload))
+    return Calibrated(table, datasheet, sharing, Elementwise(model, workload, hardware.cores))
 
 
 def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

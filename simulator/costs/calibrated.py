@@ -17,6 +17,9 @@ datasheet times of both.
 If a layer was measured only with documents, or only without, the other duration is scaled by the
 ratio of the datasheet times of both.
 
+If a layer was measured only in bf16 and multiplies in fp8, its duration is scaled in the same way.
+Other compute ops do not depend on fp8, and take their durations in bf16.
+
 A duration outside the measured sizes or shapes is flagged as extrapolated.
 """
 
@@ -45,9 +48,13 @@ from megatrain.simulator.hardware.cost_table import (
     CostTable,
     Workspace,
 )
-from megatrain.simulator.memory.formulas import workspace_estimate
+from megatrain.simulator.memory.formulas import (
+    fp8_saved_bytes,
+    fp8_temporary_bytes,
+    workspace_estimate,
+)
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import DOCUMENTS, Workload
+from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
@@ -98,7 +105,7 @@ class Calibrated(ContendedCosts):
         unknown = (
             kind in PASS_KINDS
             or (
-                kind == "update_ratios"
+                kind in ("update_ratios", "encode_gradients")
                 and not any(name.partition("@")[0] == kind for name in self.table.curves)
             )
             or (
@@ -139,6 +146,8 @@ class Calibrated(ContendedCosts):
                     if saved is not None
                     else (math.ceil(share * duration), True)
                 )
+            elif (plain := without_fp8(size)) != size and not self._has(kind, size):
+                self._known[key] = self._in_fp8(op, plain)
             else:
                 duration, beyond = self._compute(op, size)
                 chunks = self._other_chunks(op)
@@ -149,9 +158,10 @@ class Calibrated(ContendedCosts):
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
-        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW was measured: an
-        update by another optimizer takes the share of its time that it moves of its bytes, and is
-        flagged. Raises UserError for one that multiplies matrices, which has no curve.
+        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
+        format `exact` was measured. Unless the plan's format was measured too, the time of its
+        update is derived from that, and flagged. Raises UserError for an update that multiplies
+        matrices, which has no curve.
         """
         if op.flops:
             raise UserError(
@@ -160,11 +170,14 @@ class Calibrated(ContendedCosts):
                 allowed="a machine with a peak rate",
                 fix=FIX,
             )
-        duration, beyond = interpolate(self.table.curves[self._curve(op)], size)
+        curve = self._curve(op)
+        duration, beyond = interpolate(self.table.curves[curve], size)
         if op.kind not in ("update", "cpu_update") or self._elementwise is None:
             return duration, beyond
-        share = self._elementwise.update_share(op)
-        return (duration, beyond) if share == 1 else (math.ceil(share * duration), True)
+        if curve.startswith(f"{op.kind}:{self._elementwise.state}"):
+            return duration, beyond
+        derived = self._elementwise.update_ns(op, duration)
+        return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of
@@ -190,6 +203,17 @@ class Calibrated(ContendedCosts):
             if sheet
             else 1.0
         )
+        return math.ceil(share * duration), True
+
+    def _in_fp8(self, op: Op, shape: str) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape
+        without fp8 products. Only decoder layers differ.
+        """
+        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
+        sheet = self._datasheet
+        if op.kind not in LAYER_KINDS or sheet is None:
+            return duration, outside
+        share = sheet.share(op, msgspec.structs.replace(sheet.workload, fp8=None))
         return math.ceil(share * duration), True
 
     def _other_chunks(self, op: Op) -> float:
@@ -278,6 +302,8 @@ class Calibrated(ContendedCosts):
         )
         which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
         names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        if kind == "cpu_update" and self._elementwise is not None:
+            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(
@@ -360,6 +386,9 @@ class Calibrated(ContendedCosts):
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
 
+        If no workload with fp8 products was measured, it is that without them plus
+        `fp8_saved_bytes`.
+
         If this workload was not measured, the one with the nearest number of tokens is scaled by
         tokens. If there is none, the same is done for workloads with documents instead of without,
         or without instead of with. A model that writes out attention scores is not scaled, because
@@ -377,6 +406,9 @@ class Calibrated(ContendedCosts):
                     alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
                 )
                 return -(-size * workload.tokens // tokens)
+        plain = msgspec.structs.replace(workload, fp8=None)
+        if plain != workload and (found := self.activations_bytes(model, plain)):
+            return found + fp8_saved_bytes(model, workload)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -387,6 +419,9 @@ class Calibrated(ContendedCosts):
         workloads with documents were measured and this one has none, or the other way round, the
         difference of the masks is added.
 
+        If no workload with fp8 products was measured, it is that without them plus
+        `fp8_temporary_bytes`.
+
         The result is None if another loss chunk was measured, because the logits of a chunk are
         most of a head's bytes.
         """
@@ -396,6 +431,12 @@ class Calibrated(ContendedCosts):
         found, other = (
             self._workspace(wanted, model, workload) for wanted in (shape, _other_packing(shape))
         )
+        plain = msgspec.structs.replace(workload, fp8=None)
+        if plain != workload and not (found or other):
+            less = self.workspace(model, plain)
+            return less and msgspec.structs.replace(
+                less, layer=less.layer + fp8_temporary_bytes(model, workload)
+            )
         if found or other is None:
             return found
         more = model.mask_bytes(workload) - model.mask_bytes(

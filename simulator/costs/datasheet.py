@@ -5,6 +5,7 @@
 * Compute ops, with sequences of S tokens:
 
       linear FLOPs / (peak x linear efficiency)
+      (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
@@ -72,6 +73,21 @@ _LEAST_OTHER_WORK = 0.05
 """The least share of a layer's time that is not attention."""
 
 
+def fp8_speed(hardware: HardwareSpec) -> float:
+    """Returns how many times as fast as bf16 products the machine's fp8 products are. Raises
+    UserError if it has none.
+    """
+    speed = hardware.fp8_speed()
+    if speed is None:
+        raise UserError(
+            f"hardware {hardware.name}: peak_tflops",
+            found="no rate for fp8",
+            allowed="a GPU with fp8 matrix products, compute capability 8.9 or later, such as h200",
+            fix="use --dtype bf16",
+        )
+    return speed
+
+
 class Datasheet(EstimatedCosts):
     """Durations from the rates of a HardwareSpec. Raises UserError if the machine has no peak for
     the workload's dtype.
@@ -103,7 +119,7 @@ class Datasheet(EstimatedCosts):
             hardware.turns,
             products=find(workload.optimizer).by_tensor,
         )
-        self._elementwise = Elementwise(model, workload)
+        self._elementwise = Elementwise(model, workload, hardware.cores)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
@@ -122,6 +138,7 @@ class Datasheet(EstimatedCosts):
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
         self._products_per_ns = products * 1e3 * hardware.linear_efficiency
         """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
+        self._fp8_speed = fp8_speed(hardware) if workload.fp8 else 1.0
         self._attention_flops_per_ns = (
             flops_per_ns
             * attention.efficiency
@@ -172,7 +189,8 @@ class Datasheet(EstimatedCosts):
         if (kind, layer, kept) not in self._computed:
             work = self.model.work(kind, layer, self.workload, kept=kept)
             self._computed[kind, layer, kept] = math.ceil(
-                work.linear_flops / self._linear_flops_per_ns
+                (work.linear_flops - work.fp8_flops + work.fp8_flops / self._fp8_speed)
+                / self._linear_flops_per_ns
                 + (0 if kept else self.attention_ns(kind, layer))
                 + work.moved_bytes / self.hardware.device_gb_per_s
             )
@@ -241,8 +259,8 @@ class Datasheet(EstimatedCosts):
         if kind == "clip":
             return 0
         if kind == "cpu_update":
-            share = self._elementwise.update_share(op)
-            return math.ceil(op.parameters / hardware.cpu_update_per_s * 1e9 * share)
+            exact_ns = op.parameters / hardware.cpu_update_per_s * 1e9
+            return math.ceil(self._elementwise.update_ns(op, exact_ns))
         touched = self._elementwise.touched_bytes(op)
         if touched is None:
             raise UserError(

@@ -6,7 +6,7 @@ from megatrain.simulator.hardware.cost_table import PASS_KINDS
 from megatrain.simulator.model.muon import GPU_BYTES
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
-from megatrain.simulator.model.state_format import FORMATS, UPDATE_COSTS
+from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import UPDATED, layer_state_of
@@ -16,13 +16,19 @@ from megatrain.simulator.schedule.update_layout import update_layout
 class Elementwise:
     """The bytes that ops read and write, for one model and workload."""
 
-    def __init__(self, model: ModelSpec, workload: Workload) -> None:
+    def __init__(self, model: ModelSpec, workload: Workload, cores: int = 0) -> None:
+        """`cores` are the host's. With 0, they do not limit an update."""
+        self._threads = max(cores - cores // 8, 1) if cores else 0  # as in `lane_threads`
+        self.state = workload.state
+        """The name of the state format."""
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
         moments = find(workload.optimizer).moments
-        state = layer_state_of(workload.dtype, workload.state, moments, False)
+        state = layer_state_of(workload.dtype, workload.state, moments, False, workload.gradients)
         self._updated = 2 * sum(state[name].bytes for name in UPDATED)
         """Bytes of state that the update of a parameter reads and writes."""
         self._update_costs = UPDATE_COSTS[FORMATS[workload.state].moments]
+        self._coded = state["gradients"].bytes if workload.gradients == "8bit" else 0
+        """Bytes of the code of a gradient that an update reads, 0 if it is not in codes."""
         self._second = state["moments"].bytes / max(moments, 1)
         """Bytes of one of the optimizer's moments of a parameter."""
 
@@ -75,18 +81,20 @@ class Elementwise:
         kind.
 
         * `norm` reads the gradient.
+        * `encode_gradients` reads the gradient and writes its codes, with PyTorch's temporaries.
         * `update_ratios` reads the gradient and the second moment.
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
           also reads the gradient.
         * An update reads and writes the master and the optimizer's moments, and reads the
-          gradient. On a GPU without a kernel for it, PyTorch's temporaries are added. Matrix
-          products are not: their time is that of their FLOPs.
+          gradient. Matrix products are not counted: their time is that of their FLOPs.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
             return op.bytes
         if kind == "norm":
             return gradient * op.parameters
+        if kind == "encode_gradients":
+            return int((gradient + self._coded + CODED_GRADIENT_BYTES.encode) * op.parameters)
         if kind == "update_ratios":
             return int((gradient + self._second) * op.parameters)
         if kind == "accumulate_gradients":
@@ -96,19 +104,28 @@ class Elementwise:
         return 0 if kind == "clip" else None
 
     def _update_bytes(self, op: Op) -> float:
-        """Returns the bytes per parameter that an update reads and writes. The layout of an
-        optimizer that treats tensors differently says how many moments most tensors of the layer
-        keep.
+        """Returns the bytes per parameter that an update reads and writes, or on a GPU those that
+        take as long. The layout of an optimizer that treats tensors differently says how many
+        moments most tensors of the layer keep.
         """
         if op.layer in self._whole_matrices:
             return self._whole_matrices[op.layer] + self._gradient_width(op.layer) + GPU_BYTES
-        temporaries = self._update_costs.gpu_bytes if op.kind == "update" else 0
-        return self._updated + self._gradient_width(op.layer) + temporaries
+        least = self._update_costs.gpu_least_bytes if op.kind == "update" else 0
+        gradient: float = self._gradient_width(op.layer)
+        if self._coded:
+            gradient = self._coded + CODED_GRADIENT_BYTES.decode
+        return max(self._updated, least) + gradient
 
-    def update_share(self, op: Op) -> float:
-        """The bytes that the update `op` moves over those of AdamW's with fp32 moments, which is
-        what machines are measured with. An update is bound by memory, so it is taken for the share
-        of the time, too; nobody measured another one.
+    def update_ns(self, op: Op, exact_ns: float) -> float:
+        """Returns the time of the update `op`, in ns. `exact_ns` is that of AdamW with fp32
+        moments, which is what machines are measured with.
+
+        Such an update is bound by memory, so another one takes the share of its time that it moves
+        of its bytes. On the host, the cores limit an update that computes more than it moves.
         """
         share = self._update_bytes(op) / (24 + self._gradient_width(op.layer))
-        return max(share, self._update_costs.host_share) if op.kind == "cpu_update" else share
+        time = exact_ns * share
+        each = self._update_costs.core_per_s
+        if op.kind == "update" or not each or not self._threads:
+            return time
+        return max(time, op.parameters / (each * self._threads) * 1e9)

@@ -14,6 +14,7 @@ from megatrain.simulator.hardware.limits import (
     refuse_unknown,
     within,
 )
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.schedule import CODES, LANES
 
 COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_backward")
@@ -163,6 +164,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     * `KIND@LANE`: the kind on a lane where it has other durations, such as `norm@compute`
     * `KIND:add`: the op also reads what it writes, such as `accumulate_gradients:add`
     * `KIND:wide`: the gradient is fp32 while layers compute in bf16
+    * `cpu_update:STATE` and `cpu_update:STATE:wide`: the update in a state format but `exact`
     """
     compute: dict[str, dict[str, tuple[int, int]]]
     """(amount, duration_ns) of compute ops, by kind and `Op.shape`. The amount is `Op.amount`, by
@@ -184,11 +186,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():
-            refuse_unknown(
-                f"costs.curves.{key}",
-                key.partition("@")[0].removesuffix(":add").removesuffix(":wide"),
-                CURVE_KINDS,
-            )
+            kind = key.partition("@")[0].removesuffix(":add").removesuffix(":wide")
+            if kind.startswith("cpu_update:"):
+                refuse_unknown(f"costs.curves.{key}", kind.partition(":")[2], tuple(FORMATS))
+            else:
+                refuse_unknown(f"costs.curves.{key}", kind, CURVE_KINDS)
             if "@" in key:
                 refuse_unknown(f"costs.curves.{key}", key.partition("@")[2], LANES)
             if not points or any(size < 0 or duration < 0 for size, duration in points):

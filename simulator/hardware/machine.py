@@ -37,6 +37,10 @@ GROUP = "megatrain.hardware"
 ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
 """Rates of causal flash attention with heads of 128 elements on an H200, measured 2026-11-21
 (docs/lab_notes.md, "Flash attention")."""
+_FP8_SHARE = 0.925
+"""The share of their peak that fp8 products reach, over that of bf16 products: on an H200, whose
+fp8 peak is twice that of bf16, they were 1.85 times as fast, with 7B's shapes and 32,768 tokens,
+2026-11-22 (docs/lab_notes.md, "fp8 products"). It is used for every machine."""
 
 
 class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +72,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     not unified, however fast the link is (GH200, GB200)."""
     peak_tflops: dict[str, float]
     """Peak of dense matrix products with fp32 accumulation, in 10^12 FLOP/s by dtype (`bf16`,
-    `fp32`)."""
+    `fp32`, `fp8`). A machine without `fp8` has no fp8 matrix products."""
     attention_efficiency: float = ATTENTION_EFFICIENCY
     """Share of the peak that attention reaches for long sequences, forward and backward together. A
     backward counts as 2.5 forwards."""
@@ -118,7 +122,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 fix="add the peak of the dtype that you train in",
             )
         for dtype, peak in self.peak_tflops.items():
-            refuse_unknown(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32"))
+            refuse_unknown(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32", "fp8"))
             within(f"{where}: peak_tflops.{dtype}", peak, 1e-6, 1e6)
         for kernel, reached in self.attention.items():
             refuse_unknown(f"{where}: attention", kernel, ("flash", "cudnn"))
@@ -183,7 +187,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """
         table = self.costs
         assert table is not None, "a datasheet is not a measurement"
-        ((dtype, rate),) = self.peak_tflops.items()
+        ((dtype, rate),) = (pair for pair in self.peak_tflops.items() if pair[0] != "fp8")
         known: dict[str, Any] = {field: getattr(self, field) for field in Rates.__struct_fields__}
         for field in ("contention", "host_memory", "turns", "dispatch_ns"):
             known[field] = getattr(table, field)
@@ -248,6 +252,17 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         elif self.measured_by_others:
             sheet = _of_gpu(self.gpu_names[0])
         return sheet.peak_tflops.get(dtype) if sheet else None
+
+    def fp8_speed(self) -> float | None:
+        """Returns how many times as fast as bf16 products the machine's fp8 products are. None if
+        it has none, or if the library does not know it.
+
+        The rate is that of the calibration if it has one, and otherwise that of the datasheet.
+        """
+        if self.costs is not None and {"bf16", "fp8"} <= self.peak_tflops.keys():
+            return self.peak_tflops["fp8"] / self.peak_tflops["bf16"]
+        fp8, bf16 = self.datasheet_tflops("fp8"), self.datasheet_tflops("bf16")
+        return _FP8_SHARE * fp8 / bf16 if fp8 and bf16 else None
 
 
 def known_names() -> list[str]:

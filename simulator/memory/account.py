@@ -23,7 +23,7 @@ import msgspec
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.muon import LIBRARY_BYTES
-from megatrain.simulator.model.state_format import UPDATE_COSTS
+from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, GPU_BLOCK, UPDATE_COSTS
 from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -267,6 +267,8 @@ def peak_workspace_bytes(
         if buffer.data == "moments" and buffer.place == "device"
     }
     own = [costs.gpu_temporary_bytes for dtype, costs in UPDATE_COSTS.items() if dtype in updated]
+    if any(buffer.data == "gradients" and buffer.dtype == "block8" for buffer in schedule.buffers):
+        own = [max([0, *own]) + CODED_GRADIENT_BYTES.temporary * GPU_BLOCK]
     update = max(own) + workspace.update if own else 0
     products = any(buffer.pool == UPDATE_WORKSPACE for buffer in schedule.buffers)
     return max(workspace.layer, workspace.head - saved, update - saved) + (

@@ -5,6 +5,7 @@ there are no measurements.
 from __future__ import annotations
 
 import functools
+import math
 
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
@@ -18,10 +19,54 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     They are the tensors that autograd saves, by `ModelSpec.saved_bytes`, and the layer's output,
     which exists until the layer's backward. The estimate is within 0.1 % of the measured bytes of
     four models whose layers ran eager on an H200 (experiments/results). Compiled layers save less.
+    With fp8 products, they also save the fp8 weights (`fp8_saved_bytes`).
     """
     return (
         model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
+        + fp8_saved_bytes(model, workload)
+    )
+
+
+def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Returns the most bytes that a decoder layer saves in addition because its products are in
+    fp8: its weights in fp8, if it is compiled.
+
+    Eager layers save the bf16 operands, as without fp8. The compiler saves the cheaper of an
+    operand in bf16 and in fp8, so that inputs take half. It does not know that weights stay in
+    their slot, and saves them in fp8, too.
+    """
+    if not workload.compiled:
+        return 0
+    return max(
+        sum(map(math.prod, model.fp8_products(layer.name, workload).values()))
+        for layer in {layer.signature: layer for layer in model.decoders}.values()
+    )
+
+
+def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Returns the most bytes of temporary operands in fp8 products, of one linear layer.
+
+    With T tokens, it is the largest of three: when the weight is cast, T in + 3 in out; when the
+    second cast of the gradient is made, in out + T (in + 5 out); and in the product for the
+    gradient of the weight, T (4 in + 2 out), with the gradient of the input. 0 without fp8.
+    """
+    tokens = workload.tokens
+    shapes = {
+        shape
+        for layer in {layer.signature: layer for layer in model.decoders}.values()
+        for shape in model.fp8_products(layer.name, workload).values()
+    }
+    return max(
+        (
+            max(
+                tokens * source + 3 * source * target,
+                source * target + tokens * (source + 5 * target),
+                tokens * (4 * source + 2 * target),
+            )
+            for target, source in shapes
+        ),
+        default=0,
     )
 
 
@@ -37,7 +82,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
       and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
       carries more than d elements, the gradient of a chunk of these is added.
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`.
+    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, and `fp8_temporary_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
@@ -51,8 +96,10 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         + chunk * model.hidden * (16 + width)
         + (model.carried - model.hidden) * chunk * width
     )
-    layer = model.transient_bytes(tokens, workload.sequence, workload.dtype) + model.mask_bytes(
-        workload
+    layer = (
+        model.transient_bytes(tokens, workload.sequence, workload.dtype)
+        + model.mask_bytes(workload)
+        + fp8_temporary_bytes(model, workload)
     )
     return Workspace(
         layer=layer,

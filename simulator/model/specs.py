@@ -33,7 +33,7 @@ from megatrain.simulator.model.families import (
     cut,
     text_config,
 )
-from megatrain.simulator.model.workload import Dtype, Workload
+from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
 
 ALIGNMENT = 64
 """The size of a tensor in a layer's buffer is a multiple of this many elements: 128 bytes in bf16,
@@ -125,6 +125,8 @@ class Work(NamedTuple):
     moved_bytes: int
     """Bytes of device memory that elementwise kernels read and write, plus the weights read and the
     weight gradients written."""
+    fp8_flops: int = 0
+    """The part of `linear_flops` that is computed in fp8."""
 
     @property
     def flops(self) -> int:
@@ -306,6 +308,56 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _part(self, layer: str) -> Part:
         return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
+    def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """Returns the weights of a decoder layer whose products can be in fp8, with their shapes,
+        [out, in].
+
+        They are those of its linear layers whose sizes are multiples of `FP8_MULTIPLE`. Routers and
+        experts are not among them.
+        """
+        return {
+            name: shape
+            for name, shape in self._part(layer).linears
+            if not any(size % FP8_MULTIPLE for size in shape)
+        }
+
+    def fp8_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns the `fp8_weights` of a decoder layer that `workload` multiplies in fp8: all, or
+        none.
+        """
+        able = workload.fp8 and not workload.tokens % FP8_MULTIPLE
+        return self.fp8_weights(layer) if able else {}
+
+    def fp8_share(self, workload: Workload) -> float:
+        """Returns the share of the decoder layers' matrix products, by FLOPs, that are in fp8."""
+        able = sum(
+            math.prod(shape)
+            for layer in self.decoders
+            for shape in self.fp8_products(layer.name, workload).values()
+        )
+        return able / sum(self._part(layer.name).active for layer in self.decoders)
+
+    def _fp8_bytes(self, kind: str, layer: str, workload: Workload) -> int:
+        """Returns the traffic of the casts to fp8 in an op of a decoder layer.
+
+        With T tokens, a cast of an operand of n elements in bf16 reads it twice and writes it once
+        in fp8 (5 n), or 13 n in eager layers, where each step is a kernel of its own. `forward` and
+        `recompute` cast the input and the weight of each linear layer. `backward` casts them again
+        and the gradient of the output, rowwise twice, and copies all three once more into the order
+        that the product needs (2 n).
+        """
+        cast, moved = 5 if workload.compiled else 13, 0
+        for target, source in self.fp8_products(layer, workload).values():
+            operands, gradient = (
+                workload.tokens * source + source * target,
+                workload.tokens * target,
+            )
+            moved += cast * operands
+            if kind == "backward":
+                twice = 2 if workload.fp8 == "rowwise" else 1
+                moved += twice * cast * gradient + 2 * (operands + gradient)
+        return moved
+
     def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
         """Returns the forward FLOPs of a decoder layer: 2 per token and element of the matrices
         that the token uses, plus attention without masked pairs.
@@ -361,6 +413,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
           and
           2 P b for the weights read and the gradients written.
+          With fp8 products, these three also have the traffic of the casts (`_fp8_bytes`).
         * `head`: three times the forward FLOPs. Traffic: T times both traffics of the norm;
           T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
           the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
@@ -420,7 +473,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             passes * 2 * tokens * part.active,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
-            + passes * width * self.stack[layer].parameters,
+            + passes * width * self.stack[layer].parameters
+            + self._fp8_bytes(kind, layer, workload),
+            passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
         )
 
     def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:

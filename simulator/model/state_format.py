@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 EXACT = "exact"
+ANY = "any"
+"""In place of a format: the one with the most bytes with which a model fits."""
 BLOCK = 32
 """Parameters that share one scale. Tensors and chunks are whole multiples of it."""
 PlaneDtype = Literal["bf16", "fp32", "int16", "int8", "block8"]
@@ -28,24 +30,44 @@ blocks are exact."""
 class UpdateCosts(NamedTuple):
     """What AdamW's update of moments with one dtype takes, beyond reading and writing state."""
 
-    gpu_bytes: int
-    """Bytes per parameter that it moves on a GPU in PyTorch, 0 if a kernel does it in one pass."""
+    gpu_least_bytes: int
+    """An update on a GPU takes at least as long as reading and writing so many bytes of state per
+    parameter. For 8-bit moments they are those of fp32 moments: its arithmetic takes longer, and
+    no GPU has measured it."""
     gpu_temporary_bytes: int
-    """Bytes of its temporary tensors on a GPU."""
-    host_share: float
-    """The least time on the host over that with fp32 moments, which machines are measured with. An
-    update that reads less is still limited by the cores: one core does 0.2 instead of 0.6 G
-    parameters/s (on a busy machine with two cores). Nobody measured it on all cores of a host, so
-    this may be too little where few cores suffice for fp32 moments."""
+    """Bytes of temporary tensors on a GPU if PyTorch does the update. They are set aside in any
+    case, because a GPU's kernel is used only if it proves to have PyTorch's bits."""
+    core_per_s: float
+    """Parameters per second that a core of the host updates if memory does not limit it, 0 for no
+    limit. Machines are measured with fp32 moments, which memory limits. For 8-bit moments, a core
+    of an AMD EPYC (Zen 4) does 0.75 to 0.9e9 (`experiments/benchmarks/updates.py`, 2026-11-23);
+    less is assumed, for slower cores."""
 
 
 GPU_BLOCK = 2**22
 """Parameters that PyTorch updates at a time on a GPU."""
 UPDATE_COSTS: dict[PlaneDtype, UpdateCosts] = {
-    "fp32": UpdateCosts(gpu_bytes=0, gpu_temporary_bytes=0, host_share=0.0),
-    "block8": UpdateCosts(gpu_bytes=850, gpu_temporary_bytes=64 * GPU_BLOCK, host_share=1.0),
+    "fp32": UpdateCosts(gpu_least_bytes=0, gpu_temporary_bytes=0, core_per_s=0.0),
+    "block8": UpdateCosts(gpu_least_bytes=24, gpu_temporary_bytes=64 * GPU_BLOCK, core_per_s=0.5e9),
 }
 """By the dtype of the moments."""
+
+
+class CodedGradientBytes(NamedTuple):
+    """What gradients in 8 bits take in PyTorch, in bytes per parameter. No kernel does it in one
+    pass. `tests/runtime/test_coded_gradients.py` counts them.
+    """
+
+    encode: int
+    """What encoding reads and writes, beyond the gradient and its codes."""
+    decode: int
+    """What decoding reads and writes, beyond the codes, and the update's read of the result."""
+    temporary: int
+    """The temporaries of encoding that exist at one time, of at most `GPU_BLOCK` parameters.
+    Decoding has fewer."""
+
+
+CODED_GRADIENT_BYTES = CodedGradientBytes(encode=160, decode=20, temporary=18)
 
 
 class StateFormat(NamedTuple):
@@ -62,24 +84,34 @@ class StateFormat(NamedTuple):
     """The dtype of each of the optimizer's moments."""
     what: str
     """What the master and the moments are, in words."""
+    costs: str
+    """What the format gives up, in words. Empty for `exact`."""
 
 
 FORMATS = {
     made.name: made
     for made in (
-        StateFormat(name=EXACT, low="int16", moments="fp32", what="fp32 master weights"),
+        StateFormat(name=EXACT, low="int16", moments="fp32", what="fp32 master weights", costs=""),
         StateFormat(
             name="master24",
             low="int8",
             moments="block8",
             what="24-bit master weights and 8-bit moments",
+            costs="not exact AdamW: 24-bit masters, 8-bit moments; quality not measured",
         ),
         StateFormat(
             name="bf16-sr",
             low=None,
             moments="block8",
             what="bf16 weights with stochastic rounding and 8-bit moments",
+            costs="not exact AdamW: no masters, 8-bit moments; quality not measured",
         ),
     )
 }
-"""All formats by name."""
+"""All formats by name, the one with the most bytes first."""
+
+
+def smaller_formats(state: str) -> tuple[str, ...]:
+    """Returns the formats with fewer bytes than `state`, the one with the most first."""
+    names = tuple(FORMATS)
+    return names[names.index(state) + 1 :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -10,10 +10,19 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
+Scaling = Literal["rowwise", "tensorwise"]
 Dtype = Literal["bf16", "fp32"]
-Clipping = Literal["global", "layer", "update", "none"]
+Gradients = Literal["exact", "8bit"]
+Clipping = Literal["global", "layer", "update", "adagc", "none"]
+BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
+"""The kinds of clipping whose factors follow from one layer alone."""
+BY_TENSOR: tuple[Clipping, ...] = ("update", "adagc")
+"""The kinds of clipping that have a factor for each tensor."""
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
+_FP8 = "-fp8-"
+FP8_MULTIPLE = 16
+"""The sizes of fp8 matrix products are multiples of this."""
 
 # A schedule has the ops of every micro-batch. With 48 layers, this number gives half a million ops,
 # which take half a minute to make.
@@ -41,8 +50,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     * `layer`: each layer's gradient by its own norm
     * `update`: each tensor's learning rate by the root of the mean of g^2 / v over its elements
       (StableAdamW, arXiv 2304.13013, algorithm 2)
+    * `adagc`: each tensor's gradient by a moving average of its own norm (AdaGC, arXiv 2502.11034)
     * `none`: not at all
     """
+    fp8: Scaling | None = None
+    """How the operands of fp8 matrix products are scaled (`runtime/layers/fp8_linear.py`). The
+    linear layers of decoder layers then multiply in fp8, forward and backward, if their sizes and
+    the tokens of a micro-batch are multiples of `FP8_MULTIPLE`. All else is in `dtype`, which has
+    to be bf16. None means that all products are in `dtype`."""
     compiled: bool = False
     """True if layers run through torch.compile. They are faster, save a third less activations, and
     round differently from eager layers."""
@@ -65,6 +80,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
     state: str = EXACT
     """The format of master weights and moments (`model/state_format.py`)."""
+    gradients: Gradients = "exact"
+    """How gradients are stored that wait for the norm of all gradients: `exact` in the dtype in
+    which they are summed, or `8bit` in codes of 8 bits (`runtime/optimizer/coded_gradients.py`)."""
 
     def __post_init__(self) -> None:
         if self.clipping == "update" and self.optimizer != ADAMW:
@@ -75,6 +93,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 fix="clip by global or layer, or do not clip",
             )
         self._refuse_state()
+        self._refuse_gradients()
+        self._refuse_fp8()
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
@@ -110,6 +130,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     fix=f"use {field} {only}, or state {EXACT}",
                 )
 
+    def _refuse_gradients(self) -> None:
+        """Raises UserError if gradients in 8 bits cannot be used here."""
+        for field, found, only in (
+            ("clipping", self.clipping, "global"),
+            ("accumulation", self.accumulation, 1),
+            ("optimizer", self.optimizer, ADAMW),
+        ):
+            if self.gradients != "exact" and found != only:
+                raise UserError(
+                    "workload: gradients",
+                    found=f"{self.gradients} with {field} {found}",
+                    allowed=f"{self.gradients} with {field} {only}",
+                    fix=f"use {field} {only}, or leave out --gradients",
+                )
+
+    def _refuse_fp8(self) -> None:
+        """Raises UserError if the matrix products cannot be in fp8."""
+        if self.fp8 and self.dtype != "bf16":
+            raise UserError(
+                "workload: fp8",
+                found=f"{self.fp8} with dtype {self.dtype}",
+                allowed="fp8 products in layers that otherwise compute in bf16",
+                fix="use dtype bf16",
+            )
+
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
@@ -128,14 +173,27 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 3 if self.documents else 2
 
     @property
+    def precision(self) -> str:
+        """The dtype that layers compute in, in words."""
+        return f"{self.dtype} with {self.fp8} fp8 products" if self.fp8 else self.dtype
+
+    @property
     def shape(self) -> str:
         """The workload's part of `Op.shape`: everything that the duration of a compute op depends
         on, such as `32x1024-bf16-documents`.
         """
+        fp8 = f"{_FP8}{self.fp8}" if self.fp8 else ""
         compiled, attention = (
             "-compiled" if self.compiled else "",
             f"-{self.attention}" if self.attention else "",
         )
-        return f"{self.batch}x{self.sequence}-{self.dtype}{compiled}{attention}" + (
+        return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}" + (
             DOCUMENTS if self.documents else ""
         )
+
+
+def without_fp8(shape: str) -> str:
+    """Returns the shape of the same op without fp8 products."""
+    for scaling in get_args(Scaling):
+        shape = shape.replace(f"{_FP8}{scaling}", "")
+    return shape

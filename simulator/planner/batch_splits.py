@@ -70,7 +70,8 @@ def splits(workload: Workload, step_tokens: int) -> list[Workload]:
             allowed=f"whole sequences of {workload.sequence} tokens",
             fix=f"use {nearest}, or change --seq",
         )
-    counts = [count for count in range(1, min(rows, _MOST_MICRO_BATCHES) + 1) if rows % count == 0]
+    most = _MOST_MICRO_BATCHES if workload.gradients == "exact" else 1
+    counts = [count for count in range(1, min(rows, most) + 1) if rows % count == 0]
     return [
         msgspec.structs.replace(workload, batch=rows // count, accumulation=count)
         for count in counts

@@ -219,6 +219,7 @@ def usable(
     If the machine has one unified memory, only the policy `resident` is used and nothing is
     offloaded, because a copy would not free any memory.
     """
+    names = policy_library.updating(names, plan.workload)
     footprints = least_memory_plans(
         plan, costs, [name for name in names if name == "resident"] if hardware.unified else names
     )

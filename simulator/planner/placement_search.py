@@ -517,7 +517,11 @@ class PlacementSearch:
                     plan, time = changed, found
         return time, plan
 
-    def nearest_miss(self) -> Choice:
+    def may_fit(self) -> bool:
+        """Returns whether `best` finds a plan. It takes less time than to find it."""
+        return any(map(self._fitting, [*self._whole_layers(), *_FEWER_SLOTS]))
+
+    def nearest_miss(self) -> Plan:
         """Returns the plan that exceeds its limits by the fewest bytes.
 
         It has the fewest slots, and either all state on the host or as much on the device as fits.
@@ -527,6 +531,4 @@ class PlacementSearch:
         for base in (Placement(), Placement(offloaded_inputs="all")):
             plan = with_knobs(lean, placement=base)
             misses += [plan, next(self.filling.fills(lean, base))]
-        return assess(
-            min(misses, key=lambda plan: self.filling.account(plan).excess_bytes), self.costs
-        )
+        return min(misses, key=lambda plan: self.filling.account(plan).excess_bytes)

@@ -80,6 +80,36 @@ def search(
 
     Raises UserError for an unknown policy, and for costs that were not measured.
     """
+    plans = plans_of(
+        model,
+        hardware,
+        workload,
+        source=source,
+        hardware_name=hardware_name,
+        device_limit=device_limit,
+        host_limit=host_limit,
+        policies=policies,
+    )
+    costs = cost_model(hardware, model, workload)
+    return sorted(_searched(plans, costs), key=rank)
+
+
+def plans_of(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    source: str = "",
+    hardware_name: str = "",
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: Iterable[str] | None = None,
+) -> list[Plan]:
+    """Returns the plan of each policy from which `search` begins, with the default knobs.
+
+    The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
+    policies makes sense on the machine.
+    """
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         policy_library.find(name)
@@ -102,9 +132,7 @@ def search(
         device_limit_bytes=hardware.device_bytes if device_limit is None else device_limit,
         host_limit_bytes=hardware.host_bytes if host_limit is None else host_limit,
     )
-    costs = cost_model(hardware, model, workload)
-    plans = [msgspec.structs.replace(first, policy=name) for name in names]
-    return sorted(_searched(plans, costs), key=rank)
+    return [msgspec.structs.replace(first, policy=name) for name in names]
 
 
 def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
@@ -147,7 +175,7 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         if search.least_ns() * _LEAST_GAIN < limit and (choice := search.best(limit)):
             found.append(choice)
     if not found:
-        return PlacementSearch(plan, costs).nearest_miss()
+        return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
     return _with_runner_up(sorted(found, key=rank), [])
 
 

@@ -151,7 +151,7 @@ class SlotSearch:
             if len(finals) == _PAIRS:
                 break
         if not finals:
-            return self._nearest_miss()
+            return self._missed()
         fastest = min(choice.step_seconds for choice in finals)
         return min(
             (choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=frugality
@@ -233,11 +233,12 @@ class SlotSearch:
         )
         return {**chosen[3], "checkpoint_interval": interval, "weight_slots": slots}
 
-    def _nearest_miss(self) -> Choice:
-        """Returns the plan that exceeds its limits by the fewest bytes.
+    def may_fit(self) -> bool:
+        """Returns whether `best` may find a plan that fits. If not, it finds none."""
+        return bool(self._first_round())
 
-        Its advice names a smaller batch if that would fit.
-        """
+    def nearest_miss(self) -> Plan:
+        """Returns the plan that exceeds its limits by the fewest bytes, after `may_fit`."""
         pair, path = min(
             itertools.product(self.sizes, self.paths),
             key=lambda candidate: (self._excess(*candidate), candidate),
@@ -248,7 +249,11 @@ class SlotSearch:
             "gradient_slots": path[0],
             "gradient_staging": path[1],
         }
-        choice = assess(with_knobs(self.plan, **knobs), self.costs)
+        return with_knobs(self.plan, **knobs)
+
+    def _missed(self) -> Choice:
+        """Returns the nearest miss. Its advice names a smaller batch if that would fit."""
+        choice = assess(self.nearest_miss(), self.costs)
         advice = self._smaller_batch(choice)
         return (
             msgspec.structs.replace(

@@ -30,6 +30,7 @@ _NAMES = {
     "tokens": "tokens and labels",
     "norm": "gradient norms",
     "clips": "clipping factors",
+    "moving_norms": "moving norms",
     "workspace": "workspace of running operations",
 }
 """Name of a pool without its place -> what it holds. Names that are words are left out."""

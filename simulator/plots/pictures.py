@@ -48,6 +48,7 @@ KIND_COLOURS = {
     "update": "#7b3f98",
     "cpu_update": "#8e5aa8",
     "norm": "#8a949e",
+    "encode_gradients": "#6f7b86",
     "update_ratios": "#6d7780",
     "clip": "#4a5560",
     "cpu_adam": "#b26fc4",

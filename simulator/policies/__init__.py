@@ -57,13 +57,16 @@ def contenders() -> list[str]:
 
 
 def updating(names: Iterable[str], workload: Workload) -> list[str]:
-    """Returns the policies of `names` that can update with the optimizer of `workload`. If there
-    are none, it returns all, and lowering them says why.
+    """Returns the policies of `names` that can update with the optimizer of `workload`, and store
+    gradients as it says. If there are none, it returns all, and lowering them says why.
     """
     chosen = list(names)
-    if not optimizer.find(workload.optimizer).by_tensor:
-        return chosen
-    able = [name for name in chosen if not find(name).updates_on_host]
+    able = [
+        name
+        for name in chosen
+        if not (optimizer.find(workload.optimizer).by_tensor and find(name).updates_on_host)
+        and (workload.gradients == "exact" or find(name).places_state)
+    ]
     return able or chosen
 
 
@@ -132,9 +135,12 @@ def _policy(plan: Plan) -> Policy:
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, or the state
     format is not `exact`. Raises it, too, if the policy updates on the host and the optimizer
-    cannot.
+    cannot, or if gradients are stored in 8 bits and the policy does not store them, or adds
+    several.
     """
     policy = find(plan.policy)
+    if plan.workload.gradients != "exact":
+        _refuse_coded_gradients(plan, policy)
     if policy.prediction_only and plan.workload.state != EXACT:
         raise UserError(
             f"policy {plan.policy}: state",
@@ -153,6 +159,24 @@ def _policy(plan: Plan) -> Policy:
         where = f"policy {plan.policy}: optimizer"
         refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
+
+
+def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the policy cannot store the model's gradients in 8 bits."""
+    if not policy.places_state:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=plan.workload.gradients,
+            allowed="exact, since only overlapped stores gradients in 8 bits",
+            fix="use policy overlapped, or leave out --gradients",
+        )
+    if plan.model.tied:
+        raise UserError(
+            f"policy {plan.policy}: gradients",
+            found=f"{plan.workload.gradients} with tied embeddings",
+            allowed="exact, since those of the embeddings are stored before they are added",
+            fix="leave out --gradients",
+        )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,10 @@ A step therefore defers its update to the next step, which updates each layer ju
 forward pass. Every forward pass reads updated weights: nothing is stale. `flush_update` applies
 the update that the last step deferred.
 
+If gradients are stored in 8 bits (`gradients = "8bit"`), `encode_gradients` comes between the norm
+and the copy of a gradient. Copies and homes of gradients hold codes then, and the deferred update
+reads them.
+
 With any other clipping, a layer is updated inside the backward pass, as soon as its gradient is
 complete. The gradient of a layer that the device updates never leaves the device.
 
@@ -76,6 +80,8 @@ class _OverlappedStore:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.defers = plan.workload.clipping == "global"
+        self.encodes = plan.workload.gradients == "8bit"
+        """Whether a complete gradient is stored in codes. It is the only one of its layer then."""
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         """Parameters of a chunk."""
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
@@ -171,16 +177,16 @@ class _OverlappedStore:
                     "weight_slots" if decoder else "",
                 )
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
-            if not self.home.get(("gradients", layer), "").startswith("device."):
-                count = self.plan.knobs.gradient_slots if decoder else 1
-                part = self.state[layer]["gradients"]
-                kind = (
-                    self._gradient_pool(layer),
-                    "gradients",
-                    part.dtype,
-                    "gradient_slots" if decoder else "",
-                )
+            resident = self.home.get(("gradients", layer), "").startswith("device.")
+            count = self.plan.knobs.gradient_slots if decoder else 1
+            part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
+            if not resident:
+                pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
+                kind = (pool, "gradients", part.dtype, knob)
                 pools.setdefault(kind, []).append((count, part.of(spec.elements)))
+            if self.encodes:
+                kind = (self._gradient_pool(layer), "gradients", self.plan.workload.dtype, knob)
+                pools.setdefault(kind, []).append((count, self.width * spec.elements))
         for (pool, name, dtype_, knob), wanted in pools.items():
             self.builder.slots(
                 pool,
@@ -201,6 +207,14 @@ class _OverlappedStore:
             f"device.streamed_{name}"
             if self.stack[layer].kind == "decoder"
             else f"device.streamed_{name}_vocabulary"
+        )
+
+    def _coded_pool(self, layer: str) -> str:
+        """Returns the pool of slots for the codes of the layer's gradient, on their way out."""
+        return (
+            "device.coded_gradients"
+            if self.stack[layer].kind == "decoder"
+            else "device.coded_gradients_vocabulary"
         )
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
@@ -259,7 +273,7 @@ class _OverlappedStore:
         return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
 
     def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: int
+        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
     ) -> None:
         """Copies a layer's buffer to or from the host, chunk by chunk.
 
@@ -275,8 +289,8 @@ class _OverlappedStore:
                 lane,
                 (read,),
                 (written,),
-                offset=width * first,
-                bytes=width * count,
+                offset=int(width * first),
+                bytes=int(width * count),
             )
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
@@ -286,7 +300,7 @@ class _OverlappedStore:
         """
         home = self.home.get(("gradients", layer), "")
         adding = self.arrived[layer] > 0
-        if home.startswith("device."):
+        if home.startswith("device.") and not self.encodes:
             return home, adding
         if layer in self.summing:
             return self.summing.pop(layer), True
@@ -295,7 +309,7 @@ class _OverlappedStore:
             self.emit_pending_update()
         slot = self.builder.acquire(pool)
         if adding:
-            width = self.state[layer]["gradients"].of(1)
+            width = self.state[layer]["gradients"].bytes
             self._copies("load_gradients", layer, phase, micro, home, slot, width)
         return slot, adding
 
@@ -325,12 +339,30 @@ class _OverlappedStore:
             if buffer != home:
                 self.summing[layer] = buffer
             return
+        if self.encodes:
+            buffer = self._encoded(layer, buffer, home)
         if buffer != home:
-            width = self.state[layer]["gradients"].of(1)
+            width = self.state[layer]["gradients"].bytes
             self._copies("save_gradients", layer, phase, micro, buffer, home, width)
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
+
+    def _encoded(self, layer: str, gradient: str, home: str) -> str:
+        """Encodes the gradient and releases its slot. Returns the buffer with the codes: `home` if
+        that is on the device, or a slot.
+        """
+        resident = home.startswith("device.")
+        coded = home if resident else self.builder.acquire(self._coded_pool(layer))
+        self.builder.op(
+            OpId("encode_gradients", layer),
+            "update",
+            [gradient],
+            [coded],
+            parameters=self.stack[layer].elements,
+        )
+        self.builder.release(gradient)
+        return coded
 
     def apply_on_host(self, layer: str) -> None:
         """Emits AdamW on `layer` by the CPU, from a gradient in host memory.

@@ -20,13 +20,15 @@ Kinds of ops, their lane where it is fixed, and their operands:
 * `save_gradients` (d2h): device gradient -> staging buffer or host gradient
 * `accumulate_gradients` (cpu): staging buffer -> host gradient
 * `load_second_moment` (h2d): host moments -> a chunk of moments; copies only the second moment
-* `norm`: gradient -> the layer's sum of squares
+* `norm`: gradient -> the layer's sum of squares, or one for each of its tensors
+* `encode_gradients`: gradient -> the same in codes of 8 bits, which updates read
 * `update_ratios`: gradient, moments -> sums of g^2 / v over 64 elements each, where v is the second
   moment after this step
 * `clip`: every sum of squares, every loss -> the clip coefficient, or NaN if a value that it read
   is not finite
 * `clip` of one layer: the layer's sum of squares or its sums of g^2 / v, every loss -> the layer's
-  coefficient or its tensors' learning rate factors, or NaN if a value that it read is not finite
+  coefficient or its tensors' factors, or NaN if a value that it read is not finite. With clipping
+  by `adagc` it also reads the moving norms of the layer's tensors, and writes those after this step
 * `update`, `cpu_update`: gradient, clip coefficient or factors[, weights] -> weights[, low half of
   the master][, moments][, weight slot][, workspace]
 * `load_state` (h2d), `save_state` (d2h): one buffer for each class of data -> buffers of the same

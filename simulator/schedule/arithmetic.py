@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES
-from megatrain.simulator.model.workload import Dtype
+from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
+from megatrain.simulator.model.workload import Dtype, Gradients
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.update_layout import update_layout
+from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
 
 SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
@@ -79,8 +79,10 @@ def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     summed = contributions(plan, layer) > 1
     layout = update_layout(work.optimizer, spec)
     if layout is None:
-        return layer_state_of(work.dtype, work.state, find(work.optimizer).moments, summed)
-    state = layer_state_of(work.dtype, work.state, layout.least, summed)
+        return layer_state_of(
+            work.dtype, work.state, find(work.optimizer).moments, summed, work.gradients
+        )
+    state = layer_state_of(work.dtype, work.state, layout.least, summed, work.gradients)
     width = int(PLANE_BYTES["fp32"])
     extra = width * (layout.values - layout.least * spec.elements)
     return {**state, "moments": state["moments"]._replace(extra=extra)}
@@ -109,22 +111,16 @@ def layer_moments(plan: Plan, layer: str) -> int:
 
 def whole_matrices(plan: Plan) -> frozenset[str]:
     """Returns the layers whose update needs whole matrices. Only the device updates them."""
-    if not find(plan.workload.optimizer).by_tensor:
-        return frozenset()
-    return frozenset(
-        name
-        for name, layer in plan.model.stack.items()
-        if (layout := update_layout(plan.workload.optimizer, layer)) and layout.matrices
-    )
+    name = plan.workload.optimizer
+    return needing_whole_matrices(name, plan.model) if find(name).by_tensor else frozenset()
 
 
 def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
     """Raises UserError if one of `layers`, which the CPU is to update, needs whole matrices.
     `where` names what asks for it.
     """
-    found = next(
-        (layer for layer in plan.model.stack if layer in layers & whole_matrices(plan)), ""
-    )
+    unable = layers & whole_matrices(plan)
+    found = next((layer for layer in plan.model.stack if layer in unable), "")
     if found:
         raise UserError(
             where,
@@ -136,15 +132,19 @@ def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -
 
 @functools.cache
 def layer_state_of(
-    work: Dtype, state: str, moments: int, summed: bool
+    work: Dtype, state: str, moments: int, summed: bool, gradients: Gradients = "exact"
 ) -> dict[StateClass, StatePart]:
     """Cached because a search asks for each layer of each plan.
 
     The gradient of a step is fp32 if several gradients are `summed`, otherwise it has the compute
     dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master. `state` is
-    the name of the state format, and `moments` the values that the optimizer keeps.
+    the name of the state format, and `moments` the values that the optimizer keeps. `gradients` is
+    how the gradient is stored once it is complete.
     """
-    planes, gradient = FORMATS[state], "fp32" if summed else work
+    planes = FORMATS[state]
+    gradient: PlaneDtype = "fp32" if summed else work
+    if gradients == "8bit":
+        gradient = "block8"
     low = planes.low if work == "bf16" else None
     return {
         "weights": StatePart(PLANE_BYTES[work], work),
@@ -159,9 +159,9 @@ def state_bytes(plan: Plan, name: StateClass, layer: str) -> float:
     return layer_state(plan, layer)[name].bytes
 
 
-def gradient_bytes(plan: Plan, layer: str) -> int:
-    """Returns the bytes per parameter of a layer's gradient of a step."""
-    return layer_state(plan, layer)["gradients"].of(1)
+def gradient_bytes(plan: Plan, layer: str) -> float:
+    """Returns the bytes per parameter of a layer's gradient of a step, as it is stored."""
+    return layer_state(plan, layer)["gradients"].bytes
 
 
 def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:

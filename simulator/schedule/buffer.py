@@ -20,6 +20,7 @@ DataClass = Literal[
     "tokens",
     "losses",
     "norms",
+    "moving_norms",
     "clips",
     "ratio_sums",
     "workspace",
@@ -37,7 +38,8 @@ DataClass = Literal[
 * `attention`: a layer's attention output and log-sum-exp
 * `tokens`: the ids, labels and document indices of a micro-batch
 * `losses`: the loss of a micro-batch
-* `norms`: the sum of squares of a layer's gradient
+* `norms`: the sum of squares of a layer's gradient, or of the gradient of each of its tensors
+* `moving_norms`: the moving norm of each tensor of a layer, which clipping by `adagc` keeps
 * `clips`: the clip coefficients and learning rate factors that updates read
 * `ratio_sums`: sums of g^2 / v of a layer
 * `workspace`: temporary values of updates, and in schedules of other systems anything else
@@ -52,6 +54,7 @@ DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "tokens": ("int64",),
     "losses": ("fp32",),
     "norms": ("fp32",),
+    "moving_norms": ("fp32",),
     "clips": ("fp32",),
     "ratio_sums": ("fp32",),
     "activations": ("mixed",),

@@ -28,6 +28,7 @@ CODES = {
     "PL": "load_activations",
     "A": "accumulate_gradients",
     "N": "norm",
+    "K": "encode_gradients",
     "Q": "update_ratios",
     "LV": "load_second_moment",
     "C": "clip",

@@ -37,8 +37,9 @@ OPERANDS = {
     "embed_backward": ("tokens hidden( gradients)?", "gradients"),
     "accumulate_gradients": ("gradients( gradients)?", "gradients"),
     "norm": ("gradients", "norms"),
+    "encode_gradients": ("gradients", "gradients"),
     "update_ratios": ("gradients moments", "ratio_sums"),
-    "clip": ("(norms|ratio_sums|losses| )*", "clips"),
+    "clip": ("(norms|moving_norms|ratio_sums|losses| )*", "clips( moving_norms)?"),
     **dict.fromkeys(
         ("update", "cpu_update"),
         ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?( workspace)?"),
@@ -51,12 +52,15 @@ _PATTERNS = {
 }
 _PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second_moment")
 """Kinds that work on `parameters` elements, starting at `offset`."""
+_WHOLE = ("norm", "accumulate_gradients", "encode_gradients")
+"""Kinds that work on the gradient of a whole layer."""
 
 
 def check_buffer(buffer: Buffer) -> None:
     """Checks the dtype of a buffer. Raises ScheduleError if its class of data cannot have it."""
     only = DTYPES_OF.get(buffer.data)
-    if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed")):
+    coded = ("block8",) if buffer.data == "gradients" else ()
+    if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed", *coded)):
         allowed = " or ".join(only or ("bf16", "fp32"))
         raise ScheduleError(f"{buffer.id}: {buffer.data} in {buffer.dtype}, not in {allowed}")
     if buffer.dtype == "home" and not buffer.chunk:
@@ -110,6 +114,16 @@ def check_operands(
         if values and "moments" not in written:
             raise ScheduleError(f"{op.id}: writes no moments, of which there are {values} values")
         _check_planes(op, written)
+    if kind in ("backward", "head", "embed_backward", "norm", "encode_gradients"):
+        coded = [
+            name
+            for name in (op.reads if kind in ("norm", "encode_gradients") else op.writes)
+            if buffers[base_buffer(name)].data == "gradients" and dtypes[name] == "block8"
+        ]
+        if coded:
+            raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
+    if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
+        raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
     _check_sizes(op, buffers, dtypes, kept)
 
 
@@ -156,7 +170,7 @@ def _check_sizes(
             )
             values = kept(op.layer, first, count) if buffer.data == "moments" else count
             needed = int(values * WIDTH[dtypes[name]])
-        elif op.kind in ("norm", "accumulate_gradients") and buffer.data == "gradients":
+        elif op.kind in _WHOLE and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:
             continue

@@ -189,6 +189,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("no_dropout", False),
             ("optimizer", ADAMW),
             ("state", EXACT),
+            ("gradients", "exact"),
         ):
             if data["workload"][field] == default:
                 del data["workload"][field]

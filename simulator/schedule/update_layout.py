@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatrain.simulator.model.muon import Matrices
 from megatrain.simulator.model.optimizer import Treatment, find
-from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec
+from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec, ModelSpec
 
 
 class UpdatePart(NamedTuple):
@@ -42,11 +42,13 @@ class UpdateLayout:
         """The fewest moments that a tensor keeps."""
         self.matrices = tuple(treatment.matrices for treatment in treatments if treatment.matrices)
         """The matrices of each tensor that has some."""
+        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        self._flops: dict[tuple[int, int], int] = {}
+        self._kept: dict[tuple[int, int], int] = {}
         self.values = self.kept(0, layer.elements)
         """The fp32 values of all moments."""
         self.workspace = max((sum(found.workspace) for found in self.matrices), default=0)
         """Bytes of the temporary tensors of an update."""
-        self._known: dict[int, list[tuple[int, int, int]]] = {}
 
     def start(self, plane: int, first: int) -> int:
         """Returns how many parameters before `first` keep more than `plane` moments."""
@@ -67,7 +69,9 @@ class UpdateLayout:
 
     def kept(self, first: int, count: int) -> int:
         """Returns the values of all moments for `count` parameters from `first` on."""
-        return sum(self.lengths(first, count))
+        if (first, count) not in self._kept:
+            self._kept[first, count] = sum(self.lengths(first, count))
+        return self._kept[first, count]
 
     def parts(self, first: int, count: int) -> list[UpdatePart]:
         """Returns the parts of `count` parameters from `first` on, in order. A group of matrices
@@ -93,28 +97,30 @@ class UpdateLayout:
 
     def flops(self, first: int, count: int) -> int:
         """Returns the FLOPs of matrix products in an update of this range."""
-        return sum(
-            part.matrices.number * part.matrices.flops
-            for part in self.parts(first, count)
-            if part.matrices
-        )
+        if (first, count) not in self._flops:
+            self._flops[first, count] = sum(
+                part.matrices.number * part.matrices.flops
+                for part in self.parts(first, count)
+                if part.matrices
+            )
+        return self._flops[first, count]
 
     def chunks(self, limit: int) -> list[tuple[int, int, int]]:
         """Returns the layer in chunks: (number, first parameter, number of parameters). A chunk has
         at most `limit` parameters, a multiple of ALIGNMENT, unless a group of matrices has more.
         """
-        if limit not in self._known:
+        if limit not in self._chunks:
             ends = [0]
             for unit in self._units(limit):
                 if len(ends) > 1 and unit - ends[-2] <= limit:
                     ends[-1] = unit
                 else:
                     ends.append(unit)
-            self._known[limit] = [
+            self._chunks[limit] = [
                 (number, first, end - first)
                 for number, (first, end) in enumerate(itertools.pairwise(ends))
             ]
-        return self._known[limit]
+        return self._chunks[limit]
 
     def _units(self, limit: int) -> list[int]:
         """Returns the ends of the smallest pieces that chunks are made of."""
@@ -135,6 +141,12 @@ class UpdateLayout:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
+    return _alike(optimizer, LayerSpec(name="", kind=layer.kind, tensors=layer.tensors))
+
+
+@functools.lru_cache(maxsize=64)
+def _alike(optimizer: str, layer: LayerSpec) -> UpdateLayout:
+    """Returns the layout that all layers with the same tensors share."""
     treated = find(optimizer)
     return UpdateLayout(
         layer, tuple(treated.treatment(layer.kind, each.name, each.shape) for each in layer.tensors)
@@ -146,3 +158,13 @@ def update_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout | None:
     alike and an update may be cut anywhere.
     """
     return _layout(optimizer, layer) if find(optimizer).by_tensor else None
+
+
+@functools.lru_cache(maxsize=64)
+def needing_whole_matrices(optimizer: str, model: ModelSpec) -> frozenset[str]:
+    """Returns the layers of `model` whose update by this optimizer needs whole matrices."""
+    return frozenset(
+        name
+        for name, layer in model.stack.items()
+        if (layout := update_layout(optimizer, layer)) and layout.matrices
+    )

@@ -7,8 +7,8 @@ does not have is suggested for the host only. A GPU's memory cannot be bought, s
 smaller models of the library are suggested in its place (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. Changes that the runtime does not support yet are marked `unsupported`. They are tried on
-the chosen plan only, so a search might gain more.
+see. Only another state format is tried on the chosen plan alone, so a search might gain more. It is
+named after all other changes, because training is then no longer exact AdamW.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import exact_size, format_bytes, rounded_up
 from megatrain.simulator.costs import CostModel, cost_model
-from megatrain.simulator.costs.scaled import ScaledCosts
-from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import FORMATS, smaller_formats
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
 from megatrain.simulator.planner.capacity import (
@@ -35,8 +34,6 @@ from megatrain.simulator.planner.capacity import (
     usable,
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
-from megatrain.simulator.schedule import Op, base_buffer
-from megatrain.simulator.schedule.arithmetic import layer_state, state_bytes
 from megatrain.simulator.verdict.alternatives import alternatives
 from megatrain.simulator.verdict.suggestion import Suggestion
 
@@ -69,14 +66,16 @@ class Adviser:
             choice,
             hardware,
             costs,
-            names,
+            policy_library.updating(names, choice.plan.workload),
             search,
             footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
-        self._wide_moments = layer_state(self.plan, EMBEDDING)["moments"].dtype == "fp32"
-        """Whether the plan keeps moments that bf16 would halve."""
+        executed = not policy_library.find(self.plan.policy).prediction_only
+        able = executed and (self.work.dtype, self.work.optimizer) == ("bf16", ADAMW)
+        self._formats = smaller_formats(self.work.state) if able else ()
+        """The state formats that the plan could have instead, the one with the most bytes first."""
 
     def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
         """Returns the plans that need the least memory for another workload or other limits."""
@@ -85,20 +84,21 @@ class Adviser:
         return usable(plan, self.hardware, costs, self.names)
 
     def suggestions(self, most: int = 5) -> tuple[Suggestion, ...]:
-        """Returns at most `most` suggestions, the best first."""
+        """Returns at most `most` suggestions, the best first, and after them the state formats."""
         if self.choice.feasible:
-            faster = [entry for entry in self._faster() if (entry.gain or 0) >= _LEAST_GAIN]
-            return tuple(sorted(faster, key=lambda entry: (entry.unsupported, -(entry.gain or 0))))[
-                :most
-            ]
-        tried = [entry for entry in self._fitting() if entry.fits or entry.bytes_saved > 0]
-        found = sorted(
-            tried, key=lambda entry: (not entry.fits, entry.unsupported, entry.bytes_missing)
-        )[:most]
-        fitting = [entry for entry in found if entry.fits and not entry.unsupported]
+            tried = [*self._faster(), *map(self._in_format, self._formats)]
+            faster = [entry for entry in tried if entry and (entry.gain or 0) >= _LEAST_GAIN]
+            faster.sort(key=lambda entry: -(entry.gain or 0))
+            return _formats_last(faster, most)
+        changes = [*self._fitting(), *self._fitting_format()]
+        useful = [entry for entry in changes if entry.fits or entry.bytes_saved > 0]
+        useful.sort(key=lambda entry: (not entry.fits, entry.bytes_missing))
+        found = _formats_last(useful, most)
+        fitting = [entry for entry in found if entry.fits and not entry.compressed]
         enlarged = any("memory" in name for entry in fitting for name in entry.options)
         others = alternatives(self.plan, self.hardware, machines=not enlarged)
-        return (*fitting, *others, *(entry for entry in found if entry not in fitting))
+        rest = [entry for entry in found if entry not in fitting]
+        return (*fitting, *others, *sorted(rest, key=lambda entry: not entry.fits))
 
     # Changes that make the model fit
 
@@ -119,11 +119,24 @@ class Adviser:
             short = msgspec.structs.replace(work, batch=1, sequence=context)
             found.append(self._changed({"seq": context, "batch": 1}, short))
         if work.clipping == "global":
-            found.append(
-                self._changed({"clipping": "none"}, msgspec.structs.replace(work, clipping="none"))
-            )
-        found += self._more_memory()
-        return found + (self._smaller_moments() if self._wide_moments else [])
+            values: dict[str, object] = {"clipping": "adagc"}
+            if work.gradients != "exact":
+                values["gradients"] = "exact"
+            found.append(self._changed(values, msgspec.structs.replace(work, **values)))
+            if self._can_code_gradients():
+                coded = msgspec.structs.replace(work, gradients="8bit")
+                found.append(self._changed({"gradients": "8bit"}, coded))
+        return found + self._more_memory()
+
+    def _can_code_gradients(self) -> bool:
+        """Returns whether the gradients that the plan stores could be stored in 8 bits instead."""
+        work = self.work
+        return (work.gradients, work.accumulation, work.optimizer, self.plan.model.tied) == (
+            "exact",
+            1,
+            ADAMW,
+            False,
+        ) and any(policy_library.find(name).places_state for name in self.names)
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
         """Returns the effect of another workload on memory. `values` are the changed options."""
@@ -301,23 +314,16 @@ class Adviser:
             )
         ]
 
-    def _smaller_moments(self) -> list[Suggestion]:
-        """Returns the effect of moments in bf16 on memory."""
-        best = min(
-            (footprint.account() for footprint in self.footprints),
-            key=lambda account: _with_half_moments(account).excess_bytes,
-        )
-        half = _with_half_moments(best)
-        saved = _total(best) - _total(half)
-        return [
-            Suggestion(
-                change="moments in bf16",
-                unsupported=True,
-                fits=half.fits,
-                bytes_missing=half.excess_bytes,
-                bytes_saved=saved,
-            )
-        ]
+    def _fitting_format(self) -> list[Suggestion]:
+        """Returns the state format with the most bytes with which the model fits. If there is none,
+        returns the one with the fewest bytes, and by how much it misses the limits.
+        """
+        entry = None
+        for state in self._formats:
+            entry = self._changed({"state": state}, msgspec.structs.replace(self.work, state=state))
+            if entry.fits:
+                break
+        return [msgspec.structs.replace(entry, compressed=True)] if entry else []
 
     # Changes that make the model run faster
 
@@ -326,16 +332,15 @@ class Adviser:
         work, changes = self.work, dict[str, object]()
         if work.batch < 2**20:
             changes["batch"] = 2 * work.batch
-        if work.accumulation <= 512:
+        if work.gradients == "exact" and work.accumulation <= 512:
             changes["accumulation"] = 2 * work.accumulation
-        if work.clipping == "global":
+        if work.gradients == "exact" and work.clipping == "global":
             changes["clipping"] = "none"
-        moments = self._fast_moments()  # first, while the schedule of the choice is still cached
         found = [
             self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
             for name, value in changes.items()
         ]
-        return [entry for entry in [*found, self._resident(), moments] if entry is not None]
+        return [entry for entry in [*found, self._resident()] if entry is not None]
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int
@@ -383,13 +388,13 @@ class Adviser:
         gain: float,
         saved: int,
         *,
-        unsupported: bool = False,
+        compressed: bool = False,
         note: str = "",
     ) -> Suggestion:
         return Suggestion(
             change=change,
             options=options,
-            unsupported=unsupported,
+            compressed=compressed,
             fits=True,
             bytes_saved=saved,
             tokens_per_second=self.speed * (1 + gain),
@@ -415,42 +420,30 @@ class Adviser:
             return None
         return self._searched({"device-memory": exact_size(size)}, self.work, device_limit=size)
 
-    def _fast_moments(self) -> Suggestion | None:
-        """Returns the gain of moments in bf16, which halves their bytes.
-
-        None if the plan keeps no fp32 moments.
+    def _in_format(self, state: str) -> Suggestion | None:
+        """Returns the gain of the chosen plan with another state format, None if it does not fit:
+        updates of 8-bit moments may need temporaries on the GPU.
         """
-        size = state_bytes(self.plan, "moments", EMBEDDING)
-        if not size or not self._wide_moments:
+        work = msgspec.structs.replace(self.work, state=state)
+        plan = msgspec.structs.replace(self.plan, workload=work)
+        found = assess(plan, cost_model(self.hardware, plan.model, work))
+        options = {"state": state}
+        if not found.feasible:
             return None
-        schedule = policy_library.lower(self.plan)
-
-        def change(op: Op) -> Op:
-            moved = op.kind in ("load_state", "save_state") and any(
-                schedule.buffer[base_buffer(name)].data == "moments" for name in op.writes
-            )
-            return (
-                msgspec.structs.replace(op, bytes=op.bytes - int(op.parameters * size) // 2)
-                if moved
-                else op
-            )
-
-        streams = any(op.kind in ("load_state", "save_state") for op in schedule.ops)
-        gain = (
-            makespan_ns(schedule, self.costs)
-            / makespan_ns(schedule, ScaledCosts(self.costs, change))
-            - 1
-            if streams
-            else 0.0
-        )
-        half = _with_half_moments(self.choice.account)
         return self._gained(
-            "moments in bf16",
-            {},
-            gain,
-            _total(self.choice.account) - _total(half),
-            unsupported=True,
+            _as_options(options),
+            options,
+            self.choice.step_seconds / found.step_seconds - 1,
+            _total(self.choice.account) - _total(found.account),
+            compressed=True,
+            note=_note(options, work),
         )
+
+
+def _formats_last(found: list[Suggestion], most: int) -> tuple[Suggestion, ...]:
+    """Returns the first `most` of those that keep the state format, and all of the others."""
+    exact = [entry for entry in found if not entry.compressed]
+    return (*exact[:most], *(entry for entry in found if entry.compressed))
 
 
 def _as_options(options: dict[str, str]) -> str:
@@ -469,14 +462,14 @@ def _excess(account: Account) -> tuple[int, int]:
 
 def _note(options: dict[str, str], work: Workload) -> str:
     """Returns what the changed `options`, which make up the workload `work`, cost in words."""
+    if "state" in options:
+        return FORMATS[work.state].costs
+    if options.get("clipping") == "adagc":
+        return "clips each tensor by its own moving norm, not all by their common norm"
+    if options.get("gradients") == "8bit":
+        return "stores gradients in 8 bits, rounded at random"
     if "clipping" in options:
         return "gives up gradient clipping"
     if {"batch", "accumulation", "seq"} & options.keys():
         return f"a step has {work.step_tokens:,} tokens"
     return ""
-
-
-def _with_half_moments(account: Account) -> Account:
-    moments = {pool for pool, kind in account.kinds.items() if kind.data == "moments"}
-    pools = {pool: size // 2 if pool in moments else size for pool, size in account.pools.items()}
-    return msgspec.structs.replace(account, pools=pools)

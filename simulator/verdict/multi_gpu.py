@@ -45,6 +45,7 @@ _SHARED = (
     "load_gradients",
     "accumulate_gradients",
     "norm",
+    "encode_gradients",
     "cpu_update",
     "load_second_moment",
     "update_ratios",

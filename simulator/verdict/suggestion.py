@@ -12,8 +12,8 @@ class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     """The change as options of `megatrain check`, or in words if there is no option for it."""
     options: dict[str, str] = {}
     """Option without dashes -> its new value. Empty if the command has no option for the change."""
-    unsupported: bool = False
-    """Whether the runtime does not support the change yet."""
+    compressed: bool = False
+    """Whether the change stores state in fewer bits, so that training is not exact AdamW."""
     fits: bool
     """Whether the model fits with the change."""
     bytes_missing: int = 0

@@ -26,7 +26,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import FP8_MULTIPLE, Workload
 from megatrain.simulator.planner.assessment import Choice, InShortGroups, RunnerUp, with_knobs
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
@@ -180,6 +180,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     documents: str = ""
     """The cost of keeping attention inside documents, in words. Empty if it costs nothing, or if
     rows are not packed from several documents."""
+    fp8: str = ""
+    """Which matrix products are in fp8 and which are not, in words. Empty without fp8."""
     reason: str = ""
     """Why the plan does not fit, in one line. Empty if it fits."""
     runner_up: RunnerUp | None = None
@@ -269,6 +271,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         uncertainty=None if hardware.costs else hardware.uncertainty,
         extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work),
+        fp8=_fp8(plan.model, work),
         reason="" if choice.feasible else account.advice,
         runner_up=choice.runner_up,
     )
@@ -285,6 +288,8 @@ def _title(hardware: HardwareSpec) -> str:
     return hardware.title or (known.title if known else "") or f"machine {hardware.name}"
 
 
+_NAMED = 4
+"""The most weights that a note names."""
 _WAITS = {
     "cpu": "host_optimizer",
     "update": "device_optimizer",
@@ -367,6 +372,28 @@ def _documents(model: ModelSpec, work: Workload) -> str:
     return (
         f"in {work.dtype} a mask keeps them apart, and attention also computes the pairs that the"
         " mask hides"
+    )
+
+
+def _fp8(model: ModelSpec, work: Workload) -> str:
+    """Returns the text of `Verdict.fp8`."""
+    if not work.fp8:
+        return ""
+    if work.tokens % FP8_MULTIPLE:
+        return (
+            f"none of the matrix products is in fp8, because the {work.tokens:,} tokens of a"
+            f" micro-batch are not a multiple of {FP8_MULTIPLE}"
+        )
+    left = dict.fromkeys(
+        tensor.name
+        for layer in {layer.signature: layer for layer in model.decoders}.values()
+        for tensor in layer.tensors
+        if len(tensor.shape) > 1 and tensor.name not in model.fp8_products(layer.name, work)
+    )
+    share = f"{100 * model.fp8_share(work):.3g}"
+    names = ", ".join(list(left)[:_NAMED]) + (" and others" if len(left) > _NAMED else "")
+    return f"{share} % of the layers' matrix products, by FLOPs, are in fp8 ({work.fp8})" + (
+        f"; in {work.dtype} stay {names}" if left else ""
     )
 
 

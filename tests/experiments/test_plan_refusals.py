@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatrain.experiments.cli import main as cli
+from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--hardware", "h200", "--batch", 2, "--seq", 16, "--dtype", "fp32")
 REFUSED = {
@@ -90,3 +94,17 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
     assert outcome.status == 3
     name = first["model"] or " ".join(f"--{key} {value}" for key, value in first["options"].items())
     assert f"; fix: {name} would fit" in outcome.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_plan_is_written_before_a_reader_may_close_the_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `megatrain plan ... | head -1` does."""
+    unread, writing = os.pipe()
+    os.close(unread)
+    with open(writing, "w", buffering=1) as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        words = ("plan", "tiny", *WORK, "--out", tmp_path / "new.toml")
+        assert cli.main([str(word) for word in words]) == 141
+    assert Plan.load(tmp_path / "new.toml").digest

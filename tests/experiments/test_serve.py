@@ -22,6 +22,7 @@ from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import library
+from megatrain.simulator.model.state_format import FORMATS
 
 if TYPE_CHECKING:
     from werkzeug.test import TestResponse
@@ -79,6 +80,40 @@ def test_the_answer_is_what_check_prints(ask: Ask, capsys: pytest.CaptureFixture
     assert {len(timeline[name]) for name in ("id", "kind", "lane", "start", "end")} == {
         len(timeline["id"])
     }
+
+
+def test_state_format_and_optimizer_are_those_of_check(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*CHECK, "--state", "master24", "--optimizer", "adamw"]
+    answer = ask("advice", {**SMALL, "state": "master24", "optimizer": "adamw"}).json
+    assert answer["verdict"] == checked(capsys, *words, "--tokens", "1B")
+    assert answer["verdict"]["workload"]["state"] == "master24"
+    first = ask("verdict", {**SMALL, "state": "master24", "optimizer": "adamw"}).json
+    assert first["command"] == "megatrain check " + " ".join(words)
+    known = library_data([], [])
+    assert [each["name"] for each in known["states"]] == list(FORMATS)
+    assert "adamw" in known["optimizers"]
+
+
+@pytest.mark.parametrize("host", ["16GiB", "64GiB"])
+def test_the_outlook_is_what_the_verdict_says(ask: Ask, host: str) -> None:
+    question = {**SMALL, "model": "llama-3.2-3b", "host-memory": host, "accumulation": "4"}
+    outlook, full = ask("outlook", question).json, ask("verdict", question).json
+    found, shown = outlook["shown"], full["shown"]
+    assert found["answer"] == shown["answer"] == ("NO" if host == "16GiB" else "YES")
+    assert found["sentence"] == shown["sentence"]
+    if host == "16GiB":
+        assert found["memory"] == shown["memory"]
+        assert "speed" not in found
+    else:
+        assert "memory" not in found
+        most = float(found["speed"].removeprefix("at most ").replace(",", ""))
+        assert full["verdict"]["tokens_per_second"] <= most
+
+
+def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
+    assert ask("outlook", {**SMALL, "policy": "zero3_offload"}).json is None
 
 
 def test_a_model_that_does_not_fit_has_no_timeline(ask: Ask) -> None:
@@ -155,7 +190,9 @@ def refusal(question: dict[str, Any]) -> str:
         ({"config": "[1]"}, "config.json"),
         ({"config": '{"model_type": "bert"}'}, "config.json"),
         ({"config": "[" * 20000}, "found text that is not JSON"),
-        ({"optimizer": "./own.py"}, "unknown key"),
+        ({"optimizer": "./own.py"}, "--optimizer: found ./own.py"),
+        ({"state": "exakt"}, "--state: "),
+        ({"seed": "1"}, "unknown key"),
         ({"batch": 1}, "request: batch"),
     ],
 )

@@ -171,7 +171,7 @@ def test_typing_a_model_and_turning_sliders_gives_the_numbers_of_check(
 def test_a_link_says_it_all_and_command_and_json_say_the_same(
     open_page: Callable[..., Page], address: str, checked: Checked, tmp_path: Path
 ) -> None:
-    asked = {**SMALL, "clipping": "none", "policy": "resident", "tokens": "5M"}
+    asked = {**SMALL, "clipping": "none", "policy": "resident", "state": "bf16-sr", "tokens": "5M"}
     first = open_page(f"{address}?{urlencode({**asked, 'hardware': '4090'})}")
     first.locator("body[data-ready]").wait_for()
     link = first.url
@@ -180,7 +180,7 @@ def test_a_link_says_it_all_and_command_and_json_say_the_same(
     second = open_page(link)
     second.locator("body[data-ready]").wait_for()
     assert second.url == link
-    ids = ("model", "hardware", "batch", "seq", "clipping", "policy", "tokens")
+    ids = ("model", "hardware", "batch", "seq", "clipping", "policy", "state", "tokens")
     assert [second.input_value(f"#{id}") for id in ids] == [query[id] for id in ids]
     assert second.inner_text("#figures") == first.inner_text("#figures")
     program, verb, *words = shlex.split(second.inner_text("#command"))
@@ -193,6 +193,40 @@ def test_a_link_says_it_all_and_command_and_json_say_the_same(
     training, same = saved.pop("training"), expected.pop("training")
     assert saved == expected
     assert training == pytest.approx(same)
+
+
+def test_what_is_known_is_shown_until_the_verdict_is_there(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("body[data-ready]").wait_for()
+    # the verdict comes when the test says so
+    page.evaluate("""() => {
+      const asked = source.ask.bind(source);
+      const allowed = new Promise((resolve) => { window.allow = resolve; });
+      source.ask = async (part, ...rest) => {
+        if (part === "verdict") await allowed;
+        return asked(part, ...rest);
+      };
+    }""")
+    page.select_option("#state", "master24")
+    page.locator("#answer.planning").wait_for()
+    assert page.inner_text("#yes") == "YES"
+    assert "24-bit master weights" in page.inner_text("#sentence")
+    most = page.inner_text("#speed").splitlines()[0]
+    assert most.startswith("at most ")
+    hidden = ("#memory-section", "#step-section", "#keep", "#time", ".why")
+    assert [name for name in hidden if page.locator(name).is_visible()] == []
+    page.select_option("#clipping", "none")
+    faded = page.evaluate("getComputedStyle(document.getElementById('answer')).opacity")
+    assert float(faded) < 1, "the bound is that of another question"
+    page.locator("#answer.planning:not(.stale)").wait_for()
+    page.evaluate("window.allow()")
+    page.locator("#answer:not(.planning)[aria-busy=false]").wait_for()
+    assert [name for name in hidden if not page.locator(name).is_visible()] == []
+    assert "--state master24" in page.inner_text("#command")
+    speed = page.inner_text("#speed").split(" ", 1)[0]
+    assert float(speed.replace(",", "")) <= float(most.split()[2].replace(",", ""))
 
 
 def test_a_mistake_is_one_line_and_the_next_answer_replaces_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.commands import check
+from megatrain.experiments.cli.verdict import from_options
 from megatrain.runtime.files.exported_models import newest_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16)
@@ -67,7 +73,74 @@ def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
     assert found.count("--state master24") == 2, "both next commands keep the format"
 
 
-def test_only_exact_is_calibrated(command: Command) -> None:
-    outcome = command("calibrate", "tiny", "--state", "master24", "--out", "x.toml")
+@pytest.mark.parametrize(
+    ("memory", "state"), [("128GiB", "exact"), ("64GiB", "master24"), ("26GiB", "bf16-sr")]
+)
+def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str) -> None:
+    parser = options.OneLineParser()
+    check.describe(parser)
+    words = ["qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", memory, "--policy"]
+    args = parser.parse_args([*words, "overlapped", "--state", "any"])
+    hardware, model = HardwareSpec.load("rtx4090"), ModelSpec.load("qwen2.5-7b")
+    assert from_options.with_fitting_state(args, hardware, model).state == state
+    assert args.state == "any"
+
+
+def test_where_no_format_fits_any_says_how_much_the_smallest_lacks(command: Command) -> None:
+    words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "16GiB")
+    outcome = command(*words, "--policy", "overlapped", "--state", "any")
+    assert outcome.status == 3
+    found = " ".join(outcome.out.split())
+    assert "(bf16-sr) does not fit" in found
+    assert "GiB too little" in found
+
+
+def test_any_format_is_exact_where_no_other_is_possible(command: Command) -> None:
+    words = ("check", "tiny", "--hardware", "rtx4090", "--state", "any", "--json")
+    for more in (("--dtype", "fp32"), ("--policy", "zero_offload")):
+        assert json.loads(good(command(*words, *more)))["workload"]["state"] == "exact"
+    outcome = command("calibrate", "tiny", "--state", "any", "--out", "x.toml")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    planned = good(
+        command("plan", "tiny", "--hardware", "h200", *WORK, "--state", "any", "--out", "any.toml")
+    )
+    assert "master weights" not in planned
+    assert Plan.load(Path("any.toml")).workload.state == "exact"
+
+
+def test_a_format_that_layers_cannot_have_is_not_calibrated(command: Command) -> None:
+    words = ("calibrate", "tiny", "--dtype", "fp32", "--state", "master24", "--out", "x.toml")
+    outcome = command(*words)
     assert outcome.status == 2
-    assert "--state: found master24; allowed: exact" in outcome.err
+    assert "found master24 with dtype fp32" in outcome.err
+    assert not Path("x.toml").exists()
+
+
+def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Command) -> None:
+    words = ("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *WORK)
+    planned = good(command(*words, "--gradients", "8bit", "--out", "p.toml"))
+    assert "and gradients stored in 8 bits fits" in " ".join(planned.split())
+    assert Plan.load(Path("p.toml")).workload.gradients == "8bit"
+    good(command(*words, "--clipping", "adagc", "--out", "q.toml"))
+    train = ("--data", "corpus", "--device", "cpu", "--steps", 2, "--adagc-warm-up", 1)
+    for plan, norms in (("p", "exact"), ("q", "adagc")):
+        good(command("train", f"{plan}.toml", *train, "--out", plan))
+        rows = [json.loads(line) for line in Path(plan, "metrics.jsonl").read_text().splitlines()]
+        assert all(row["gradient_norm"] > 0 for row in rows)
+        factors = [row.get("clip_factor") for row in rows]
+        assert factors == [None, None] if norms == "exact" else 0 < min(factors) <= 1
+
+
+def test_gradients_in_8_bits_are_refused_where_they_are_not_stored(command: Command) -> None:
+    for words, message in (
+        (("calibrate", "tiny", "--out", "x.toml"), "--gradients: found 8bit; allowed: exact"),
+        (
+            ("check", "tiny", "--hardware", "h200", "--clipping", "layer"),
+            "8bit with clipping layer",
+        ),
+        (("check", "tiny", "--hardware", "h200", "--policy", "resident"), "policy resident: grad"),
+    ):
+        outcome = command(*words, "--gradients", "8bit")
+        assert outcome.status == 2
+        assert message in outcome.err
+        assert outcome.err.count("\n") == 1

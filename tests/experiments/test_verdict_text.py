@@ -100,7 +100,14 @@ FITS = Verdict(
             gain=0.404,
             note="gives up gradient clipping",
         ),
-        Suggestion(change="moments in bf16", unsupported=True, fits=True, gain=0.05),
+        Suggestion(
+            change="--state bf16-sr",
+            options={"state": "bf16-sr"},
+            compressed=True,
+            fits=True,
+            gain=0.05,
+            note="not exact AdamW",
+        ),
     ),
     training=TrainingEstimate(
         tokens=10_000_000,
@@ -237,13 +244,13 @@ def test_no_line_is_wider_than_the_terminal(verdict: Verdict, width: int) -> Non
 
 
 def test_the_plan_is_shown_only_to_those_who_ask_why() -> None:
-    words = ("weight_slots", "e,0-3", "k_buffer", "one more GiB", "TFLOPS", "moments in bf16")
+    words = ("weight_slots", "e,0-3", "k_buffer", "one more GiB", "TFLOPS", "--state bf16-sr")
     plain, why = flat(verdict_text.text(FITS)), flat(verdict_text.text(FITS, why=True))
     assert not [word for word in words if word in plain]
     assert all(word in why for word in words)
     assert "no order of these operations takes less than 5.500 s (cpu)" in why
     assert "Second policy k_buffer, at least 7.500 s, 24.6% slower" in why
-    assert "moments in bf16, +5%: not in the runtime yet" in why
+    assert "--state bf16-sr +5% with this plan: not exact AdamW" in why
 
 
 def test_mfu_is_told_apart_from_the_share_of_the_measured_rate() -> None:

@@ -42,7 +42,7 @@ GROUPS = (
     GroupSettings(match="*up_proj*", rate_factor=0.5),
     GroupSettings(match="*norm*", weight_decay=0.05),
 )
-SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS)
+SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1, groups=GROUPS, adagc_warm_up=1)
 """Settings that differ between neighboring tensors.
 
 Copies end inside tensors, so a chunk contains several tensors with different settings.
@@ -180,6 +180,8 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
         )
     if work.clipping == "update":
         assert min(yardstick.scales) < 0.9, "updates must be clipped"
+    if work.clipping == "adagc":
+        assert yardstick.clip_factor < 0.9, "gradients must be clipped after the warm-up"
     tensors = {
         f"{layer} {name}": tensor
         for layer, named in yardstick.masters.items()
@@ -191,6 +193,10 @@ def reference(model: ModelSpec, work: Workload) -> Trained:
             for name, pair in named.items()
             for order, moment in enumerate(pair, 1)
         }
+    for layer in model.stack.values() if work.clipping == "adagc" else ():
+        zero = torch.zeros(())
+        kept = [yardstick.moving.get((layer.name, t.name), zero) for t in layer.tensors]
+        tensors[f"{layer.name} moving norms"] = torch.stack(kept)
     moved = [
         name
         for name, tensor in tensors.items()
@@ -231,6 +237,8 @@ def execute(plan: Plan) -> Trained:
                     f"{layer.name} {name} moment {order}": moment
                     for name, moment in by_tensor(layer, moments).items()
                 }
+            if (moving := state.tensors().get(f"{layer.name}.moving_norms")) is not None:
+                tensors[f"{layer.name} moving norms"] = moving.clone()
         return Trained(
             [result.loss for result in results],
             [result.gradient_norm for result in results],
@@ -349,6 +357,9 @@ def plans(draw: st.DrawFn) -> Plan:
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
     policy = draw(st.sampled_from(policies.names()))
+    stores_one = work.clipping == "global" and work.accumulation == 1 and not model.tied
+    if policy == "overlapped" and stores_one and draw(st.booleans()):
+        work = msgspec.structs.replace(work, gradients="8bit")
     layer_bytes = DTYPE_BYTES[work.dtype] * model.stack["0"].elements
     summed = work.accumulation > 1 or model.tied
     knobs = Knobs(
@@ -436,7 +447,13 @@ CASES += [
     for clipping in ("layer", "update")
     for dtype, accumulation in (("bf16", 1), ("fp32", 4))
 ]
-NORMAL_CASES = [("global", "bf16", 4), ("layer", "bf16", 1), ("update", "fp32", 4)]
+CASES += [("adagc", "bf16", 4), ("adagc", "fp32", 1)]
+NORMAL_CASES = [
+    ("global", "bf16", 4),
+    ("layer", "bf16", 1),
+    ("update", "fp32", 4),
+    ("adagc", "bf16", 4),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,18 @@
-"""Tests of updates whose moments are 8-bit codes: the codec, and the C kernel against PyTorch."""
+"""Tests of updates whose moments are 8-bit codes: the codec, and the kernels against PyTorch.
+
+Triton's kernel is tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
+pytest tests/runtime/test_blockwise.py`. `test_cuda_state_formats.py` tests it on a GPU.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +22,8 @@ from hypothesis import strategies as st
 
 from megatrain.runtime.optimizer import adamw, blockwise
 from megatrain.runtime.optimizer.adamw import ALONE, WorkerThreads, join, split
-from megatrain.runtime.optimizer.kernels.host import HostKernels, host_kernels
+from megatrain.runtime.optimizer.kernels.choice import Kernels
+from megatrain.runtime.optimizer.kernels.host import host_kernels
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK
 
@@ -30,8 +38,19 @@ def three_threads() -> Iterator[WorkerThreads]:
     workers.close()
 
 
+@pytest.fixture(scope="module", params=["c", "triton"])
+def fused(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "c":
+        return host_kernels() or pytest.skip("no C compiler")
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton and TRITON_INTERPRET=1")
+    from megatrain.runtime.optimizer.kernels.device import DeviceKernels
+
+    return DeviceKernels()
+
+
 @contextmanager
-def using(chosen: HostKernels | None) -> Iterator[None]:
+def using(chosen: Kernels | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "kernels", lambda _: chosen)
         yield
@@ -231,6 +250,7 @@ LENGTHS = st.integers(1, 20) | st.sampled_from([127, 128, 129, 385, 1031])
 )
 @settings(max_examples=100)
 def test_the_kernel_s_bits_are_pytorch_s(
+    fused: Kernels,
     three_threads: WorkerThreads,
     blocks: int,
     skipped: int,
@@ -249,7 +269,6 @@ def test_the_kernel_s_bits_are_pytorch_s(
     """Updates of any range of blocks give PyTorch's bits. Blocks before and after the range stay,
     and so does everything if a factor is NaN.
     """
-    fused = host_kernels() or pytest.skip("no C compiler")
     total = (blocks + skipped + 1) * BLOCK
     part = slice(skipped * BLOCK, (skipped + blocks) * BLOCK)
     generator = torch.Generator().manual_seed(seed)
@@ -273,7 +292,7 @@ def test_the_kernel_s_bits_are_pytorch_s(
                 number=number,
                 clip=None if clip is None else torch.tensor(clip),
                 scale=None if scale is None else torch.tensor(scale),
-                workers=three_threads if threads and chosen else ALONE,
+                workers=three_threads if threads and chosen is host_kernels() else ALONE,
                 weight_decay=decay,
                 copy_to=planes[3][part] if copied else None,
                 seed=seed,
@@ -300,6 +319,72 @@ def test_the_kernel_s_bits_are_pytorch_s(
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
+class Broken:
+    """Kernels as of a GPU whose compiler fails, or makes other bits, in `method`."""
+
+    def __init__(self, method: str, problem: Exception | None) -> None:
+        self.method, self.problem, self.calls = method, problem, 0
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*arguments: Any, **named: Any) -> None:
+            self.calls += 1
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            coded = any(each.dtype == torch.uint8 for each in tensors)
+            if method != self.method or not coded:
+                getattr(host_kernels(), method)(*arguments, **named)
+            elif self.problem:
+                raise self.problem
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["blockwise_adamw", "ratio_sums"])
+@pytest.mark.parametrize("problem", [None, RuntimeError("no such instruction\nat line 3")])
+def test_a_gpu_s_kernel_with_other_bits_is_not_used(
+    caplog: pytest.LogCaptureFixture, method: str, problem: Exception | None
+) -> None:
+    """The result is PyTorch's, and one line says so."""
+    if host_kernels() is None:
+        pytest.skip("no C compiler")
+    broken: Any = Broken(method, problem)
+    results = []
+    for chosen in (broken, None):
+        weights, gradient = torch.ones(2, 4 * BLOCK)
+        weights = weights.bfloat16()
+        moments = torch.zeros(2, blockwise.records(4 * BLOCK), dtype=torch.uint8)
+        sums = torch.zeros(2)
+        with using(chosen):
+            for number in (1, 2):
+                blockwise.update(
+                    weights,
+                    None,
+                    moments,
+                    gradient,
+                    settings=SETTINGS,
+                    rate=0.1,
+                    number=number,
+                    clip=None,
+                )
+                blockwise.ratio_sums(gradient, moments[1], sums, settings=SETTINGS, number=number)
+        results.append([weights.view(torch.int16), moments, sums])
+    for found, wanted in zip(*results, strict=True):
+        assert found.equal(wanted)
+    (line,) = caplog.messages
+    expected = "no such instruction" if problem else "other bits than PyTorch's"
+    assert f"updates of 8-bit moments on cpu: {expected}; they are done in PyTorch" in line
+    assert "\n" not in line
+
+
+def test_a_gpu_s_kernel_with_pytorch_s_bits_is_checked_once_and_used() -> None:
+    if host_kernels() is None:
+        pytest.skip("no C compiler")
+    sound: Any = Broken("", None)
+    for _ in range(3):
+        assert blockwise.trusted(sound, torch.device("cpu")) is sound
+    assert sound.calls == 3, "two updates and one sum"
+    assert blockwise.trusted(None, torch.device("cpu")) is None
 
 
 def test_cutting_a_layer_changes_no_bit() -> None:
@@ -330,14 +415,19 @@ def test_cutting_a_layer_changes_no_bit() -> None:
             assert whole.equal(cut)
 
 
-def test_ratio_sums_read_the_stored_second_moment() -> None:
-    count = 10 * BLOCK
-    gradient, second = torch.randn(count), spread(5, 10).square()
+@pytest.mark.parametrize("count", [64, 640, 64 * 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ratio_sums_read_the_stored_second_moment(
+    fused: Kernels, count: int, dtype: torch.dtype
+) -> None:
+    gradient, second = torch.randn(count).to(dtype), spread(5, count // BLOCK).square()
     made = stored(ENCODE_SECOND, second)
-    sums, wanted = torch.empty(count // 64), torch.empty(count // 64)
-    for function, given_, target in (
-        (blockwise.ratio_sums, made, sums),
-        (adamw.ratio_sums, blockwise.decoded_second(made), wanted),
-    ):
-        function(gradient, given_, target, settings=SETTINGS, number=2)
-    assert sums.equal(wanted)
+    wanted, *found = torch.zeros(3, count // 64)
+    with using(None):
+        adamw.ratio_sums(
+            gradient, blockwise.decoded_second(made), wanted, settings=SETTINGS, number=2
+        )
+    for chosen, sums in zip((fused, None), found, strict=True):
+        with using(chosen):
+            blockwise.ratio_sums(gradient, made, sums, settings=SETTINGS, number=2)
+        assert sums.equal(wanted)

@@ -50,8 +50,9 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         {"dtype": "fp32", "accumulation": 2},
         {"state": "master24"},
         {"state": "bf16-sr", "clipping": "update"},
+        {"clipping": "adagc"},
     ],
-    ids=["bf16", "unclipped", "fp32", "master24", "bf16-sr"],
+    ids=["bf16", "unclipped", "fp32", "master24", "bf16-sr", "adagc"],
 )
 def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
     executable: Callable[..., Plan],

@@ -20,6 +20,7 @@ from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
+from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
@@ -256,10 +257,27 @@ def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
         "epsilon": 1e-8,
         "weight_decay": 0.1,
         "max_norm": 0.05,
+        "adagc_factor": 1.05,
+        "adagc_decay": 0.98,
+        "adagc_warm_up": 100,
         "groups": [],
     }
     with pytest.raises(UserError, match="checkpoint: step: found -1"):
         msgspec.structs.replace(manifest.run, step=-1)
+
+
+def test_a_checkpoint_from_before_a_setting_was_added_is_resumed(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
+    """The setting had its default then."""
+    plan, folder = saved
+    reseal(folder / "step-00000002", lambda content: content["optimizer"].pop("adagc_decay"))
+    with session(plan) as running:
+        assert Checkpoints(folder).restore(running.executor, SETTINGS).step == 2
+    changed = AdamW(max_norm=0.05, weight_decay=0.1, adagc_decay=0.5)
+    with session(plan, settings=changed) as running, pytest.raises(UserError) as error:
+        Checkpoints(folder).restore(running.executor, SETTINGS)
+    assert "found optimizer.adagc_decay 0.98" in str(error.value)
 
 
 def test_a_run_whose_learning_rate_depends_on_its_steps_cannot_become_shorter(

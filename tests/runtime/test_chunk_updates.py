@@ -109,3 +109,17 @@ def test_the_number_of_pytorch_s_threads_is_as_before(monkeypatch: pytest.Monkey
     assert chunks.measure(0.0)
     chunks.close()
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("state", ["master24", "bf16-sr"])
+def test_updates_in_another_format_have_curves_of_their_own(state: str) -> None:
+    chunks = ChunkUpdates(2**16 + 5, torch.bfloat16, 2, state)
+    try:
+        before = chunks._moments.clone()
+        found = chunks.measure(0.01)
+        assert set(found) == {(f"cpu_update:{state}{how}", 2**14) for how in ("", ":wide")}
+        assert (chunks._low is None) == (state == "bf16-sr")
+        assert not chunks._moments.equal(before)
+        chunks.in_turn()()
+    finally:
+        chunks.close()

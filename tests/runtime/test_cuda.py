@@ -75,20 +75,31 @@ Master = tuple[str, str, torch.Tensor]
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    ("dtype", "accumulation", "tied", "clipping"),
+    ("dtype", "accumulation", "tied", "clipping", "state"),
     [
-        ("bf16", 1, False, "global"),
-        ("bf16", 4, True, "global"),
-        ("bf16", 4, False, "global"),
-        ("fp32", 4, False, "layer"),
-        ("bf16", 1, True, "update"),
+        ("bf16", 1, False, "global", "exact"),
+        ("bf16", 4, True, "global", "exact"),
+        ("bf16", 4, False, "global", "exact"),
+        ("fp32", 4, False, "layer", "exact"),
+        ("bf16", 1, True, "update", "exact"),
+        ("bf16", 4, False, "global", "master24"),
+        ("bf16", 1, True, "update", "master24"),
+        ("bf16", 4, False, "layer", "bf16-sr"),
+        ("bf16", 1, True, "global", "bf16-sr"),
+        ("bf16", 4, False, "adagc", "exact"),
     ],
 )
 def test_every_schedule_gives_the_reference_s_bits(
-    make_plan: Callable[..., Plan], dtype: str, accumulation: int, tied: bool, clipping: str
+    make_plan: Callable[..., Plan],
+    dtype: str,
+    accumulation: int,
+    tied: bool,
+    clipping: str,
+    state: str,
 ) -> None:
+    device = torch.device("cuda", 0)
     # The mean gradient of four micro-batches of random tokens has a norm below 0.5.
-    device, settings = torch.device("cuda", 0), AdamW(max_norm=0.1, weight_decay=0.1)
+    settings = AdamW(max_norm=0.1, weight_decay=0.1, adagc_warm_up=4)
     sizes = {
         "hidden": 256,
         "intermediate": 512,
@@ -104,6 +115,7 @@ def test_every_schedule_gives_the_reference_s_bits(
         "accumulation": accumulation,
         "tied": tied,
         "clipping": clipping,
+        "state": state,
         "device_limit_bytes": 2**32,
         "host_limit_bytes": 2**32,
     }

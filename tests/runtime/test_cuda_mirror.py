@@ -60,7 +60,7 @@ def test_what_was_enqueued_before_is_what_lands() -> None:
     assert mirror.landed.tolist() == [5] * 4
 
 
-@pytest.mark.parametrize("clipping", ["global", "layer", "none", "update"])
+@pytest.mark.parametrize("clipping", ["global", "layer", "none", "update", "adagc"])
 def test_after_a_step_the_host_has_the_device_s_values(
     make_plan: Callable[..., Plan], clipping: str
 ) -> None:

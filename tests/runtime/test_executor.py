@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from megatrain.runtime.optimizer.adamw import AdamW, WorkerThreads
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.workload import BY_LAYER, Clipping
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
@@ -322,7 +323,7 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(
 
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
-@pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
+@pytest.mark.parametrize("clipping", get_args(Clipping))
 def test_a_loss_that_is_no_number_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
@@ -341,7 +342,7 @@ def test_a_loss_that_is_no_number_is_an_error(
 # ---- results ----
 
 
-@pytest.mark.parametrize("clipping", ["layer", "update"])
+@pytest.mark.parametrize("clipping", BY_LAYER)
 @pytest.mark.parametrize("policy", policies.names())
 def test_a_layer_whose_gradient_is_not_finite_is_not_updated(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
@@ -375,7 +376,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("clipping", ["global", "layer", "update", "none"])
+@pytest.mark.parametrize("clipping", get_args(Clipping))
 @pytest.mark.parametrize("policy", policies.names())
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str

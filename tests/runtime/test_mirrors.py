@@ -25,6 +25,12 @@ PLANS = [
         ALL | {"clipping": "layer", "layers": 2},
         {f"device.clips:{layer}": f"C{layer}" for layer in "eh01"},
     ),
+    (
+        "overlapped",
+        ALL | {"clipping": "adagc", "layers": 2},
+        {f"device.clips:{layer}": f"C{layer}" for layer in "eh01"},
+    ),
+    ("k_buffer", {"clipping": "adagc"}, {"device.losses:0": "H.m0"}),
     ("overlapped", ALL | {"clipping": "update"}, {"device.losses:0": "H.m0"}),
     ("overlapped", ALL | {"clipping": "none"}, {"device.clips:all": "C"}),
     ("double_buffer", {"accumulation": 2}, {"device.losses:0": "H.m0", "device.losses:1": "H.m1"}),

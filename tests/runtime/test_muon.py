@@ -20,7 +20,7 @@ from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.files.model_files import export, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer import muon
-from megatrain.runtime.optimizer.adamw import join, split
+from megatrain.runtime.optimizer.adamw import join, split, sum_of_squares, sums_of_squares
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import muon as sizes
@@ -161,6 +161,19 @@ def test_each_expert_is_orthogonalised_by_itself() -> None:
         assert torch.equal(alone[0], together[index])
 
 
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+@pytest.mark.parametrize("length", [100, 4096, 3 * 4096])
+def test_norms_of_many_matrices_are_those_of_each(
+    monkeypatch: pytest.MonkeyPatch, length: int, kernels: str
+) -> None:
+    if kernels == "eager":
+        monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
+    drawn = torch.randn(5, length, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(
+        sums_of_squares(drawn), torch.stack([sum_of_squares(each) for each in drawn])
+    )
+
+
 def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = updated((24, 40), 2)[0]
     monkeypatch.setattr(muon, "BLOCK", 100)
@@ -178,9 +191,12 @@ def test_a_clip_factor_of_nan_leaves_everything_as_it_was() -> None:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a group of matrices have at most 512 elements, so that chunks end between experts."""
     monkeypatch.setattr(sizes, "_GROUP", 512)
-    update_layout._layout.cache_clear()
+    made = (update_layout._layout, update_layout._alike)
+    for cached in made:
+        cached.cache_clear()
     yield
-    update_layout._layout.cache_clear()
+    for cached in made:
+        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("small_groups")

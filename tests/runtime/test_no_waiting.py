@@ -56,6 +56,9 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
             },
         ),
         ("k_buffer", {"clipping": "none", "dtype": "fp32", "family": "qwen2"}),
+        ("overlapped", {"clipping": "layer", "optimizer": "muon"}),
+        ("overlapped", {"clipping": "adagc"}),
+        ("overlapped", {"gradients": "8bit"}),
     ],
 )
 def test_no_op_reads_a_value(

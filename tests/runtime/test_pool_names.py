@@ -28,6 +28,7 @@ CASES = [
     ("overlapped", {"placement": MIXED, "tied": True}),
     ("overlapped", {"clipping": "update", "tied": True}),
     ("overlapped", {"clipping": "layer", "accumulation": 2, "dtype": "fp32"}),
+    ("overlapped", {"clipping": "adagc"}),
 ]
 
 

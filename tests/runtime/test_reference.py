@@ -45,6 +45,7 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
         ("mistral", True, "none"),
         ("llama", True, "layer"),
         ("qwen2", False, "layer"),
+        ("llama", False, "adagc"),
     ],
 )
 def test_the_reference_trains_as_plain_pytorch(
@@ -64,8 +65,9 @@ def test_the_reference_trains_as_plain_pytorch(
         dtype="fp32",
         loss_chunk=13,
     )
-    settings = AdamW(max_norm=0.05, weight_decay=0.1, epsilon=1e-4)
+    settings = AdamW(max_norm=0.05, weight_decay=0.1, epsilon=1e-4, adagc_warm_up=2)
     reference, model = both(plan, settings)
+    moving: dict[str, float] = {}
     plain = [
         p for name, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in name
     ]  # a tied head is the embedding's parameter
@@ -110,6 +112,11 @@ def test_the_reference_trains_as_plain_pytorch(
             ]
             assert min(theirs) > settings.max_norm
             assert norm == pytest.approx(sum(value**2 for value in theirs) ** 0.5, rel=1e-5)
+        elif clipping == "adagc":
+            theirs = clip_by_moving_norms(model, moving, settings, number)
+            assert norm == pytest.approx(sum(value**2 for value in theirs) ** 0.5, rel=1e-5)
+            assert reference.clip_factor is not None
+            assert reference.clip_factor < 0.95
         else:
             assert norm is None
         optimizer.step()
@@ -120,6 +127,31 @@ def test_the_reference_trains_as_plain_pytorch(
         assert float((parameter - start[name]).detach().abs().max()) > 5e-4, (
             f"{name} has hardly moved"
         )
+
+
+def clip_by_moving_norms(
+    model: torch.nn.Module, moving: dict[str, float], settings: AdamW, number: int
+) -> list[float]:
+    """Clips the gradients of `model` as AdaGC does, in its authors' order of operations, and brings
+    `moving` up to date. Returns the norms before clipping.
+    """
+    norms = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        norm = float(parameter.grad.norm())
+        norms.append(norm)
+        limit = settings.max_norm
+        if number > settings.adagc_warm_up:
+            limit = settings.adagc_factor * moving[name]
+        if norm > limit:
+            parameter.grad.mul_(limit / norm)
+        norm = float(parameter.grad.norm())
+        if number <= settings.adagc_warm_up:
+            moving[name] = min(moving.get(name, norm), norm)
+        else:
+            decay = settings.adagc_decay
+            moving[name] = decay * moving[name] + (1 - decay) * norm
+    return norms
 
 
 def test_the_step_of_table_3_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

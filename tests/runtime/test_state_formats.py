@@ -5,15 +5,13 @@ update takes where PyTorch does it. `test_blockwise.py` has the arithmetic, and
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counted import Counted
 from small_runs import everything
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.optimizer import adamw, blockwise
@@ -80,38 +78,8 @@ def test_the_seed_decides_rounding_at_random(
         assert (found[0] == found[2]) == (state == EXACT)
 
 
-class _Counted(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and those of the tensors that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved = self.held = self.peak = 0
-
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        read, written = (
-            [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            for value in ((args, kwargs), made)
-        )
-        known = {tensor.untyped_storage().data_ptr() for tensor in read}
-        new = [each for each in written if each.untyped_storage().data_ptr() not in known]
-        if new or function._schema.is_mutable:  # otherwise it is a view
-            self.moved += sum(tensor.nbytes for tensor in (*read, *written))
-        for tensor in new:
-            storage = tensor.untyped_storage()
-            self._hold(storage.nbytes())
-            weakref.finalize(storage, self._hold, -storage.nbytes())
-        return made
-
-    def _hold(self, size: int) -> None:
-        self.held += size
-        self.peak = max(self.peak, self.held)
-
-
 @pytest.mark.parametrize("low", [True, False])
-def test_an_update_in_pytorch_takes_what_is_predicted(
+def test_an_update_in_pytorch_has_room_for_its_temporaries(
     monkeypatch: pytest.MonkeyPatch, low: bool
 ) -> None:
     """Counted for a block of another size, since everything is proportional to it."""
@@ -122,7 +90,7 @@ def test_an_update_in_pytorch_takes_what_is_predicted(
     residual = torch.zeros(count, dtype=torch.int8)
     moments = torch.zeros(2, blockwise.records(count), dtype=torch.uint8)
     gradient, clip = weights.float(), torch.tensor(0.5)
-    with _Counted() as counted:
+    with Counted() as counted:
         blockwise.update(
             weights,
             residual if low else None,
@@ -135,6 +103,5 @@ def test_an_update_in_pytorch_takes_what_is_predicted(
             copy_to=torch.empty_like(weights),
         )
     costs = UPDATE_COSTS["block8"]
-    assert 0.7 * costs.gpu_bytes < counted.moved / count < costs.gpu_bytes
     held = costs.gpu_temporary_bytes / blockwise.GPU_BLOCK
     assert 0.7 * held < counted.peak / count < held

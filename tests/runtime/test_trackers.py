@@ -176,6 +176,8 @@ def test_a_plan_without_prediction_and_clipping_logs_the_rest(trainer: Any) -> N
     found = step_values(trainer, dataclasses.replace(STEP, gradient_norm=None))
     assert not [name for name in found if "predicted" in name or "norm" in name]
     assert found["step/seconds"] == 2.0
+    found = step_values(trainer, dataclasses.replace(STEP, clip_factor=0.25))
+    assert found["train/clip_factor"] == 0.25
 
 
 def test_with_a_gpu_device_memory_is_its_peak(

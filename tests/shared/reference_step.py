@@ -9,6 +9,7 @@ master. It shares none of the code that schedules the work or stores tensors.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ from megatrain.runtime.optimizer.blockwise import (
     rounding_keys,
     split_randomly,
 )
+from megatrain.runtime.optimizer.coded_gradients import decoded, encode
 from megatrain.runtime.optimizer.outside import chosen
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
@@ -147,6 +149,11 @@ class Reference:
         self.scales: list[float] = []
         """With clipping by `update`: the factors on the learning rate, one for each tensor and
         step."""
+        self.moving: dict[tuple[str, str], torch.Tensor] = {}
+        """With clipping by `adagc`: (layer, tensor) -> its moving norm, 0-dimensional fp32, if it
+        has had a gradient."""
+        self.clip_factor: float | None = None
+        """With clipping by `adagc`: the least factor of the last step."""
         self._write_back()
 
     def _kept(self, layer: str, name: str, tensor: torch.Tensor) -> int:
@@ -179,7 +186,7 @@ class Reference:
         """Runs one optimizer step over the micro-batches.
 
         Returns the mean loss and the gradient norm. The norm is None unless the workload clips by
-        `global` or `layer`.
+        `global`, `layer` or `adagc`.
         """
         batches = [batch._replace(labels=batch.trained_labels) for batch in batches]
         scale = 1 / max(sum(int((batch.labels != IGNORED).sum()) for batch in batches), 1)
@@ -210,6 +217,10 @@ class Reference:
                 name: clip_coefficient([part], self.settings.max_norm)[0] if by_layer else factor
                 for name, part in sums.items()
             }
+        if self.work.clipping == "adagc":
+            gradients, norm = self._clipped_by_moving_norms(gradients, number)
+        if self.work.gradients == "8bit":
+            gradients = self._stored(gradients, number)
         for layer, tensors in gradients.items():
             groups = {
                 tensor.name: param_group(self.settings, self.spec.stack[layer], tensor)
@@ -228,6 +239,53 @@ class Reference:
                 self._store(layer, name, number)
         self._write_back()
         return float(torch.stack(losses).double().sum()), None if norm is None else float(norm)
+
+    def _stored(
+        self, gradients: dict[str, dict[str, torch.Tensor]], number: int
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the gradients as an update reads them if they are stored in codes."""
+        read: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, tensors in gradients.items():
+            read[layer] = {}
+            for name, gradient in tensors.items():
+                flat = _padded(gradient)
+                stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
+                encode(flat, stored, self._seed, number, self._index[layer][name])
+                read[layer][name] = decoded(stored)[: gradient.numel()].view(gradient.shape)
+        return read
+
+    def _clipped_by_moving_norms(
+        self, gradients: dict[str, dict[str, torch.Tensor]], number: int
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
+        """Returns the clipped gradients in fp32, and the norm of all gradients. Brings the moving
+        norms up to date.
+        """
+        settings, squares, factors = self.settings, [], []
+        clipped = dict[str, dict[str, torch.Tensor]]()
+        for layer, tensors in gradients.items():
+            clipped[layer] = {}
+            for name, gradient in tensors.items():
+                squares.append(sum_of_squares(gradient.flatten()))
+                size, factor = rounded_sqrt(squares[-1]), torch.ones_like(squares[-1])
+                before = self.moving.get((layer, name))
+                first = before is None or number <= settings.adagc_warm_up
+                limit = torch.full_like(size, settings.max_norm)
+                if before is not None and not first:
+                    limit = before * settings.adagc_factor
+                if size > limit:
+                    size, factor = limit, limit / size
+                if before is not None and first:
+                    self.moving[layer, name] = min(before, size) if size else before
+                elif before is not None and size:
+                    self.moving[layer, name] = before * settings.adagc_decay + size * (
+                        1 - settings.adagc_decay
+                    )
+                elif size:
+                    self.moving[layer, name] = size
+                factors.append(float(factor))
+                clipped[layer][name] = gradient.float() * factor
+        self.clip_factor = min(factors)
+        return clipped, math.sqrt(math.fsum(float(square) for square in squares))
 
     def _micro_batch(
         self, batch: Batch, scale: float, total: dict[str, list[dict[str, torch.Tensor]]]

@@ -16,6 +16,7 @@ from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
 from megatrain.simulator.planner.search import candidates
@@ -34,6 +35,7 @@ FIELDS = {
     "loss-chunk": "loss_chunk",
     "accumulation": "accumulation",
     "clipping": "clipping",
+    "state": "state",
 }
 
 
@@ -62,7 +64,7 @@ def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: 
         if f"{place}-memory" in entry.options
     }
     changes: dict[str, Any] = {
-        field: entry.options[name] if name == "clipping" else int(entry.options[name])
+        field: entry.options[name] if name in ("clipping", "state") else int(entry.options[name])
         for name, field in FIELDS.items()
         if name in entry.options
     }
@@ -80,13 +82,11 @@ def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> 
     assert verdict.advice
     fits = [entry.fits for entry in verdict.advice]
     assert fits == sorted(fits, reverse=True)
-    order = [(not entry.fits, entry.unsupported, entry.bytes_missing) for entry in verdict.advice]
+    order = [(not entry.fits, entry.compressed, entry.bytes_missing) for entry in verdict.advice]
     assert order == sorted(order)
     assert fits == [not entry.bytes_missing for entry in verdict.advice]
     for entry in verdict.advice:
-        if not entry.options:
-            assert entry.unsupported
-            continue
+        assert entry.compressed == ("state" in entry.options) == ("not exact" in entry.note)
         found = followed(model, entry, held)
         assert found.feasible is entry.fits
         if not entry.fits:
@@ -96,6 +96,20 @@ def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> 
         assert found.tokens_per_second >= 0.98 * entry.tokens_per_second
         if list(entry.options) == ["host-memory"] and "gains nothing" not in entry.note:
             assert not followed(model, entry, held, less=MIB).feasible
+
+
+def test_where_stored_gradients_do_not_fit_another_clipping_is_named(model: ModelSpec) -> None:
+    """What it gains is that of the search, and what it gives up is named."""
+    held = {"device_limit": 12 * MIB, "host_limit": 8 * MIB}
+    verdict = judged(model, advise=True, **held)
+    assert not verdict.feasible
+    (entry,) = [entry for entry in verdict.advice if "clipping" in entry.options]
+    assert entry.options == {"clipping": "adagc"}
+    assert entry.fits
+    assert entry.note.startswith("clips each tensor by its own moving norm")
+    for kind in ("adagc", "layer"):
+        work = msgspec.structs.replace(WORK, clipping=kind)
+        assert entry.tokens_per_second == judged(model, work, **held).tokens_per_second
 
 
 def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: ModelSpec) -> None:
@@ -115,7 +129,7 @@ def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
     verdict = judged(model, advise=True, **held)
     assert verdict.feasible
     assert verdict.streams
-    gains = [(entry.unsupported, -(entry.gain or 0)) for entry in verdict.advice]
+    gains = [(entry.compressed, -(entry.gain or 0)) for entry in verdict.advice]
     assert gains == sorted(gains)
     assert "batch" in {name for entry in verdict.advice for name in entry.options}
     for entry in verdict.advice:
@@ -125,8 +139,7 @@ def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
         assert entry.tokens_per_second == pytest.approx(
             (1 + entry.gain) * verdict.tokens_per_second
         )
-        assert entry.unsupported is not bool(entry.options)
-        if entry.options:
+        if not entry.compressed:
             found = followed(model, entry, held)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
             assert entry.bytes_saved == (
@@ -178,30 +191,72 @@ def test_nothing_is_gained_where_nothing_is_short(model: ModelSpec) -> None:
     assert one_more_gib(peer, H200, costs) == ()
 
 
-def test_moments_of_half_the_size_save_half_of_their_copies(model: ModelSpec) -> None:
-    """They gain nothing if they stay on the device, and less than the copies of moments take."""
-    base = candidates(model, H200, WORK, policies=["overlapped"])[0].plan
-    costs = cost_model(H200, model, WORK)
-    for placement in (Placement(), Placement(moments="all"), Placement(moments="0-2,e")):
-        choice = assess(with_knobs(base, placement=placement), costs)
-        search: Any = None  # not needed for this
-        entry = Adviser(choice, H200, costs, [], search, [])._fast_moments()
+def test_another_state_format_is_tried_with_the_chosen_plan() -> None:
+    model, work, machine = (
+        ModelSpec.load("qwen2.5-0.5b"),
+        Workload(batch=1, sequence=1024),
+        HardwareSpec.load("rtx3080-10gb"),
+    )
+    choice = candidates(
+        model, machine, work, policies=["overlapped"], device_limit=2**32, host_limit=2**35
+    )[0]
+    search: Any = None  # not needed for this
+
+    def adviser(**changes: str) -> Adviser:
+        changed = msgspec.structs.replace(work, **changes)
+        plan = msgspec.structs.replace(choice.plan, workload=changed)
+        costs = cost_model(machine, model, changed)
+        return Adviser(msgspec.structs.replace(choice, plan=plan), machine, costs, [], search, [])
+
+    for state in ("master24", "bf16-sr"):
+        entry = adviser()._in_format(state)
         assert entry is not None
         assert entry.gain is not None
-        kinds = choice.account.kinds
-        pools = [pool for pool, kind in kinds.items() if kind.data == "moments"]
-        assert entry.bytes_saved == sum(choice.account.pools[pool] // 2 for pool in pools)
-        if placement.moments == "all":
-            assert entry.gain == 0
-            continue
-        copies = [
-            op
-            for op in policies.lower(choice.plan).ops
-            if op.lane in ("h2d", "d2h") and any("moments" in name for name in op.buffers)
-        ]
-        half = sum(costs.duration_ns(op) for op in copies) / 2e9
-        rest = choice.step_seconds - half
-        assert 0.005 < entry.gain <= half / rest
+        coded = msgspec.structs.replace(work, state=state)
+        plan = msgspec.structs.replace(choice.plan, workload=coded)
+        found = assess(plan, cost_model(machine, model, coded))
+        assert entry.gain == pytest.approx(choice.step_seconds / found.step_seconds - 1)
+        assert entry.gain > 0
+        assert entry.bytes_saved > 0
+        assert (entry.compressed, entry.note) == (True, FORMATS[state].costs)
+    assert adviser()._formats == ("master24", "bf16-sr")
+    assert adviser(state="master24")._formats == ("bf16-sr",)
+    assert adviser(dtype="fp32")._formats == ()
+
+
+@pytest.mark.parametrize(("host", "wanted"), [(64, "master24"), (26, "bf16-sr"), (20, "")])
+def test_a_model_that_does_not_fit_is_told_the_format_in_which_it_does(
+    host: int, wanted: str
+) -> None:
+    """Of several formats that fit, the one with the most bytes is named, after all exact changes.
+    If none fits, its shortage is named.
+    """
+    verdict = judge(
+        ModelSpec.load("qwen2.5-7b"),
+        HardwareSpec.load("rtx4090"),
+        Workload(batch=1, sequence=1024),
+        policies=["overlapped"],
+        host_limit=host * 2**30,
+    )
+    assert not verdict.feasible
+    (entry,) = [entry for entry in verdict.advice if "state" in entry.options]
+    assert entry.options == {"state": wanted or "bf16-sr"}
+    assert entry.fits is bool(wanted)
+    assert (entry.bytes_missing > 2**30) is not entry.fits
+    assert entry.bytes_saved > 2**30
+    assert [other.compressed for other in verdict.advice if other.fits] == sorted(
+        other.compressed for other in verdict.advice if other.fits
+    )
+    if wanted:
+        again = judge(
+            ModelSpec.load("qwen2.5-7b"),
+            HardwareSpec.load("rtx4090"),
+            Workload(batch=1, sequence=1024, state=wanted),
+            policies=["overlapped"],
+            host_limit=host * 2**30,
+            advise=False,
+        )
+        assert again.tokens_per_second == pytest.approx(entry.tokens_per_second)
 
 
 def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelSpec) -> None:

@@ -286,6 +286,16 @@ def test_report_is_plain_data() -> None:
     assert msgspec.json.decode(msgspec.json.encode(result), type=ErrorReport) == result
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_report_says_which_columns_it_leaves_out(width: int) -> None:
+    lines = format_report(report(step_seconds={7: 0.1}), width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert f"left out in {width} columns: " in text
+    assert "worst, op" in text
+    assert "left out" not in format_report(report())
+
+
 def test_report_as_text_is_aligned_and_signed() -> None:
     memory = [
         peak_error("device pools", 2**30, 2**30),

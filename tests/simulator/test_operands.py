@@ -106,6 +106,20 @@ def refusal(schedule: Schedule) -> str:
         ("overlapped", {}, "device.hidden", {"dtype": "fp32"}, "the dtypes differ"),
         (
             "overlapped",
+            {"gradients": "8bit"},
+            "device.coded_gradients",
+            {"dtype": "bf16"},
+            "writes codes to device.coded_gradients:0, in bf16",
+        ),
+        (
+            "overlapped",
+            {},
+            "device.streamed_gradients",
+            {"dtype": "block8"},
+            "device.streamed_gradients:0 is in codes, which only updates read",
+        ),
+        (
+            "overlapped",
             {},
             "device.hidden",
             {"dtype": "home"},
@@ -212,6 +226,7 @@ def test_every_kind_of_ours_has_operands_and_peers_need_none(
         for micros in (1, 2)
         for op in every_op(make_plan, policy, clipping, placement, micros)
     }
+    used |= {op.kind for op in policies.lower(make_plan("overlapped", gradients="8bit")).ops}
     assert used == set(OPERANDS)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import DTYPE_BYTES
-from megatrain.simulator.model.workload import Clipping
+from megatrain.simulator.model.workload import BY_LAYER, Clipping
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
@@ -45,8 +45,10 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
     for kind in ("embed", "head", "embed_backward"):
         assert layers_of(schedule, kind) == {"": micros}
     clipping, every = plan.workload.clipping, dict.fromkeys(model.stack, 1)
-    assert layers_of(schedule, "norm") == (every if clipping in ("global", "layer") else {})
-    assert layers_of(schedule, "clip") == (every if clipping in ("layer", "update") else {"": 1})
+    assert layers_of(schedule, "norm") == (
+        every if clipping in ("global", "layer", "adagc") else {}
+    )
+    assert layers_of(schedule, "clip") == (every if clipping in BY_LAYER else {"": 1})
     updated, summed, clipped = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
         clipped[op.layer] += op.kind == "clip"

@@ -41,6 +41,7 @@ def plans(make_plan: Callable[..., Plan], policy: str) -> list[Plan]:
             (1, True, "global"),
             (2, False, "update"),
             (2, True, "layer"),
+            (1, False, "adagc"),
         )
     ]
 

@@ -11,11 +11,13 @@ import pytest
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import Calibrated
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.hardware.cost_table import Workspace
+from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.memory.account import peak_workspace_bytes
-from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.state_format import EXACT, FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Plan
 
 BYTES = {"exact": 12, "master24": 5.125, "bf16-sr": 4.125}
@@ -82,22 +84,54 @@ def test_other_systems_have_no_format(make_plan: Callable[..., Plan]) -> None:
         policies.lower(in_format(make_plan("zero_offload"), "master24"))
 
 
-def test_an_update_costs_what_pytorch_moves(make_plan: Callable[..., Plan]) -> None:
-    """An update in 8 bits is no faster on the host than one in fp32, which was measured, and has
-    temporaries on the GPU.
+def test_an_update_takes_its_share_of_memory_s_time_or_of_the_cores(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """Machines are measured in `exact`. On a GPU, an update in 8 bits is taken to be no faster.
+    On a host with few cores, they limit it.
     """
     exact = make_plan("overlapped")
     ops = {op.kind: op for op in policies.lower(exact).ops}
-    usual = Elementwise(exact.model, exact.workload)
-    coded = Elementwise(exact.model, in_format(exact, "master24").workload)
+    usual = Elementwise(exact.model, exact.workload, 16)
+    coded = Elementwise(exact.model, in_format(exact, "master24").workload, 16)
     parameters = ops["update"].parameters
-    assert usual.touched_bytes(ops["update"]) == 26 * parameters
-    assert usual.update_share(ops["update"]) == 1
-    assert coded.touched_bytes(ops["update"]) == (12.25 + 850) * parameters
     host = msgspec.structs.replace(ops["update"], id="UC0", lane="cpu")
+    for op in (ops["update"], host):
+        assert usual.touched_bytes(op) == 26 * parameters
+        assert usual.update_ns(op, 1234.0) == 1234
+    assert coded.touched_bytes(ops["update"]) == 26 * parameters
+    assert coded.update_ns(ops["update"], 1234.0) == 1234
     assert coded.touched_bytes(host) == 12.25 * parameters
-    assert coded.update_share(host) == usual.update_share(host) == 1
+    each = UPDATE_COSTS["block8"].core_per_s
+    slow, fast = parameters / 1e8 * 1e9, parameters / 1e12 * 1e9
+    assert coded.update_ns(host, slow) == pytest.approx(slow * 12.25 / 26)
+    assert coded.update_ns(host, fast) == parameters / (14 * each) * 1e9
+    alone = Elementwise(exact.model, in_format(exact, "master24").workload)
+    assert alone.update_ns(host, fast) == pytest.approx(fast * 12.25 / 26)
     workspace = Workspace(layer=1, head=2, update=3)
     for state, more in (("exact", 0), ("bf16-sr", 2**28)):
         schedule = policies.lower(in_format(make_plan("resident"), state))
         assert peak_workspace_bytes(workspace, schedule, 1) == max(2, more + 2)
+
+
+def test_an_update_that_was_measured_in_its_format_is_not_derived(
+    make_plan: Callable[..., Plan],
+) -> None:
+    plan = make_plan("overlapped")
+    work = in_format(plan, "master24").workload
+    curves = {
+        "cpu_update": ((0, 0), (10**6, 10**6)),
+        "cpu_update:wide": ((0, 0), (10**6, 2 * 10**6)),
+        "cpu_update:master24": ((0, 0), (10**6, 7 * 10**6)),
+    }
+    table = CostTable(measured_on="x", date="2026-11-23", curves=curves, compute={})
+    op = Op(id="UC0.c0", lane="cpu", parameters=10**6)
+    for workload, duration in ((plan.workload, 10**6), (work, 7 * 10**6)):
+        costs = Calibrated(table, elementwise=Elementwise(plan.model, workload))
+        assert (costs.duration_ns(op), costs.extrapolated(op)) == (duration, False)
+    other = Calibrated(
+        table, elementwise=Elementwise(plan.model, in_format(plan, "bf16-sr").workload)
+    )
+    assert other.extrapolated(op)
+    with pytest.raises(UserError, match=r"cpu_update:int4"):
+        msgspec.structs.replace(table, curves={"cpu_update:int4": ((0, 0),)})

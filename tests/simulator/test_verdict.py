@@ -264,7 +264,7 @@ def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) 
     assert verdict.reason.startswith("the nearest plan lacks ")
     first = verdict.advice[0]
     assert first.fits
-    assert not first.unsupported
+    assert not first.compressed
     again = given_limits | with_options(work, first.options)
     assert small(again.pop("workload"), **again).feasible
     assert [entry.fits for entry in verdict.advice] == sorted(
@@ -305,7 +305,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB, advise=True)
     assert verdict.feasible
-    gains = [entry.gain for entry in verdict.advice if not entry.unsupported]
+    gains = [entry.gain for entry in verdict.advice if not entry.compressed]
     assert gains == sorted(gains, reverse=True)  # type: ignore[type-var]
     assert {"batch", "accumulation", "clipping", "device-memory"} & {
         name for entry in verdict.advice for name in entry.options
@@ -315,7 +315,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
         assert entry.tokens_per_second == pytest.approx(
             verdict.tokens_per_second * (1 + entry.gain)
         )
-        if entry.options:
+        if not entry.compressed:  # a format is tried with the chosen plan alone
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
@@ -368,10 +368,10 @@ def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
     model, hardware = ModelSpec.load("qwen3-1.7b"), HardwareSpec.load("apple-m4-max")
     verdict = judge(model, hardware, work)
     assert not verdict.feasible
-    entry = next(entry for entry in verdict.advice if "clipping" in entry.options)
-    assert not entry.fits
-    unclipped = msgspec.structs.replace(work, clipping="none")
-    assert not judge(model, hardware, unclipped, advise=False).feasible
+    assert not [entry for entry in verdict.advice if "clipping" in entry.options], (
+        "a resident plan holds all gradients, however they are clipped"
+    )
+    assert any("batch" in entry.options or "seq" in entry.options for entry in verdict.advice)
 
 
 def test_training_arithmetic() -> None:

@@ -17,10 +17,9 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, frugality
 from megatrain.simulator.planner.search import _with_runner_up, rank
-from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
-from megatrain.simulator.verdict.advice import _as_options, _note, _with_half_moments
+from megatrain.simulator.verdict.advice import _as_options, _formats_last, _note
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import (
@@ -304,28 +303,19 @@ def test_changes_are_named_as_options_with_what_they_cost() -> None:
     work = Workload(batch=2, sequence=1024, accumulation=3)
     assert _as_options({"batch": "2", "seq": "8"}) == "--batch 2 --seq 8"
     assert _note({"clipping": "none", "batch": "2"}, work) == "gives up gradient clipping"
+    assert _note({"clipping": "adagc"}, work).startswith("clips each tensor by its own moving norm")
     for name in ("batch", "accumulation", "seq"):
         assert _note({name: "2"}, work) == "a step has 6,144 tokens"
     assert not _note({"device-memory": "8GiB"}, work)
 
 
-def test_half_of_the_moments_is_half_of_their_pools() -> None:
-    kinds = {
-        f"{place}.{data}": Buffer(id=f"{place}.{data}:0", bytes=8, data=data, dtype="fp32")
-        for place in ("device", "host")
-        for data in ("moments", "weights")
-    }
-    before = Account(
-        pools=dict.fromkeys([*kinds, "device.workspace"], 1000),
-        kinds=kinds,
-        device_limit_bytes=1,
-        host_limit_bytes=1,
-    )
-    assert _with_half_moments(before).pools == {
-        **before.pools,
-        "device.moments": 500,
-        "host.moments": 500,
-    }
+def test_state_formats_are_named_last() -> None:
+    """They do not count among the most suggestions."""
+    named = [(str(number), number in (1, 4)) for number in range(6)]
+    made = [Suggestion(change=name, compressed=coded, fits=True) for name, coded in named]
+    assert [entry.change for entry in _formats_last(made, 3)] == ["0", "2", "3", "1", "4"]
+    coded = Workload(batch=1, sequence=8, state="master24")
+    assert _note({"state": "master24"}, coded).startswith("not exact AdamW: 24-bit masters")
 
 
 def test_another_machine_has_the_least_memory_that_suffices(

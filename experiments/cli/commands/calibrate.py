@@ -102,6 +102,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import msgspec
+
     from megatrain.runtime.calibration.presets import DefaultSet, model_of
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
@@ -118,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
             allowed="adamw, which is what is measured",
             fix="leave it out; a plan for another optimizer derives its costs from this file",
         )
-    if args.state != EXACT:
+    if args.gradients != "exact":
         raise UserError(
-            "--state",
-            found=args.state,
-            allowed=f"{EXACT}, which is what is measured",
-            fix="leave it out; a plan with another format derives its costs from this file",
+            "--gradients",
+            found=args.gradients,
+            allowed="exact, which is what is measured",
+            fix="leave it out; a plan that stores them otherwise derives its costs from this file",
         )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:
@@ -142,10 +144,12 @@ def run(args: argparse.Namespace) -> int:
     elif suited:
         usual = _set_of_named(args, models[0])
     workload, points = _wanted(args, models[0], usual)
+    # all but the update in the other format is measured in `exact`
+    workload, *points = (msgspec.structs.replace(each, state=EXACT) for each in (workload, *points))
     if suited:
         sizes = ", ".join(f"{each.batch} x {each.sequence:,}" for each in (workload, *points))
         print(
-            f"micro-batches of {sizes} tokens in {workload.dtype} are measured; --batch, --seq,"
+            f"micro-batches of {sizes} tokens in {args.dtype} are measured; --batch, --seq,"
             " --grid and --dtype choose others",
             flush=True,
         )
@@ -170,13 +174,14 @@ def run(args: argparse.Namespace) -> int:
             others=others,
             host_bytes=args.host_memory,
             device_bytes=args.device_memory,
+            state=args.state,
             progress=progress,
         )
     write_hardware(args.out, hardware, "megatrain calibrate")
     print(
         f"wrote {args.out}: H2D {hardware.h2d_gb_per_s:.1f} GB/s, D2H {hardware.d2h_gb_per_s:.1f}"
         f" GB/s, each {hardware.duplex_fraction:.0%} of this while both run; matrix product"
-        f" {hardware.peak_tflops[args.dtype]:.3g} TFLOP/s, layer forward"
+        f" {hardware.peak_tflops[workload.dtype]:.3g} TFLOP/s, layer forward"
         f" {hardware.linear_efficiency:.0%} of this; CPU AdamW"
         f" {hardware.cpu_update_per_s / 1e9:.2f} G parameters/s; took"
         f" {time.monotonic() - began:.0f} s"

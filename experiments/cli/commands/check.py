@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if model is None:
         return list_what_fits(args, hardware)
+    args = from_options.with_fitting_state(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
     if chosen:
         args = from_options.with_fitting_batch(args, hardware, model)

@@ -47,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _one(folder: Path, *, as_json: bool) -> int:
     """Compares a run with its prediction, and writes files and pictures into its folder."""
+    import textwrap
+
     import msgspec
 
+    from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.compared_run import compare_run
     from megatrain.experiments.run_report.pictures import draw_run
     from megatrain.simulator.base.files import write_json
@@ -63,11 +66,13 @@ def _one(folder: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(msgspec.to_builtins(run.errors)))
         return 0
-    print(format_report(run.errors).rstrip())
-    print(
-        "\nwrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev),"
+    width = layout.terminal_width(most=120)
+    print(format_report(run.errors, width).rstrip())
+    wrote = (
+        "wrote predicted.json, comparison.json, trace.json (open it at https://ui.perfetto.dev),"
         f" timeline.png, errors.png, memory.png and loss.png into {folder}"
     )
+    print("", *textwrap.wrap(wrote, width, break_on_hyphens=False), sep="\n")
     return 0
 
 

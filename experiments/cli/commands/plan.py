@@ -82,10 +82,11 @@ def run(args: argparse.Namespace) -> int:
     # Advice is a search for another plan, which the user of --from does not want.
     verdict = explain(best, hardware, names, advise=not args.source_plan)
     width = layout.terminal_width()
-    print(verdict_text.text(verdict, width, why=args.why))
+    report = verdict_text.text(verdict, width, why=args.why)
     if len(found) > 1:
-        print("\nThe best plan of each policy:\n" + policy_table.table(verdicts, width))
+        report += "\n\nThe best plan of each policy:\n" + policy_table.table(verdicts, width)
     if not best.feasible:
+        print(report)
         raise DoesNotFit(
             str(args.out),
             found="no plan that fits; nothing was written",
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     trained = folder.is_dir() and not find(best.plan.policy).prediction_only
     if trained:
         _refuse_untrainable(best.plan, folder)
+    # The plan is written first, because a reader such as `head` may close the output.
     best.plan.save(args.out)
+    print(report)
     if not trained:
         try:
             refuse_unsupported(best.plan.model, best.plan.workload)
@@ -163,7 +166,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     """Returns the best plan of each policy for the model and the machine of the options."""
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
-    from megatrain.simulator.model.specs import model_file
+    from megatrain.simulator.model.specs import ModelSpec, model_file
 
     hardware = HardwareSpec.load(args.hardware)
     if os.path.exists(args.model):
@@ -175,6 +178,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
+    args = from_options.with_fitting_state(args, hardware, ModelSpec.load(args.model))
     return from_options.choices(args, hardware, source, named), hardware
 
 

@@ -84,7 +84,9 @@ def _measured(workload: Workload, device: torch.device) -> list[Workload]:
     """
     tokens = most_tokens(device.type, machine.device_bytes(device))
     return [
-        msgspec.structs.replace(workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT)
+        msgspec.structs.replace(
+            workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT, gradients="exact"
+        )
         for rows in row_counts(tokens, workload.sequence)
     ]
 

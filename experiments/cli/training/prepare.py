@@ -21,6 +21,7 @@ from megatrain.runtime.files.model_source import hub_name, name_on_hub
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
+from megatrain.simulator.model.state_format import ANY, EXACT
 
 if TYPE_CHECKING:
     import torch
@@ -203,12 +204,16 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
         with folder_weights(model_folder(weights)):  # a damaged file is found before a calibration
             pass
     documents = _documents(weights, config, model)
+    # what is measured and chosen from the data does not depend on the format
+    asked.state = EXACT if args.state == ANY else args.state
     choice = _choose(asked, config, model, documents, device)
     refuse_unsupported(model, choice.workload)
     file = _hardware(args, model, choice.workload, device)
     hardware = HardwareSpec.load(file)
     source = os.path.abspath(name) if os.path.exists(name) else name
+    asked.state = args.state
     with without_garbage_collection():
+        asked = from_options.with_fitting_state(asked, hardware, model)
         best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config))
     if not best.feasible:
@@ -340,7 +345,9 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
 
     verdict = summarize(best, hardware)
     work = verdict.workload
-    shape = f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.dtype}"
+    shape = (
+        f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.precision}"
+    )
     subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
     fits = "fits" if best.feasible else "does not fit"
     machine = hardware.title or hardware.name.replace("this-machine", "this machine")

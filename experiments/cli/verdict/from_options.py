@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -92,12 +94,53 @@ def choices(
     )
 
 
+def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict | None:
+    """Returns what is known of the verdict before plans are searched, or None if nothing is.
+
+    Of the result, only whether the model fits is right, the speed as the most that any plan can
+    have, and, if the model does not fit, the memory.
+
+    Raises UserError as `choices` does.
+    """
+    from megatrain.simulator.planner.outlook import outlook as found_by_memory
+    from megatrain.simulator.verdict.verdict import summarize
+
+    found = found_by_memory(
+        model,
+        hardware,
+        options.workload(args, model, quiet=True),
+        device_limit=options.device_limit(args.device_memory, hardware),
+        host_limit=args.host_memory,
+        policies=policies(args.policy),
+    )
+    return _stated(summarize(found, hardware), args) if found else None
+
+
 def as_json(verdict: Verdict) -> dict[str, object]:
     """Returns what `--json` prints: all fields of the verdict, in bytes and seconds."""
     import msgspec
 
     found: dict[str, object] = msgspec.to_builtins(verdict)
     return found
+
+
+def with_fitting_state(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns `args` with a state format in place of `--state any`: the one with the most bytes
+    with which the model fits, if need be with a micro-batch of one sequence. If it fits with none,
+    returns the one with the fewest bytes.
+    """
+    if args.state != ANY:
+        return args
+    from megatrain.simulator.policies import find
+
+    executed = any(not find(name).prediction_only for name in policies(args.policy))
+    coded = executed and (args.dtype, args.optimizer) == ("bf16", ADAMW)
+    able = tuple(FORMATS) if coded else (EXACT,)
+    tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
+    batches = BATCHES[::-1] if args.batch is None else (args.batch,)
+    return next((each for each in tried if _fitting(each, hardware, model, batches)[0]), tried[-1])
 
 
 def with_fitting_batch(
@@ -108,13 +151,23 @@ def with_fitting_batch(
     A size for which a calibrated machine has no costs is left out. If it has none for any, the
     largest is taken, so that the search says what is missing.
     """
+    fitting, priced = _fitting(args, hardware, model, BATCHES)
+    return (fitting or priced)[0]
+
+
+def _fitting(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, batches: tuple[int, ...]
+) -> tuple[list[argparse.Namespace], list[argparse.Namespace]]:
+    """Returns `args` with the first of `batches` that fits, or nothing; and with the last of them
+    that the machine has costs for, or the first if it has none.
+    """
     from megatrain.simulator.policies import find
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.alternatives import fits
 
     limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
     names = [name for name in policies(args.policy) if not find(name).prediction_only]
-    sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in BATCHES]
+    sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in batches]
     priced = sized[:1]
     for tried in sized if names else ():
         plan = Plan(
@@ -128,11 +181,11 @@ def with_fitting_batch(
         )
         try:
             if fits(plan, hardware, names):
-                return tried
+                return [tried], [tried]
         except UserError:
             continue
         priced = [tried]
-    return priced[0]
+    return [], priced
 
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
@@ -165,9 +218,16 @@ def explained(
     verdict = explain(
         choice, hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens, advise=advise
     )
+    return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+
+
+def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:
+    """Returns `verdict`, whose host memory is not assumed if an option states it, or if the machine
+    is this one.
+    """
+    import msgspec
+
     stated = args.hardware is None or args.host_memory is not None
     return msgspec.structs.replace(
-        verdict,
-        batch_chosen=batch_chosen,
-        host_memory_assumed=verdict.host_memory_assumed and not stated,
+        verdict, host_memory_assumed=verdict.host_memory_assumed and not stated
     )

@@ -19,11 +19,13 @@ BAR = 20
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[kMBT]|m?s)\b)")
 
 
-def terminal_width() -> int:
-    """Returns the columns to print in: those of the terminal, from 50 to 80, and 80 for a file."""
+def terminal_width(most: int = _MOST) -> int:
+    """Returns the columns to print in: those of the terminal, from 50 to `most`, and `most` for a
+    file.
+    """
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
-        return _MOST
-    return min(max(shutil.get_terminal_size((_MOST, 24)).columns, _LEAST), _MOST)
+        return most
+    return min(max(shutil.get_terminal_size((most, 24)).columns, _LEAST), most)
 
 
 def labelled(label: str, text: str, width: int) -> list[str]:

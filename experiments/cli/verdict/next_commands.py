@@ -56,7 +56,11 @@ def _quoted(*words: str) -> list[str]:
 def _state(verdict: Verdict) -> dict[str, tuple[object, object]]:
     """Returns the options that decide the size of the optimizer's state, with their defaults."""
     work = verdict.workload
-    return {"optimizer": (work.optimizer, "adamw"), "state": (work.state, "exact")}
+    return {
+        "optimizer": (work.optimizer, "adamw"),
+        "state": (work.state, "exact"),
+        "gradients": (work.gradients, "exact"),
+    }
 
 
 def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
@@ -76,7 +80,8 @@ def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "batch": (work.batch, None),
         "seq": (work.sequence, None),
         "accumulation": (work.accumulation, 1),
-        "dtype": (work.dtype, "bf16"),
+        "dtype": ("fp8" if work.fp8 else work.dtype, "bf16"),
+        "fp8-scaling": (work.fp8 or "rowwise", "rowwise"),
         "clipping": (work.clipping, "global"),
         **_state(verdict),
         "attention": (work.attention, None),

@@ -45,10 +45,10 @@ def reasons(verdict: Verdict, width: int) -> list[str]:
         lines += layout.labelled("Second", second, width)
     for label, line in zip(("1 GiB", ""), margins(verdict), strict=False):
         lines += layout.labelled(label, line, width)
-    later = [entry for entry in verdict.advice if entry.unsupported]
-    for entry in later:
-        gain = f", {entry.gain:+.0%}" if entry.gain is not None else ""
-        lines += layout.labelled("Later", f"{entry.change}{gain}: not in the runtime yet", width)
+    for entry in verdict.advice:
+        if entry.compressed and entry.gain is not None:
+            what = f"{entry.change} {entry.gain:+.0%} with this plan: {entry.note}"
+            lines += layout.labelled("State", what, width)
     return lines + layout.labelled("Costs", _costs(verdict), width)
 
 

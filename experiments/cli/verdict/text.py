@@ -102,7 +102,8 @@ def answer(verdict: Verdict, place: str) -> str:
     work = verdict.workload
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
     state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
-    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}"
+    stored = "" if work.gradients == "exact" else " and gradients stored in 8 bits"
+    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}{stored}"
     if verdict.feasible:
         condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
         return f"{what} fits on {place}{condition}."
@@ -242,6 +243,8 @@ def notes(verdict: Verdict) -> list[str]:
         )
     if verdict.documents:
         found.append(f"documents: {verdict.documents}")
+    if verdict.fp8:
+        found.append(verdict.fp8)
     if verdict.calibrated and verdict.extrapolated:
         found.append("some operations were not measured in this size; --why names them")
     return found
@@ -265,9 +268,11 @@ def room(verdict: Verdict) -> str:
 
 
 def helpful(verdict: Verdict) -> list[Suggestion]:
-    """Returns the changes that would help. Of those that do not suffice, only if none does."""
-    able = [entry for entry in verdict.advice if not entry.unsupported]
-    return [entry for entry in able if entry.fits] or able
+    """Returns the changes that would help. Of those that do not suffice, only if none does. Another
+    state format is named only where the model does not fit.
+    """
+    shown = [entry for entry in verdict.advice if not (entry.compressed and verdict.feasible)]
+    return [entry for entry in shown if entry.fits] or shown
 
 
 def _advice(verdict: Verdict, width: int) -> list[str]:
@@ -301,7 +306,7 @@ def remedy(verdict: Verdict) -> str:
     It is what the line `What would do` names first. Without such a change, returns what lacks.
     """
     for entry in verdict.advice:
-        if entry.fits and not entry.unsupported:
+        if entry.fits:
             name, _, speed, note = suggestion(entry)
             details = ", ".join(part for part in (note, speed) if part)
             return f"{name} would fit" + (f" ({details})" if details else "")

@@ -67,6 +67,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     from megatrain.simulator.verdict.alternatives import usual_policies
     from megatrain.simulator.verdict.verdict import summarize
 
+    args = from_options.with_fitting_state(args, hardware, model)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
     usual = args.policy in ("best", "all")

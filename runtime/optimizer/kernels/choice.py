@@ -16,7 +16,7 @@ from megatrain.runtime.optimizer.kernels.host import host_kernels
 
 
 class Kernels(Protocol):
-    """Functions of `runtime/optimizer/adamw.py` as kernels, each in one pass over memory.
+    """Functions of `adamw.py` and `blockwise.py` as kernels, each in one pass over memory.
 
     Results have the same bits. A NaN is a NaN in both, but may have other bits.
     """
@@ -37,6 +37,23 @@ class Kernels(Protocol):
         which have one element.
         """
 
+    def blockwise_adamw(
+        self,
+        weights: torch.Tensor,
+        low: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        gradient: torch.Tensor,
+        clip: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        copy_to: torch.Tensor | None,
+        scalars: Sequence[float],
+        states: tuple[int, int],
+    ) -> None:
+        """Does the work of `blockwise.update`. `states` are those of the generators of random bits
+        before the first parameter, for weights and second moments, as signed 64-bit integers.
+        """
+
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
         """Writes to `sums` [rows] fp32 the sum of each 4096 elements of `gradient` [n] bf16 or
         fp32, or of their squares if `square`, by halving.
@@ -49,8 +66,9 @@ class Kernels(Protocol):
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` and `second` are contiguous, [n]; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` and `second` are contiguous. `second` is [n] fp32 or uint8 records; n is a
+        multiple of 64.
         """
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024  # elements per program: eight per thread, which are 16 bytes of each 16-bit half
+_RECORDS = 32  # records of 32 parameters per program
 _ROW = 4096  # elements per row of a sum of squares, as in `adamw.py`
 _RATIO_ROWS = 16  # rows of 64 elements per program
 _WARPS = 4
@@ -175,6 +176,211 @@ def _adamw(
 
 
 @triton.jit
+def _random_bits(state, RECORDS: tl.constexpr):
+    """Returns 16 random bits for each parameter, int32 [records, 32]: parts of the numbers that
+    follow `state` in a SplitMix64 generator. `blockwise.random_bits` defines them.
+    """
+    number = tl.arange(0, RECORDS * 8).to(tl.uint64) + 1
+    words = state + number * 0x9E3779B97F4A7C15
+    words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
+    words = (words ^ (words >> 27)) * 0x94D049BB133111EB
+    words = words ^ (words >> 31)
+    bits = (words[:, None] >> (tl.arange(0, 4).to(tl.uint64) * 16)[None, :]) & 0xFFFF
+    return tl.reshape(bits.to(tl.int32), (RECORDS, 32))
+
+
+@triton.jit
+def _scale_of(values):
+    """Returns the scale of each record of `values` [records, 32], as the bits of a bf16 and as
+    fp32: [records, 1].
+    """
+    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
+    most = (tl.minimum(most, 0x7F800000) + 0xFFFF) >> 16  # a NaN's bits might overflow
+    bits = tl.where(most > 0x7B00, 0x7FC0, tl.where(most < 0x0080, 0, most))
+    return bits, (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _blockwise_block(
+    weights,
+    low,
+    first,
+    second,
+    gradient,
+    factor,
+    copy_to,
+    scale,
+    left,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    root_scale,
+    epsilon,
+    rate,
+    weights_state,
+    second_state,
+    RECORDS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Updates the records that the pointers point to. `left` records are left."""
+    record, inside = tl.arange(0, RECORDS)[:, None], tl.arange(0, 32)[None, :]
+    offsets, count = record * 32 + inside, left * 32
+    codes, size = record * 34 + inside, left * 34
+    scales = record * 17 + 16  # in 16-bit units
+    half = tl.pointer_type(tl.int16)
+    first_scales, second_scales = first.to(half), second.to(half)
+
+    code = _load(first, codes, size, WHOLE).to(tl.float32)
+    unit = _fp32(_load(first_scales, scales, left * 17, WHOLE))
+    m = tl.div_rn(code * unit, 254.0 - tl.abs(code))
+    unit = _fp32(_load(second_scales, scales, left * 17, WHOLE)) * (1.0 / 255)
+    v = _load(second, codes, size, WHOLE).to(tl.float32) * unit
+    v = v * v
+    master = _load(weights, offsets, count, WHOLE).to(tl.int32) << 16
+    if low is not None:
+        master += _load(low, offsets, count, WHOLE).to(tl.int32) << 8
+    master = master.to(tl.float32, bitcast=True)
+
+    g = _fp32(_load(gradient, offsets, count, WHOLE)) * factor
+    master = master * decay
+    m = m * beta1 + g * rest1
+    v = v * beta2 + (g * g) * rest2
+    root = tl.sqrt_rn(v)
+    master = master - tl.div_rn(m * rate * scale, root * root_scale + epsilon)
+
+    bits, unit = _scale_of(m)
+    coded = (bits != 0) & (bits != 0x7FC0)
+    # 1.5 * 2^23 makes the last bits of a sum those of the nearest integer
+    code = tl.div_rn(m * 254.0, unit + tl.abs(m)) + 12582912.0
+    code = tl.where(coded, code.to(tl.int32, bitcast=True), 0)
+    _store(first, codes, code.to(tl.int8), size, WHOLE)
+    _store(first_scales, scales, bits.to(tl.int16), left * 17, WHOLE)
+
+    bits, unit = _scale_of(root)
+    coded = (bits != 0) & (bits != 0x7FC0) & (root > 0)
+    random = _random_bits(second_state, RECORDS).to(tl.float32) * (1.0 / 65536)
+    code = random + root * tl.div_rn(255.0, unit)
+    # clamped first, because a number that is not finite cannot be converted
+    code = tl.where(code < 1.0, 1.0, tl.where(code < 255.0, code, 255.0)).to(tl.int32)
+    _store(second, codes, tl.where(coded, code, 0).to(tl.uint8), size, WHOLE)
+    _store(second_scales, scales, bits.to(tl.int16), left * 17, WHOLE)
+
+    random = _random_bits(weights_state, RECORDS)
+    bits = master.to(tl.int32, bitcast=True)
+    if low is not None:
+        random = random & 0xFF
+    # a NaN could be carried into another number
+    bits = tl.where(master != master, 0x7FC00000, bits + random)
+    if low is not None:
+        bits = bits >> 8
+        _store(low, offsets, bits.to(tl.int8), count, WHOLE)
+        high = ((bits + 0x80) >> 8).to(tl.int16)
+    else:
+        high = (bits >> 16).to(tl.int16)
+    _store(weights, offsets, high, count, WHOLE)
+    if copy_to is not None:
+        _store(copy_to, offsets, high, count, WHOLE)
+
+
+@triton.jit(
+    do_not_specialize=["count", "weights_state", "second_state"],
+    do_not_specialize_on_alignment=["clip", "scale"],
+)
+def _blockwise(
+    weights,
+    low,
+    first,
+    second,
+    gradient,
+    clip,
+    scale,
+    copy_to,
+    count,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    root_scale,
+    epsilon,
+    rate,
+    shrink,
+    weights_state: tl.int64,
+    second_state: tl.int64,
+    RECORDS: tl.constexpr,
+):
+    """Updates RECORDS of `count` records."""
+    start = tl.program_id(0).to(tl.int64) * RECORDS
+    left = count - start
+    factor, part = 1.0, 1.0  # multiplying by 1 changes no bit
+    if clip is not None:
+        factor = tl.load(clip)
+    if scale is not None:
+        part = tl.load(scale)
+        decay = 1.0 - part * shrink
+    weights += start * 32
+    if low is not None:
+        low += start * 32
+    if copy_to is not None:
+        copy_to += start * 32
+    if factor != factor:
+        return
+    if part != part:
+        return
+    passed = start.to(tl.uint64) * 8 * 0x9E3779B97F4A7C15
+    if left >= RECORDS:
+        _blockwise_block(
+            weights,
+            low,
+            first + start * 34,
+            second + start * 34,
+            gradient + start * 32,
+            factor,
+            copy_to,
+            part,
+            left,
+            decay,
+            beta1,
+            rest1,
+            beta2,
+            rest2,
+            root_scale,
+            epsilon,
+            rate,
+            weights_state.to(tl.uint64) + passed,
+            second_state.to(tl.uint64) + passed,
+            RECORDS,
+            True,
+        )
+    else:
+        _blockwise_block(
+            weights,
+            low,
+            first + start * 34,
+            second + start * 34,
+            gradient + start * 32,
+            factor,
+            copy_to,
+            part,
+            left,
+            decay,
+            beta1,
+            rest1,
+            beta2,
+            rest2,
+            root_scale,
+            epsilon,
+            rate,
+            weights_state.to(tl.uint64) + passed,
+            second_state.to(tl.uint64) + passed,
+            RECORDS,
+            False,
+        )
+
+
+@triton.jit
 def _halved(values, WIDTH: tl.constexpr):
     """Adds the second half of `values` to the first, [WIDTH] to [WIDTH / 2]. `tl.sum` has a fixed
     result here, because it adds only two values.
@@ -220,6 +426,17 @@ def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
 
 
+@triton.jit
+def _second_moments(stored, offsets, count):
+    """Returns the second moments [n] at these offsets in records."""
+    record = offsets // 32
+    scales = stored.to(tl.pointer_type(tl.int16)) + (record * 17 + 16)
+    unit = _fp32(tl.load(scales, mask=offsets < count, other=0)) * (1.0 / 255)
+    codes = tl.load(stored + (offsets + record * 2), mask=offsets < count, other=0)
+    root = codes.to(tl.float32) * unit
+    return root * root
+
+
 @triton.jit(do_not_specialize=["count"])
 def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS: tl.constexpr):
     """Writes the sums of ROWS rows of 64 elements. `count` is a multiple of 64."""
@@ -227,7 +444,11 @@ def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS
     offsets, left = tl.arange(0, ROWS * 64), count - start
     g = _fp32(_load(gradient + start, offsets, left, False))
     squares = g * g
-    v = (_load(second + start, offsets, left, False) * beta2 + squares * rest2) * unbias
+    if second.dtype.element_ty == tl.uint8:
+        v = _second_moments(second + start // 32 * 34, offsets, left)
+    else:
+        v = _load(second + start, offsets, left, False)
+    v = (v * beta2 + squares * rest2) * unbias
     # `where`, not `maximum`, so that a NaN stays a NaN
     values = tl.reshape(tl.div_rn(squares, tl.where(v < floor, floor, v)), (ROWS, 64))
     values = _halved_rows(values, ROWS, 64)
@@ -277,6 +498,40 @@ class DeviceKernels:
             enable_fp_fusion=False,
         )
 
+    def blockwise_adamw(
+        self,
+        weights: torch.Tensor,
+        low: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        gradient: torch.Tensor,
+        clip: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        copy_to: torch.Tensor | None,
+        scalars: Sequence[float],
+        states: tuple[int, int],
+    ) -> None:
+        """Does the work of `blockwise.update`. `states` are those of the generators of random bits
+        before the first parameter, for weights and second moments, as signed 64-bit integers.
+        """
+        records = weights.numel() // 32
+        _blockwise[(triton.cdiv(records, _RECORDS),)](
+            _bits(weights),
+            low,
+            first.view(torch.int8),
+            second,
+            _bits(gradient),
+            clip,
+            scale,
+            None if copy_to is None else _bits(copy_to),
+            records,
+            *scalars[:9],
+            *states,
+            RECORDS=_RECORDS,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
         """Writes to `sums` [rows] fp32 the sum of each 4096 elements of `gradient` [n] bf16 or
         fp32, or of their squares if `square`, by halving.
@@ -293,8 +548,9 @@ class DeviceKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32 and `second` [n] fp32; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
+        64.
         """
         count = gradient.numel()
         _ratio_sums[(triton.cdiv(count, 64 * _RATIO_ROWS),)](

@@ -147,37 +147,18 @@ static inline uint16_t scale_of(const uint8_t *record) {
     return bits;
 }
 
-/* Writes the scale of a record, the largest of `values` rounded up, and returns its bits. If it
- * returns 0 or NOT_A_NUMBER, all codes are 0 and have been written. */
-static inline uint16_t put_scale(uint8_t *record, const float *values) {
-    uint32_t most = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const uint32_t bits = to_bits(values[i]) & 0x7FFFFFFFu;
-        most = bits > most ? bits : most;
-    }
+/* Returns the scale of a record as the bits of a bf16: its largest value rounded up. `most` has the
+ * bits of that value, without its sign. */
+static inline uint16_t scale_bits(uint32_t most) {
     most = (most + 0xFFFFu) >> 16;
-    const uint16_t scale = most > LARGEST ? NOT_A_NUMBER : most < SMALLEST ? 0 : most;
+    return most > LARGEST ? NOT_A_NUMBER : most < SMALLEST ? 0 : most;
+}
+
+/* Writes the scale of a record, after its codes. They are all 0 if the scale is 0 or NaN. */
+static inline void put_scale(uint8_t *record, uint16_t scale) {
     memcpy(record + BLOCK, &scale, sizeof scale);
     if (scale == 0 || scale == NOT_A_NUMBER)
         memset(record, 0, BLOCK);
-    return scale;
-}
-
-static inline void get_first(const uint8_t *record, float *first) {
-    const float scale = from_bf16(scale_of(record));
-    for (int i = 0; i < BLOCK; i++) {
-        const float code = (float)(int8_t)record[i];
-        first[i] = code * scale / (254.0f - fabsf(code));
-    }
-}
-
-static inline void put_first(uint8_t *record, const float *first) {
-    const uint16_t bits = put_scale(record, first);
-    if (bits == 0 || bits == NOT_A_NUMBER)
-        return;
-    const float scale = from_bf16(bits);
-    for (int i = 0; i < BLOCK; i++)
-        record[i] = (uint8_t)(int8_t)rintf(first[i] * 254.0f / (scale + fabsf(first[i])));
 }
 
 static inline void get_second(const uint8_t *record, float *second) {
@@ -188,12 +169,12 @@ static inline void get_second(const uint8_t *record, float *second) {
     }
 }
 
-/* Writes 16 random bits for each parameter of a block, which begins at parameter `index`: those of
- * the numbers index / 4 and up of a SplitMix64 generator. */
-static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
+/* Writes 16 random bits for each parameter of the block that begins at parameter `start`: the next
+ * numbers after start / 4 of a SplitMix64 generator with this state. */
+static inline void random_bits(uint64_t state, int64_t start, uint16_t *bits) {
     uint64_t words[BLOCK / 4];
     for (int i = 0; i < BLOCK / 4; i++) {
-        uint64_t word = key + ((uint64_t)index / 4 + i + 1) * 0x9E3779B97F4A7C15u;
+        uint64_t word = state + ((uint64_t)start / 4 + i + 1) * 0x9E3779B97F4A7C15u;
         word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
         word = (word ^ word >> 27) * 0x94D049BB133111EBu;
         words[i] = word ^ word >> 31;
@@ -201,27 +182,67 @@ static inline void random_bits(uint64_t key, int64_t index, uint16_t *bits) {
     memcpy(bits, words, sizeof words); /* little endian */
 }
 
-/* `key` and `index` are those of `random_bits`. */
-static inline void put_second(uint8_t *record, const float *second, uint64_t key, int64_t index) {
-    float root[BLOCK];
-    for (int i = 0; i < BLOCK; i++)
-        root[i] = sqrtf(second[i]);
-    const uint16_t bits = put_scale(record, root);
-    if (bits == 0 || bits == NOT_A_NUMBER)
-        return;
-    const float inverse = 255.0f / from_bf16(bits);
-    uint16_t random[BLOCK];
-    random_bits(key, index, random);
-    for (int i = 0; i < BLOCK; i++) {
-        const float code = floorf((float)random[i] * 0x1p-16f + root[i] * inverse);
-        record[i] = root[i] > 0 ? (uint8_t)(code < 1 ? 1 : code > 255 ? 255 : code) : 0;
-    }
-}
-
 /* A NaN stays one, which an addition could carry into another number. */
 static inline uint32_t add_unless_nan(uint32_t bits, uint32_t random) {
     return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (uint32_t)NOT_A_NUMBER << 16 : bits + random;
 }
+
+static inline int32_t between(int32_t value, int32_t lowest, int32_t highest) {
+    value = value > lowest ? value : lowest;
+    return value < highest ? value : highest;
+}
+
+/* Updates one record. The random bits are for the master and for the second moment. Floats are
+ * limited as integers and rounded by an addition, because compilers turn selections of floats and
+ * conversions into many more instructions. */
+#define RECORDS(NAME, HAS_LOW, GRADIENT, WIDEN)                                                  \
+    static void NAME(uint16_t *restrict high, int8_t *restrict low, uint8_t *restrict one,       \
+                     uint8_t *restrict two, const GRADIENT *restrict gradient,                   \
+                     const uint16_t *restrict for_master, const uint16_t *restrict for_second,   \
+                     float clip, float scale, const Scalars s) {                                 \
+        const float unit = from_bf16(scale_of(one));                                             \
+        const float root_unit = from_bf16(scale_of(two)) * (float)(1.0 / 255);                   \
+        float first[BLOCK], root[BLOCK];                                                         \
+        uint32_t most = 0, most_root = 0;                                                        \
+        for (int i = 0; i < BLOCK; i++) {                                                        \
+            const float code = (float)(int8_t)one[i], coded_root = (float)two[i] * root_unit;    \
+            const float g = WIDEN(gradient[i]) * clip;                                           \
+            const float m = code * unit / (254.0f - fabsf(code)) * s.beta1 + g * s.rest1;        \
+            const float r = sqrtf(coded_root * coded_root * s.beta2 + (g * g) * s.rest2);        \
+            const uint32_t residual = HAS_LOW ? (uint32_t)(int32_t)low[i] << 8 : 0;              \
+            const float master = from_bits(((uint32_t)high[i] << 16) + residual) * s.decay -     \
+                                 (m * s.rate * scale) / (r * s.root_scale + s.epsilon);          \
+            const uint32_t random = HAS_LOW ? for_master[i] & 0xFFu : for_master[i];             \
+            const uint32_t rounded = add_unless_nan(to_bits(master), random);                    \
+            if (HAS_LOW)                                                                         \
+                low[i] = (int8_t)(uint8_t)(rounded >> 8);                                        \
+            high[i] = (uint16_t)((rounded + (HAS_LOW ? 0x8000u : 0)) >> 16);                     \
+            first[i] = m;                                                                        \
+            root[i] = r;                                                                         \
+            const uint32_t size = to_bits(m) & 0x7FFFFFFFu, root_size = to_bits(r) & 0x7FFFFFFFu; \
+            most = size > most ? size : most;                                                    \
+            most_root = root_size > most_root ? root_size : most_root;                           \
+        }                                                                                        \
+        const uint16_t first_scale = scale_bits(most), root_scale = scale_bits(most_root);       \
+        const float to = from_bf16(first_scale), inverse = 255.0f / from_bf16(root_scale);       \
+        for (int i = 0; i < BLOCK; i++) {                                                        \
+            const float companded = first[i] * 254.0f / (to + fabsf(first[i]));                  \
+            const float exact = (float)for_second[i] * 0x1p-16f + root[i] * inverse;             \
+            const int32_t limited = between((int32_t)to_bits(exact), ONE, MOST_CODES);           \
+            const int32_t code = (int32_t)from_bits((uint32_t)limited);                          \
+            one[i] = (uint8_t)to_bits(companded + 12582912.0f); /* 1.5 * 2^23 */                 \
+            two[i] = (uint8_t)between((int32_t)to_bits(root[i]), 0, code);                       \
+        }                                                                                        \
+        put_scale(one, first_scale);                                                             \
+        put_scale(two, root_scale);                                                              \
+    }
+
+enum { ONE = 0x3F800000, MOST_CODES = 0x437F0000 }; /* 1 and 255 as bits of a float */
+
+RECORDS(wide_bf16, 1, uint16_t, from_bf16)
+RECORDS(wide_fp32, 1, float, )
+RECORDS(narrow_bf16, 0, uint16_t, from_bf16)
+RECORDS(narrow_fp32, 0, float, )
 
 typedef struct {
     uint16_t *weights;
@@ -232,59 +253,42 @@ typedef struct {
     float clip, scale;
     uint16_t *copy; /* may be null */
     Scalars scalars;
-    uint64_t weights_key, second_key;
-    int64_t index;
+    uint64_t weights_state, second_state;
 } BlockwiseUpdate;
 
 static void blockwise_update(const void *call, int64_t from, int64_t end) {
     const BlockwiseUpdate u = *(const BlockwiseUpdate *)call;
+    const int64_t width = u.gradient_is_fp32 ? 4 : 2;
     for (int64_t start = from; start < end; start += BLOCK) {
         uint16_t *const high = u.weights + start;
         int8_t *const low = u.low ? u.low + start : NULL;
         uint8_t *const one = u.first + start / BLOCK * RECORD;
         uint8_t *const two = u.second + start / BLOCK * RECORD;
-        float master[BLOCK], first[BLOCK], second[BLOCK], gradient[BLOCK];
-        get_first(one, first);
-        get_second(two, second);
-        if (u.gradient_is_fp32)
-            memcpy(gradient, (const float *)u.gradient + start, sizeof gradient);
+        const void *const g = (const char *)u.gradient + width * start;
+        uint16_t a[BLOCK], b[BLOCK];
+        random_bits(u.weights_state, start, a);
+        random_bits(u.second_state, start, b);
+        if (low && u.gradient_is_fp32)
+            wide_fp32(high, low, one, two, g, a, b, u.clip, u.scale, u.scalars);
+        else if (low)
+            wide_bf16(high, low, one, two, g, a, b, u.clip, u.scale, u.scalars);
+        else if (u.gradient_is_fp32)
+            narrow_fp32(high, low, one, two, g, a, b, u.clip, u.scale, u.scalars);
         else
-            for (int i = 0; i < BLOCK; i++)
-                gradient[i] = from_bf16(((const uint16_t *)u.gradient)[start + i]);
-        for (int i = 0; i < BLOCK; i++)
-            master[i] = from_bf16(high[i]);
-        if (low)
-            for (int i = 0; i < BLOCK; i++)
-                master[i] = from_bits(to_bits(master[i]) + ((uint32_t)(int32_t)low[i] << 8));
-        for (int i = 0; i < BLOCK; i++)
-            master[i] = step(master[i], first + i, second + i, gradient[i], u.clip, u.scale,
-                             u.scalars);
-        put_first(one, first);
-        put_second(two, second, u.second_key, u.index + start);
-        uint16_t random[BLOCK];
-        random_bits(u.weights_key, u.index + start, random);
-        if (low)
-            for (int i = 0; i < BLOCK; i++) {
-                const uint32_t rounded = add_unless_nan(to_bits(master[i]), random[i] & 0xFFu) >> 8;
-                low[i] = (int8_t)(uint8_t)rounded;
-                high[i] = (uint16_t)((rounded + 0x80u) >> 8);
-            }
-        else
-            for (int i = 0; i < BLOCK; i++)
-                high[i] = (uint16_t)(add_unless_nan(to_bits(master[i]), random[i]) >> 16);
+            narrow_bf16(high, low, one, two, g, a, b, u.clip, u.scale, u.scalars);
         if (u.copy)
             memcpy(u.copy + start, high, sizeof(uint16_t) * BLOCK);
     }
 }
 
 /* Does one AdamW update of whole blocks whose moments are records. Masters and second moments are
- * rounded with the random bits of their keys, where `index` is the index of the first parameter.
+ * rounded with random bits, whose generators have these states before the first parameter.
  * Without `low`, weights are the whole masters. Otherwise as `megatrain_adamw`. */
 void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int8_t *low,
                                uint8_t *first, uint8_t *second, const void *gradient,
                                int gradient_is_fp32, const float *clip, const float *scale,
-                               uint16_t *copy, const Scalars *scalars, uint64_t weights_key,
-                               uint64_t second_key, int64_t index) {
+                               uint16_t *copy, const Scalars *scalars, uint64_t weights_state,
+                               uint64_t second_state) {
     BlockwiseUpdate u = {weights,
                          low,
                          first,
@@ -295,9 +299,8 @@ void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int
                          scale ? *scale : 1.0f,
                          copy,
                          *scalars,
-                         weights_key,
-                         second_key,
-                         index};
+                         weights_state,
+                         second_state};
     if (u.clip != u.clip || u.scale != u.scale)
         return;
     if (scale)
@@ -387,19 +390,27 @@ RATIOS(ratios_fp32, float, )
 typedef struct {
     const void *gradient;
     int gradient_is_fp32;
-    const float *second;
+    const void *second; /* fp32, or records if coded */
+    int coded;
     float *sums;
     Scalars scalars;
 } RatioSums;
 
 static void ratio_sums(const void *call, int64_t from, int64_t end) {
     const RatioSums r = *(const RatioSums *)call;
-    float ratios[RATIO_ROW];
+    float ratios[RATIO_ROW], decoded[RATIO_ROW];
     for (int64_t start = from; start < end; start += RATIO_ROW) {
+        const float *second = (const float *)r.second + start;
+        if (r.coded) {
+            const uint8_t *const records = (const uint8_t *)r.second + start / BLOCK * RECORD;
+            for (int i = 0; i < RATIO_ROW / BLOCK; i++)
+                get_second(records + i * RECORD, decoded + i * BLOCK);
+            second = decoded;
+        }
         if (r.gradient_is_fp32)
-            ratios_fp32((const float *)r.gradient + start, r.second + start, ratios, r.scalars);
+            ratios_fp32((const float *)r.gradient + start, second, ratios, r.scalars);
         else
-            ratios_bf16((const uint16_t *)r.gradient + start, r.second + start, ratios, r.scalars);
+            ratios_bf16((const uint16_t *)r.gradient + start, second, ratios, r.scalars);
         for (int half = RATIO_ROW / 2; half >= 1; half /= 2)
             for (int i = 0; i < half; i++)
                 ratios[i] += ratios[i + half];
@@ -408,10 +419,11 @@ static void ratio_sums(const void *call, int64_t from, int64_t end) {
 }
 
 /* Writes the sum of g^2 / max(v, floor) of each 64 elements, by halving. v is the second moment
- * after this step with its bias correction. `count` is a multiple of 64. */
+ * after this step with its bias correction. It is read from records if `coded`. `count` is a multiple
+ * of 64. */
 void megatrain_ratio_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
-                          const float *second, float *sums, const Scalars *scalars) {
-    const RatioSums r = {gradient, gradient_is_fp32, second, sums, *scalars};
+                          const void *second, int coded, float *sums, const Scalars *scalars) {
+    const RatioSums r = {gradient, gradient_is_fp32, second, coded, sums, *scalars};
     in_shares(team, count, ratio_sums, &r);
 }
 

@@ -86,12 +86,11 @@ class HostKernels:
             *[pointer] * 5,
             flag,
             *[pointer] * 4,
-            *[ctypes.c_uint64] * 2,
-            count,
+            *[ctypes.c_int64] * 2,
         )
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
         self._ratio_sums = function(
-            "ratio_sums", pointer, count, pointer, flag, pointer, pointer, pointer
+            "ratio_sums", pointer, count, pointer, flag, pointer, flag, pointer, pointer
         )
         self._fold = function("fold", count, pointer)
         self._accumulate = function("accumulate", pointer, count, pointer, pointer, flag, flag)
@@ -156,11 +155,11 @@ class HostKernels:
         scale: torch.Tensor | None,
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
-        keys: tuple[int, int],
-        index: int,
+        states: tuple[int, int],
     ) -> None:
-        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `keys` are the
-        `rounding_keys` of the step.
+        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `states` are those of
+        the generators of random bits before the first parameter, for weights and second moments, as
+        signed 64-bit integers.
         """
         self._blockwise_adamw(
             self._team,
@@ -175,8 +174,7 @@ class HostKernels:
             _address(scale),
             _address(copy_to),
             (ctypes.c_float * len(scalars))(*scalars),
-            *keys,
-            index,
+            *states,
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
@@ -199,8 +197,9 @@ class HostKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32 and `second` [n] fp32; n is a multiple of 64.
+        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
+        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
+        64.
         """
         rounded = (ctypes.c_float * len(scalars))(*scalars)
         self._ratio_sums(
@@ -209,6 +208,7 @@ class HostKernels:
             gradient.data_ptr(),
             _is_fp32(gradient),
             second.data_ptr(),
+            int(second.dtype == torch.uint8),
             sums.data_ptr(),
             rounded,
         )

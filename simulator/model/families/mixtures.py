@@ -103,7 +103,7 @@ def granite_shared(c: ModelConfig, _kind: Kind) -> Parts:
         ("shared_mlp.output_linear.weight", (hidden, inner)),
     )
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
-    return (msgspec.structs.replace(shared, tensors=tensors), added)
+    return (msgspec.structs.replace(shared, tensors=tensors, linears=tensors), added)
 
 
 _CHOSEN = "num_experts_per_tok"

@@ -144,6 +144,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     tensors: Tensors = ()
     """Its parameters, in order."""
+    linears: Tensors = ()
+    """The weights of its linear layers that every token is multiplied with, in order. Routers and
+    experts are left out."""
     active: int = 0
     """Matrix elements that each token is multiplied with."""
     idle: int = 0
@@ -196,6 +199,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
     """Returns the parts as one part: their costs are summed, and their tensors stay in order."""
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
+        linears=tuple(tensor for part in parts for tensor in part.linears),
         active=sum(part.active for part in parts),
         idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts),
@@ -227,6 +231,7 @@ def linear(name: str, source: int, target: int, bias: bool = False) -> Part:
     tensors: Tensors = ((f"{name}.weight", (target, source)),)
     return Part(
         tensors=tensors + (((f"{name}.bias", (target,)),) if bias else ()),
+        linears=() if "router" in name else tensors,
         active=source * target,
         backward=Traffic(low=target if bias else 0),
     )

@@ -5,15 +5,19 @@
   soon as the gradient is complete.
 * `update`: one factor per tensor, from the sums of g^2 / v (gradient g, second moment v) of its own
   layer. It is also known as soon as the gradient is complete.
+* `adagc`: one factor per tensor, from its own sum of squares and from its moving norm, which is
+  kept from step to step. It is also known as soon as the gradient is complete.
 * `none`: nothing is clipped. One op still checks that the losses are finite.
 
 With every policy, a step that fails leaves the same bits. A loss that is not finite stops all
 updates of the step, since all losses are known before the first update. A norm that is not finite
-stops all updates with `global`, and only the update of its own layer with `layer` and `update`.
+stops all updates with `global`, and otherwise only the update of its own layer. Moving norms do not
+change where an update is stopped.
 """
 
 from __future__ import annotations
 
+from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW, SCALAR_BYTES
@@ -53,21 +57,31 @@ class Clipping:
             layer: ("host", "cpu") if by_update and layer in on_host else (place, update_lane)
             for layer in self.stack
         }
-        normed = self.stack if self.kind in ("global", "layer") else ()
+        values = {
+            layer: len(spec.tensors) if self.kind in BY_TENSOR else 1
+            for layer, spec in self.stack.items()
+        }
+        sizes = {
+            layer: -(-4 * count // SCALAR_BYTES) * SCALAR_BYTES for layer, count in values.items()
+        }
+        normed = self.stack if self.kind in ("global", "layer", "adagc") else ()
         self.norm = {
-            layer: builder.persistent(f"{place}.norm", layer, SCALAR_BYTES, "norms")
+            layer: builder.persistent(f"{place}.norm", layer, sizes[layer], "norms")
             for layer in normed
         }
+        self.moving = {
+            layer: builder.persistent(f"{place}.moving_norms", layer, size, "moving_norms")
+            for layer, size in (sizes.items() if self.kind == "adagc" else ())
+        }
+        """Layer -> the buffer with the moving norms of its tensors, with `adagc`."""
         self.own: dict[str, str] = {}
-        """Layer -> the buffer with its own factors, with `layer` and `update`."""
+        """Layer -> the buffer with its own factors, with the kinds in `BY_LAYER`."""
         self.all = ""
         """The buffer that every update reads, with `global` and `none`."""
-        if self.kind in ("global", "none"):
+        if self.kind not in BY_LAYER:
             self.all = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
         else:
-            for layer, spec in self.stack.items():
-                values = len(spec.tensors) if by_update else 1
-                size = -(-4 * values // SCALAR_BYTES) * SCALAR_BYTES
+            for layer, size in sizes.items():
                 self.own[layer] = builder.persistent(
                     f"{self.side[layer][0]}.clips", layer, size, "clips"
                 )
@@ -102,12 +116,13 @@ class Clipping:
                 [self.norm[layer]],
                 parameters=spec.elements,
             )
-            if self.kind == "layer":
+            if self.kind in BY_LAYER:
+                moving = [self.moving[layer]] if self.moving else []
                 self.builder.op(
                     OpId("clip", layer),
                     self.lane,
-                    [self.norm[layer], *self.losses],
-                    [self.own[layer]],
+                    [self.norm[layer], *moving, *self.losses],
+                    [self.own[layer], *moving],
                 )
 
     def rows(self, layer: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -223,6 +224,19 @@ def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> Non
     source = find(tmp_path)
     assert [file.name for file in source.files] == ["a.parquet", "b.parquet"]
     assert source.left_out == "README.md (14 bytes)"
+
+
+def test_a_data_file_beside_a_wrong_path_is_suggested(tmp_path: Path) -> None:
+    for name in ("config.json", "notes.md", "chat.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model").mkdir()
+    named = re.escape(str(tmp_path / "chat.jsonl"))
+    with pytest.raises(
+        UserError, match=f"without data; .*; fix: name a data file, such as {named}$"
+    ):
+        find(tmp_path / "model")
+    with pytest.raises(UserError, match=rf"no such file .*; fix: did you mean {named}\?$"):
+        find(tmp_path / "chats.jsonl")
 
 
 def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Writes the tensors of a checkpoint in another state format.
+
+A master is rounded to the nearest that the new format has. A second moment of 8 bits is rounded at
+random, as in an update. To a format that has all of the bits, nothing is lost. Only a piece of one
+tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.files.malformed_file import MalformedFile
+from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
+from megatrain.runtime.files.tensor_stream import TensorSource
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.runtime.optimizer.adamw import join, round_to_bf16, split
+from megatrain.runtime.optimizer.blockwise import (
+    decoded_first,
+    decoded_second,
+    encode_first,
+    encode_second,
+    records,
+    rounding_keys,
+)
+from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.model.state_format import FORMATS, StateFormat
+
+_PIECE = 2**22
+"""Parameters in memory at a time, a multiple of a block."""
+_CODED = "block8"
+
+
+class ConvertedState:
+    """The tensors of a checkpoint on disk, in another state format."""
+
+    def __init__(self, folder: Path, manifest: Manifest, state: str, seed: int) -> None:
+        """Reads the headers of the checkpoint's files.
+
+        Args:
+            folder: the folder of the checkpoint.
+            manifest: its manifest.
+            state: the name of the new format.
+            seed: the run's seed, for random bits.
+        """
+        self._old, self._new = FORMATS[manifest.workload.state], FORMATS[state]
+        self._model, self._folder = manifest.model, folder
+        self._key = rounding_keys(seed, manifest.run.step)[1]
+        self._found: dict[str, tuple[Path, TensorEntry]] = {}
+        for shard in manifest.shards:
+            path = folder / shard.file
+            self._found |= {name: (path, entry) for name, entry in read_entries(path).items()}
+
+    def sources(self) -> Mapping[str, TensorSource]:
+        """Returns the tensors to write, by name."""
+        made, index = dict[str, TensorSource](), 0
+        for layer in self._model.stack.values():
+            made |= {
+                f"{layer.name}.{name}": source for name, source in self._layer(layer, index).items()
+            }
+            index += layer.elements
+        return made
+
+    def _layer(self, layer: LayerSpec, index: int) -> dict[str, TensorSource]:
+        count, low = layer.elements, self._new.low
+        made = {"weights": TensorSource(torch.bfloat16, (count,), lambda: self._halves(layer, 0))}
+        if low:
+            made["master_low"] = TensorSource(
+                TORCH_DTYPE[low], (count,), lambda: self._halves(layer, 1)
+            )
+        coded = self._new.moments == _CODED
+        made["moments"] = TensorSource(
+            torch.uint8 if coded else torch.float32,
+            (2, records(count) if coded else count),
+            lambda: self._moments(layer, index),
+        )
+        return made
+
+    def _halves(self, layer: LayerSpec, which: int) -> Iterator[torch.Tensor]:
+        """Yields the weights, or the low parts if `which` is 1."""
+        for first, end in _pieces(layer.elements):
+            high = self._read(f"{layer.name}.weights", first, end)
+            master = high.float()
+            if self._old.low:
+                master = join(high, self._read(f"{layer.name}.master_low", first, end))
+            yield _parts(master, self._new)[which]
+
+    def _moments(self, layer: LayerSpec, index: int) -> Iterator[torch.Tensor]:
+        """Yields all first moments, and then all second ones."""
+        name, count = f"{layer.name}.moments", layer.elements
+        for which, decode in enumerate((decoded_first, decoded_second)):
+            for first, end in _pieces(count):
+                if self._old.moments == _CODED:
+                    start = which * records(count)
+                    stored = self._read(name, start + records(first), start + records(end))
+                    values = decode(stored)
+                else:
+                    values = self._read(name, which * count + first, which * count + end)
+                if self._new.moments == _CODED:
+                    made = torch.empty(records(end - first), dtype=torch.uint8)
+                    if which:
+                        encode_second(values, made, self._key, index + first)
+                    else:
+                        encode_first(values, made)
+                    values = made
+                yield values
+
+    def _read(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Returns elements of a tensor, counted through all of its dimensions."""
+        path, entry = self._found[name]
+        width = entry.dtype.itemsize
+        data = np.fromfile(
+            path, dtype=np.uint8, count=(end - first) * width, offset=entry.start + first * width
+        )
+        if data.nbytes != (end - first) * width:
+            raise MalformedFile(
+                str(path),
+                found="an end before that of the last tensor",
+                allowed="a file that does not change",
+                fix="convert it again",
+            )
+        return torch.from_numpy(data).view(entry.dtype)
+
+
+def _pieces(count: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, count, _PIECE):
+        yield first, min(first + _PIECE, count)
+
+
+def _parts(master: torch.Tensor, planes: StateFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the nearest weights [n] bf16 to `master` [n] fp32, and the low parts [n]."""
+    if planes.low is None:
+        return round_to_bf16(master), master.new_empty(0)
+    high = torch.empty_like(master, dtype=torch.bfloat16)
+    low = torch.empty_like(master, dtype=TORCH_DTYPE[planes.low])
+    split(master, high, low)
+    return high, low

@@ -1,0 +1,65 @@
+"""Clipping of each tensor's gradient by a moving average of its own norm (AdaGC, arXiv 2502.11034).
+
+With the gradient g of a tensor and its moving norm m, after the warm-up:
+
+    h = min(1, factor * m / |g|)
+    g = h g
+    m = decay * m + (1 - decay) * h |g|
+
+In the warm-up, h = min(1, max_norm / |g|), and m is the least h |g| so far. The paper and the
+authors' code (github.com/lishuai-97/AdaGC) clip by the norm of all gradients in the warm-up. All
+gradients of a step would then have to be stored before any of them could be used, which this kind
+of clipping avoids. So the warm-up also clips each tensor alone.
+
+Two cases are not in the paper. A gradient of zeros, as of a frozen tensor, leaves m as it is: with
+m = 0 every later gradient would be clipped to zero. A tensor that has no m yet is clipped as in the
+warm-up.
+
+All operations round once, in fp32, and norms are summed in a fixed order. So the result does not
+depend on the plan or the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.runtime.optimizer.adamw import ALONE, Workers, rounded_sqrt, sum_of_squares
+from megatrain.runtime.optimizer.settings import AdamW
+
+
+def sums_of_squares(
+    gradients: list[torch.Tensor], total: torch.Tensor, workers: Workers = ALONE
+) -> None:
+    """Writes the sum of squares of each of `gradients` ([n] bf16 or fp32) to `total` [tensors]
+    fp32, each in the order of `adamw.sum_of_squares`.
+    """
+    total.copy_(torch.stack([sum_of_squares(gradient, workers) for gradient in gradients]))
+
+
+def clip(
+    sums: torch.Tensor, moving: torch.Tensor, *, settings: AdamW, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the factors on the gradients of a layer's tensors, and their moving norms after this
+    step, both [tensors] fp32.
+
+    If any norm is not finite, all factors and moving norms are NaN.
+
+    Args:
+        sums: [tensors] fp32, the sum of squares of each gradient.
+        moving: [tensors] fp32, the moving norms before this step, 0 where there is none yet.
+        settings: `max_norm` and the values whose names begin with `adagc_`.
+        number: The number of this step, from 1.
+    """
+    norms, known = rounded_sqrt(sums), moving > 0
+    warming = number <= settings.adagc_warm_up
+    highest = torch.full_like(moving, settings.max_norm)
+    limits = highest if warming else torch.where(known, moving * settings.adagc_factor, highest)
+    factors = torch.where(norms > limits, limits / norms, torch.ones_like(norms))
+    clipped = torch.minimum(norms, limits)
+    if warming:
+        later = torch.minimum(moving, clipped)
+    else:
+        later = moving * settings.adagc_decay + clipped * (1 - settings.adagc_decay)
+    later = torch.where(norms > 0, torch.where(known, later, clipped), moving)
+    bad = (norms * 0).sum()
+    return factors + bad, later + bad

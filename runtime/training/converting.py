@@ -1,0 +1,142 @@
+"""convert_run: writes a run, with one of its checkpoints, in another state format.
+
+It needs no GPU, and only a small part of the memory that training takes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megatrain.runtime.checkpoint.checkpoint import SHARD_BYTES, sync
+from megatrain.runtime.checkpoint.conversion import ConvertedState
+from megatrain.runtime.checkpoint.manifest import Manifest, Shard
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
+from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
+from megatrain.runtime.training.exporting import sound_checkpoint
+from megatrain.runtime.training.run_folder import save_plan
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Plan
+
+_KEPT = ("config.toml", "metrics.jsonl", CHAT_TEMPLATE)
+"""Files of a run that do not depend on the format."""
+
+
+class Converted(NamedTuple):
+    """The result of `convert_run`."""
+
+    step: int
+    """step of the checkpoint"""
+    before: str
+    """its state format"""
+    bytes: int
+    """size of the new checkpoint's files"""
+    is_run: bool
+    """whether the new folder has a plan, so that it can be resumed by itself"""
+
+
+def convert_run(
+    run: Path,
+    out: Path,
+    state: str,
+    *,
+    step: int | None = None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> Converted:
+    """Writes a run with one checkpoint in the format `state` to the new folder `out`, completely or
+    not at all.
+
+    The plan is that of the run with another format. It may no longer fit its memory limits; the run
+    can then be resumed with another plan.
+
+    Args:
+        run: the folder of a run or of one checkpoint.
+        out: the folder to write. It must not exist.
+        state: the name of the new format.
+        step: the step of the checkpoint; None for the newest undamaged one.
+        on_note: receives lines of text for the user.
+
+    Raises UserError if there is no undamaged checkpoint, if it has the format already or cannot
+    have it, or if `out` exists.
+    """
+    if out.exists():
+        raise UserError(
+            str(out),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one with --out",
+        )
+    folder, manifest = sound_checkpoint(run, step, on_note)
+    work = manifest.workload
+    if work.state == state or (work.dtype, work.optimizer) != ("bf16", ADAMW):
+        others = [name for name in FORMATS if name != work.state]
+        able = (work.dtype, work.optimizer) == ("bf16", ADAMW)
+        raise UserError(
+            f"{folder}: --state",
+            found=f"{state}, with dtype {work.dtype} and optimizer {work.optimizer}",
+            allowed=f"{', '.join(others) if able else EXACT}, from {work.state}",
+            fix="name another format" if able else "train with it from the beginning",
+        )
+    seed = manifest.run.settings.get("training.seed", 0)
+    changed = msgspec.structs.replace(work, state=state)
+    home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".converting-{out.name}-"))
+    try:
+        place = aside / "checkpoints" / checkpoint_name(manifest.run.step)
+        place.mkdir(parents=True)
+        shards = _write(ConvertedState(folder, manifest, state, seed).sources(), place)
+        new = msgspec.structs.replace(manifest, workload=changed, shards=tuple(shards))
+        assert isinstance(new, Manifest)
+        new.save(place)
+        is_run = (home / "plan.toml").is_file()
+        if is_run:
+            _save_run(home, aside, state)
+        for each in (place, place.parent, aside):
+            sync(each)
+        aside.chmod(0o755)
+        aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Converted(manifest.run.step, work.state, sum(shard.bytes for shard in shards), is_run)
+
+
+def _write(tensors: Mapping[str, TensorSource], place: Path) -> list[Shard]:
+    """Writes the files of the checkpoint `place`, each of about 4 GB or of one larger tensor."""
+    parts: list[dict[str, TensorSource]] = []
+    held = SHARD_BYTES
+    for name, source in tensors.items():
+        if held + source.bytes > SHARD_BYTES:
+            parts.append({})
+            held = 0
+        parts[-1][name] = source
+        held += source.bytes
+    shards = []
+    for number, part in enumerate(parts, 1):
+        path = place / f"state-{number:05d}.safetensors"
+        size, checksum = write_tensors(path, part)
+        shards.append(Shard(file=path.name, bytes=size, checksum=checksum, tensors=tuple(part)))
+    return shards
+
+
+def _save_run(home: Path, aside: Path, state: str) -> None:
+    """Writes what a run has beside its checkpoints, with a plan in the format `state`."""
+    for name in _KEPT:
+        if (home / name).is_file():
+            shutil.copyfile(home / name, aside / name)
+    plan = Plan.load(home / "plan.toml")
+    work = msgspec.structs.replace(plan.workload, state=state)
+    plan = msgspec.structs.replace(plan, workload=work, prediction=None, digest="")
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
+    there = home / plan.source
+    save_plan(plan, home, str(there) if there.exists() else plan.source, aside)

@@ -1,0 +1,55 @@
+"""Tests of the outlook: it agrees with the search, whose time it saves."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.outlook import outlook
+from megatrain.simulator.planner.search import candidates
+
+
+def _bytes(choice: Choice) -> Account:
+    return msgspec.structs.replace(choice.account, advice="")
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("state", ["exact", "bf16-sr"])
+@pytest.mark.parametrize(
+    ("machine", "device", "host"),
+    [
+        ("rtx4090", None, None),
+        ("rtx4090", 2**30, None),
+        ("rtx4090", None, 2**32),
+        ("rtx4090", 2**30, 2**32),
+        ("dgx-spark", None, None),
+        ("dgx-spark", 2**32, None),
+    ],
+)
+def test_the_outlook_is_that_of_the_search(
+    machine: str, device: int | None, host: int | None, state: str, accumulation: int
+) -> None:
+    model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load(machine)
+    work = Workload(batch=2, sequence=512, accumulation=accumulation, state=state)
+    limits = {"device_limit": device, "host_limit": host}
+    expected, found = (
+        candidates(model, hardware, work, **limits)[0],
+        outlook(model, hardware, work, **limits),
+    )
+    assert found is not None
+    assert found.feasible == expected.feasible
+    assert found.step_seconds <= expected.step_seconds
+    if not expected.feasible:
+        assert _bytes(found) == _bytes(expected)
+        assert found.plan == msgspec.structs.replace(expected.plan, digest="", prediction=None)
+
+
+def test_policies_of_other_systems_have_no_outlook() -> None:
+    model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
+    work = Workload(batch=1, sequence=256)
+    assert outlook(model, hardware, work, policies=["zero3_offload"]) is None
