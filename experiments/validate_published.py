@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.program import run_program
-from megatrain.experiments.validation.predict import predict
+from megatrain.experiments.validation.predict import implied_batch, predict
 from megatrain.experiments.validation.report import (
     ValidationResult,
     as_csv,
@@ -34,7 +34,11 @@ def validate() -> list[ValidationResult]:
     """Returns every published row with its prediction, from the library's own estimates."""
     settings = load_settings()
     return [
-        ValidationResult(row=row, predicted=predict(row, settings[row.setting]))
+        ValidationResult(
+            row=row,
+            predicted=predict(row, settings[row.setting]),
+            implied=implied_batch(row, settings[row.setting]),
+        )
         for row in load_rows()
     ]
 

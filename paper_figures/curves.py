@@ -29,10 +29,14 @@ def predictions(
         points: dict[float, float | None] = {}
         crosses: list[float] = []
         for record in records:
-            told = record.quantity in ("tflops", "runs")
-            if not told or record.system != system or record.code is None:
+            drawn_here = record.quantity in ("tflops", "runs")
+            if not drawn_here or record.system != system or record.code is None:
                 continue
-            answer = {"ours": record.ours, "paper_schedule": record.paper_schedule}.get(name)
+            answer = {
+                "ours": record.ours,
+                "paper_stated": record.paper_stated,
+                "paper_schedule": record.paper_schedule,
+            }.get(name)
             fits = answer.fits if answer else record.code.fits
             value = value_of(answer, "tflops", 1) if answer else record.code.value
             drawn = fits and value is not None and record.quantity == "tflops"
@@ -40,6 +44,33 @@ def predictions(
             crosses += [] if fits else [x_of(record)]
         style.predicted(axes, sorted(points), [points[x] for x in sorted(points)], name)
         style.no_room(axes, crosses, row, len(systems), style.LOOKS[name].colour)
+
+
+def batch_ticks(
+    axes: Axes, labels: dict[float, str], records: Iterable[BenchmarkRecord], x_of: Place
+) -> str:
+    """Writes under each tick the sequences of a step: those of MegaTrain's code and, if they
+    differ, of ZeRO-3 and FSDP2. Returns what the lines are, for the axis' name.
+    """
+    found: dict[str, dict[float, str]] = {}
+    for record in records:
+        if record.code and record.quantity in ("tflops", "runs"):
+            found.setdefault(record.system, {})[x_of(record)] = str(record.code.batch)
+    named = [name for name in ("megatrain_code", "zero3_offload", "fsdp2_offload") if name in found]
+    axes.set_xticks(
+        list(labels),
+        [
+            "\n".join([label, *(found[name].get(x, "-") for name in named)])
+            for x, label in labels.items()
+        ],
+    )
+    axes.minorticks_off()
+    short = {
+        "megatrain_code": "MegaTrain's code, ours",
+        "zero3_offload": "ZeRO-3",
+        "fsdp2_offload": "FSDP2",
+    }
+    return "sequences per step:\n" + "; ".join(short[name] for name in named)
 
 
 def papers_values(
@@ -55,7 +86,7 @@ def papers_values(
     for record in records:
         if record.quantity == "tflops" and record.paper is not None:
             marker = style.LOOKS[record.system].marker
-            style.reported(axes, [x_of(record)], [record.paper], [record.sure], marker)
+            style.reported(axes, [x_of(record)], [record.paper], [record.how], marker)
         elif record.quantity == "runs" and record.paper == 0:
             row = systems.index(record.system)
             style.no_room(axes, [cross_of(record)], row, len(systems), "black")

@@ -1,16 +1,24 @@
-"""Figure 1: TFLOPS by model size for all systems, on a GH200 and on an H200."""
+"""Figure 1: TFLOPS by model size for all systems, on a GH200 and on an H200. The ratio of
+MegaTrain to ZeRO-3 at 14B is in its table.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megatrain.paper_figures import curves, style
+from megatrain.paper_figures.figure4 import Size
 from megatrain.paper_figures.results import BenchmarkRecord, Results
 from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 from megatrain.simulator.model.metrics import tflops_6n
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 
 SYSTEMS = (
     "megatrain_code",
+    "paper_stated",
     "paper_schedule",
     "ours",
     "zero3_offload",
@@ -18,6 +26,12 @@ SYSTEMS = (
     "zero_offload",
 )
 PANELS = {"gh200": "GH200, 447 GiB of host memory", "h200-paper": "H200, 1.5 TB of host memory"}
+PUBLISHED_STARS = {
+    "published code 7b": "megatrain_code",
+    "ours 14b, compiled": "ours",
+    "ours 32b, compiled": "ours",
+}
+"""Rows of experiments/published/h200.csv that are drawn as stars."""
 SIZES = {
     "qwen2.5-7b": 7,
     "qwen2.5-14b": 14,
@@ -35,6 +49,10 @@ _ASIDE = 0.83
 """The factor by which stars stand left of their model's size if they had less device memory or one
 long sequence.
 """
+
+
+_NEAR = 40
+"""TFLOPS between stars whose labels would overlap."""
 
 
 class Star(NamedTuple):
@@ -86,8 +104,9 @@ def stars(results: Results) -> list[Star]:
         work, device = file["plan"]["workload"], file["arguments"]["device_memory"]
         for record in file["systems"]:
             if record["system"] in _MEASURED and not record["failure"]:
+                several = f"{work['accumulation']} x " if work["accumulation"] > 1 else ""
                 tokens, limit = (
-                    f"{work['batch']} x {work['sequence']}",
+                    f"{several}{work['batch']} x {work['sequence']}",
                     _limit(work["sequence"], device, work["clipping"]),
                 )
                 found.append(
@@ -111,67 +130,103 @@ def _limit(sequence: int, device_bytes: int | None, clipping: str) -> str:
     return less + (f",\nby {clipping}" if less and clipping != "global" else "")
 
 
+def more_stars(results: Results) -> list[Star]:
+    """Returns the steps of `experiments/published/h200.csv` that no result folder has."""
+    found = []
+    for row in results.validation():
+        if row["item"] in PUBLISHED_STARS and row["quantity"] == "step_s":
+            work = Workload(batch=32, sequence=1024)
+            speed = tflops_6n(ModelSpec.load(row["model"]), work, float(row["published"]))
+            system, date = PUBLISHED_STARS[row["item"]], row["source"].rpartition(", ")[2]
+            where = "experiments/published/h200.csv"
+            found.append(Star(system, row["model"], "32 x 1024", speed, date, "", where))
+    return found
+
+
 def draw(results: Results) -> Drawn:
     records, date = results.typed("figure1", list[BenchmarkRecord])
-    measured = stars(results)
-    figure, axes = style.canvas(style.PAGE, 3.5, ncols=2, sharey=True)
+    sizes, _ = results.typed("figure4", list[Size])
+    measured = [*stars(results), *more_stars(results)]
+    figure, axes = style.canvas(style.PAGE, 4.1, ncols=2, sharey=True)
     for panel, (setting, title) in zip(axes, PANELS.items(), strict=True):
-        _panel(
-            panel,
-            [
-                record
-                for record in records
-                if record.setting == setting and record.quantity in ("tflops", "runs")
-            ],
-            title,
-        )
+        mine = [
+            record
+            for record in records
+            if record.setting == setting and record.quantity in ("tflops", "runs")
+        ]
+        _panel(panel, mine, title)
     _stars(axes[1], measured)
     axes[1].text(
         64, 6, "reported to run, no number", fontsize=7, ha="right", va="bottom", color=style.MUTED
     )
     axes[1].set_ylabel("")
+    axes[1].text(
+        0.01,
+        0.01,
+        _host_of_120b(sizes),
+        transform=axes[1].transAxes,
+        fontsize=7,
+        va="bottom",
+        color=style.MUTED,
+        linespacing=1.1,
+    )
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
     made = (
-        f"Predictions of {date}: library's GH200, H200, eager layers. Measured"
-        f" {' and '.join(sorted({star.date for star in measured}))} on an H200 with 128 or 256 GiB"
-        " of host memory: compiled layers. Left of 7B: less device memory (by update: how gradients"
-        " are clipped), or one long sequence."
+        f"Predictions of {date}: library's GH200, H200, eager layers, sequences of 1,024. Measured"
+        f" {min(star.date for star in measured)} to {max(star.date for star in measured)} on H200"
+        " machines with 128 to"
+        " 512 GiB of host memory, 32 x 1,024 tokens unless said: ours compiled, others eager. Left"
+        " of a size: another batch, less device memory (by update: how gradients are clipped),"
+        " or one long sequence."
     )
-    return _drawn(records, measured, figure, made)
+    return _drawn(records, sizes, measured, figure, made)
+
+
+def _host_of_120b(sizes: list[Size]) -> str:
+    """Returns the host memory of 120B and both readings of 1.5 TB."""
+    large = next(size for size in sizes if size.model == "gpt-oss-120b").host_gb
+    return (
+        "120B needs, of 1,500 or 1,649 GB of host memory:\n"
+        f"paper's schedule {large['paper_stated']:,.0f} (12 B),"
+        f" {large['paper_schedule']:,.0f} (fp32),\n"
+        f"MegaTrain's code {large['code_earlier']:,.0f}, ours {large['ours']:,.0f}"
+    )
 
 
 def _stars(axes: Any, measured: list[Star]) -> None:
     for star in measured:
-        style.measured(
-            axes, [star.size * (_ASIDE if star.limit else 1)], [star.tflops], star.system
-        )
+        aside = _ASIDE if star.limit or star.tokens != "32 x 1024" else 1
+        style.measured(axes, [star.size * aside], [star.tflops], star.system)
         if star.system != "ours":  # markers are equal, and colours look alike in grey
-            name = style.LOOKS[star.system].label.removesuffix(" offload").replace(" ", "\n")
-            axes.text(
-                star.size * 1.12,
-                star.tflops,
-                name,
-                fontsize=7,
-                va="bottom" if star.size == 3 else "top",
-                linespacing=0.95,
-            )
-    for limit in sorted({star.limit for star in measured if star.limit}):
-        low = min(star.tflops for star in measured if star.limit == limit)
+            name = style.LOOKS[star.system].label.partition(" ")[0]
+            name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
+            place = {"FSDP2": "bottom", "code": "top"}.get(name, "center")
+            axes.text(star.size * 1.12, star.tflops, name, fontsize=7, va=place)
+    lows: dict[str, float] = {}
+    for star in measured:
+        if star.limit:
+            lows[star.limit] = min(star.tflops, lows.get(star.limit, star.tflops))
+    labels: list[tuple[str, float]] = []
+    for limit, low in sorted(lows.items(), key=lambda entry: entry[1]):
+        if labels and low - labels[-1][1] < _NEAR:  # one label for stars that overlap
+            labels[-1] = (f"{limit};\n{labels[-1][0]}", labels[-1][1])
+        else:
+            labels.append((limit, low))
+    for label, low in labels:
         axes.text(
-            7 * _ASIDE * 0.91, low, limit, fontsize=7, va="center", ha="right", linespacing=0.95
+            7 * _ASIDE * 0.91, low, label, fontsize=7, va="center", ha="right", linespacing=0.95
         )
 
 
 def _panel(axes: Any, records: list[BenchmarkRecord], title: str) -> None:
-    style.plain(
-        axes, title, "model size (billions of parameters, log scale)", "TFLOPS (6N; at 120B active)"
-    )
+    style.plain(axes, title, "", "TFLOPS (6N; at 120B active)")
     axes.set_xscale("log")
     axes.set_xlim(2.6, 165)
-    axes.set_ylim(0, 620)
-    axes.set_xticks([3, *SIZES.values()], ["3", *(f"{size}" for size in SIZES.values())])
-    axes.minorticks_off()
+    axes.set_ylim(0, 660)
     speeds = [record for record in records if record.quantity == "tflops"]
+    labels = {3.0: "3", **{float(size): str(size) for size in SIZES.values()}}
+    lines = curves.batch_ticks(axes, labels, records, _size)
+    axes.set_xlabel(f"billions of parameters (log scale); {lines}")
     curves.predictions(
         axes, SYSTEMS, speeds, _size, lambda record: record.active_parameters / record.parameters
     )
@@ -182,8 +237,49 @@ def _size(record: BenchmarkRecord) -> float:
     return SIZES[record.model]
 
 
-def _drawn(records: list[BenchmarkRecord], measured: list[Star], figure: Any, made: str) -> Drawn:
-    rows = rows_of(records)
+def _by_active(row: TableRow, record: BenchmarkRecord) -> TableRow:
+    """Returns the row of a model with experts with TFLOPS of active parameters, as drawn."""
+    share = record.active_parameters / record.parameters
+    if share == 1 or row.quantity != "tflops":
+        return row
+    names = ("paper_stated", "paper_schedule", "published_code", "ours")
+    values = {name: getattr(row, name) for name in names}
+    return msgspec.structs.replace(
+        row,
+        **{name: None if value is None else share * value for name, value in values.items()},
+        note="; ".join(filter(None, (row.note, "6 x active parameters"))),
+    )
+
+
+def _drawn(
+    records: list[BenchmarkRecord], sizes: list[Size], measured: list[Star], figure: Any, made: str
+) -> Drawn:
+    rows = [_by_active(row, record) for row, record in zip(rows_of(records), records, strict=True)]
+    found = {row.item: row for row in rows if row.quantity == "tflops"}
+    seven, fourteen, zero3 = found["MegaTrain 7b"], found["MegaTrain 14b"], found["ZeRO-3 14b"]
+    rows.append(
+        TableRow(
+            item="MegaTrain 14b / ZeRO-3 14b",
+            quantity="ratio",
+            unit="times",
+            paper=1.84,
+            sure="++",
+            published_code=(fourteen.published_code or 0) / (zero3.published_code or 1),
+            note=f"{fourteen.workload} against {zero3.workload} tokens; see the figure `ratio`",
+        )
+    )
+    large = next(size for size in sizes if size.model == "gpt-oss-120b").host_gb
+    rows.append(
+        TableRow(
+            item="gpt-oss-120b: host memory, of 1,500 or 1,649 GB",
+            quantity="host_gb",
+            unit="GB",
+            paper_stated=large["paper_stated"],
+            paper_schedule=large["paper_schedule"],
+            published_code=large["code_earlier"],
+            ours=large["ours"],
+        )
+    )
     for star in measured:
         limit = star.limit.replace("\n", " ")
         item = (
@@ -194,41 +290,29 @@ def _drawn(records: list[BenchmarkRecord], measured: list[Star], figure: Any, ma
                 item=item,
                 quantity="tflops",
                 unit="TFLOPS",
+                workload=star.tokens,
                 measured=star.tflops,
                 note=f"measured, {star.where}",
             )
         )
-    found = {row.item: row for row in rows if row.quantity == "tflops"}
-    seven, fourteen, zero3 = found["MegaTrain 7b"], found["MegaTrain 14b"], found["ZeRO-3 14b"]
-    best = {
-        name: max(
-            star.tflops
-            for star in measured
-            if star.system == name and (star.model, star.tokens) == ("qwen2.5-7b", "32 x 1024")
-        )
-        for name in _MEASURED.values()
-        if name != "paper_schedule"
-    }
-    larger = max(star.tflops for star in measured if star.model == "qwen2.5-14b")
     return Drawn(
         figure,
         rows,
         "Figure 1: speed against size",
         claim=(
             f"MegaTrain reaches {seven.paper:g} TFLOPS at 7B and {fourteen.paper:g} at 14B on a"
-            f" GH200, 1.84 times ZeRO-3's {zero3.paper:g}. Only MegaTrain runs 32B there, and 72B"
-            " and 120B on an H200."
+            f" GH200, 1.84 times ZeRO-3's {zero3.paper:g}, and alone runs 32B there and 72B and"
+            " 120B on an H200 with 1.5 TB."
         ),
         finding=(
-            f"The published code is predicted at {seven.published_code:.0f} and"
-            f" {fourteen.published_code:.0f} TFLOPS. Its three forward passes per layer keep it"
-            f" well below the paper's schedule ({fourteen.paper_schedule:.0f} at 14B) and ours"
-            f" ({fourteen.ours:.0f}). ZeRO-3 with a batch that fills the device is predicted at"
-            f" {zero3.published_code:.0f}, far above the paper's value, for which no batch is"
-            " reported. Measured on our H200 at 7B and 32 x 1024 tokens, ours reaches"
-            f" {best['ours']:.0f} (with compiled layers, whose gain is not in the library's costs),"
-            f" ZeRO-3 {best['zero3_offload']:.0f} and FSDP2 {best['fsdp2_offload']:.0f}. Ours"
-            f" reaches {larger:.0f} at 14B."
+            f"With the batches of Tables 7 and 4, MegaTrain's code is predicted at"
+            f" {seven.published_code:.0f} and {fourteen.published_code:.0f} TFLOPS, and ZeRO-3 with"
+            f" a batch that fills the device at {zero3.published_code:.0f}; the next figure has the"
+            " ratio. 120B fits by the paper's 12 bytes per parameter"
+            f" ({large['paper_stated']:,.0f} GB) in either reading of 1.5 TB, but the code"
+            f" ({large['code_earlier']:,.0f} GB) only if that is 1,649 GB, which this claim made us"
+            " assume. Stars have compiled layers and the lines do not, so a star above a line is"
+            " no error of the prediction."
         ),
         made=made,
         footer_columns=122,

@@ -63,14 +63,16 @@ def draw(results: Results) -> Drawn:
             " optimizer runs on the CPU."
         ),
         finding=(
-            "Two interpreters, the simulator and the runtime, read one schedule, so both have the"
-            f" same lanes. In a step of this plan, {sum(kinds['h2d'].values())} copies go to the"
-            f" device and {sum(kinds['d2h'].values())} leave it, and the optimizer runs on the"
-            " device (lane `update`), not on the CPU."
+            "This is our architecture: two interpreters, the simulator and the runtime, read one"
+            f" schedule, so both have the same lanes. In a step of this plan,"
+            f" {sum(kinds['h2d'].values())} copies go to the device and"
+            f" {sum(kinds['d2h'].values())} leave it, and the optimizer runs on the device (lane"
+            " `update`); newer plans also update layers on the host (lane `cpu`)."
         ),
         made=(
-            f"Folders of the code; ops counted in the schedule of {run.plan.model.name} on 24 GiB"
-            f" of one {run.where}."
+            f"Folders of the code; ops counted in the schedule of {run.plan.model.name},"
+            f" {run.plan.workload.batch} x {run.plan.workload.sequence} tokens, on 24 GiB of one"
+            f" {run.where}."
         ),
     )
 

@@ -11,15 +11,24 @@ from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, TableRow
 
 LINES = {
-    "code": ("megatrain_code", "published code, all pools"),
-    "paper_schedule": ("paper_schedule", "paper's schedule, fp32 master"),
+    "paper_stated": ("paper_stated", ""),
+    "paper_schedule": ("paper_schedule", ""),
+    "code_earlier": ("megatrain_code", ""),
     "ours": ("ours", "ours, all state on the host"),
     "zero3_offload": ("zero3_offload", ""),
     "fsdp2_offload": ("fsdp2_offload", ""),
     "zero_offload": ("zero_offload", ""),
 }
-LIMITS = {"128 GiB": 128 * 2**30 / 1e9, "512 GiB": 512 * 2**30 / 1e9, "1.5 TB": 1536 * 2**30 / 1e9}
+LATER = "MegaTrain's code 919520f"
+"""The published code with a pinned copy of every layer."""
+LIMITS = {
+    "128 GiB": 128 * 2**30 / 1e9,
+    "512 GiB": 512 * 2**30 / 1e9,
+    "1,500 GB": 1500.0,
+    "1,649 GB": 1536 * 2**30 / 1e9,
+}
 BYTES_REPORTED = 12
+MOST = 32
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +49,10 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     sure: str
     """Certainty of the paper's value."""
 
+    def each(self, name: str) -> float:
+        """Returns the host memory of a schedule in bytes per parameter."""
+        return 1e9 * self.host_gb[name] / self.parameters
+
 
 def draw(results: Results) -> Drawn:
     sizes, date = results.typed("figure4", list[Size])
@@ -47,34 +60,44 @@ def draw(results: Results) -> Drawn:
     figure, axes = style.canvas(style.PAGE, 3.7)
     style.plain(
         axes,
-        "host memory of one step on 1 x 1024 tokens",
+        "host memory of one step on 1 x 1,024 tokens",
         "parameters (billions, log scale)",
-        "host memory (GB, log scale)",
+        "host memory (bytes per parameter)",
     )
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.plot(
-        x,
-        [BYTES_REPORTED * value for value in x],
+    axes.set_ylim(0, MOST)
+    axes.set_xlim(0.42, 165)
+    axes.axhline(
+        BYTES_REPORTED,
         color="black",
         linewidth=0.9,
         linestyle="--",
-        label="the paper's account: 12 bytes per parameter",
+        label="the paper's account: 12 bytes",
     )
     for name, (system, label) in LINES.items():
         style.predicted(
             axes,
             x,
-            [size.host_gb[name] for size in sizes],
+            [size.each(name) for size in sizes],
             system,
             label=label or style.LOOKS[system].label,
         )
+    axes.plot(
+        x,
+        [size.each("code") for size in sizes],
+        color=style.LOOKS["code"].colour,
+        marker="o",
+        markerfacecolor="white",
+        markersize=3.2,
+        linestyle=(0, (3, 1.5)),
+        label=LATER,
+    )
     reported = [size for size in sizes if size.paper is not None]
     style.reported(
         axes,
         [size.parameters / 1e9 for size in reported],
-        [size.paper or 0 for size in reported],
-        [size.sure for size in reported],
+        [1e9 * (size.paper or 0) / size.parameters for size in reported],
+        [style.INPUT] * len(reported),
         "o",
     )
     axes.plot(
@@ -82,16 +105,20 @@ def draw(results: Results) -> Drawn:
         [],
         color="black",
         marker="o",
+        markerfacecolor="#b8c0c8",
         linestyle="none",
-        label="the paper's value: 12 x the nominal size",
+        label="the paper's value:\n12 x the nominal size",
     )
-    axes.set_xlim(0.42, 210)
     for label, limit in LIMITS.items():
-        axes.axhline(limit, color=style.MUTED, linewidth=0.8, linestyle=":")
-        axes.text(0.44, limit * 1.04, label, fontsize=7, color=style.MUTED)
+        beyond = [limit / y for y in range(1, MOST + 1)]
+        axes.plot(beyond, range(1, MOST + 1), color=style.MUTED, linewidth=0.8, linestyle=":")
+        if label != "1,649 GB":
+            named = "1,500 and\n1,649 GB" if label == "1,500 GB" else label
+            axes.text(
+                0.94 * limit / 31, 31.5, named, fontsize=7, color=style.MUTED, ha="right", va="top"
+            )
     ticks = [0.5, 1.5, 3, 7.6, 14.8, 32.8, 72.7, 116.8]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
     axes.minorticks_off()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
     return Drawn(
@@ -104,8 +131,8 @@ def draw(results: Results) -> Drawn:
         ),
         finding=_finding(sizes),
         made=(
-            f"Accounts of {date} with every pool of the schedules. Decimal GB. Dotted lines are the"
-            " memory of real machines; no limit is applied."
+            f"Accounts of {date} with every pool of the schedules. Left of a dotted line a system"
+            " fits into that host memory; 1.5 TB is 1,500 or 1,649 GB. No limit is applied."
         ),
     )
 
@@ -120,26 +147,35 @@ def _rows(sizes: list[Size]) -> list[TableRow]:
                 unit="GB",
                 paper=size.paper,
                 sure=size.sure,
+                mark="input" if size.paper else "",
                 published_code=size.code_state_gb,
                 ours=size.ours_state_gb,
-                note="weights, gradients and moments alone",
+                note="weights, gradients and moments alone; the paper's is 12 x the nominal size",
             ),
             TableRow(
                 item=f"{size.model}: all of the host",
                 quantity="host_gb",
                 unit="GB",
+                workload="1 x 1024",
+                paper_stated=size.host_gb["paper_stated"],
                 paper_schedule=size.host_gb["paper_schedule"],
-                published_code=size.host_gb["code"],
+                published_code=size.host_gb["code_earlier"],
                 ours=size.host_gb["ours"],
             ),
             *(
                 TableRow(
-                    item=f"{name}, {size.model}: all of the host",
+                    item=f"{label}, {size.model}: all of the host",
                     quantity="host_gb",
                     unit="GB",
+                    workload="1 x 1024",
                     published_code=size.host_gb[name],
                 )
-                for name in ("zero3_offload", "fsdp2_offload", "zero_offload")
+                for name, label in (
+                    ("code", LATER),
+                    ("zero3_offload", "zero3_offload"),
+                    ("fsdp2_offload", "fsdp2_offload"),
+                    ("zero_offload", "zero_offload"),
+                )
             ),
         ]
     return rows
@@ -148,14 +184,18 @@ def _rows(sizes: list[Size]) -> list[TableRow]:
 def _finding(sizes: list[Size]) -> str:
     by_name = {size.model: size for size in sizes}
     seven, last = by_name["qwen2.5-7b"], by_name["gpt-oss-120b"]
-    each = {name: seven.host_gb[name] * 1e9 / seven.parameters for name in seven.host_gb}
+    peers = [size.each("zero3_offload") for size in sizes if size.parameters > 7e9]
     return (
-        "7B has 7.6 billion parameters, so 12 bytes per parameter are"
-        f" {BYTES_REPORTED * seven.parameters / 1e9:.0f} GB. Ours takes {each['ours']:.1f} bytes"
-        " with all pools, two of them for the low half of an fp32 master. The published code has"
-        f" no master, but takes {each['code']:.1f} bytes, because it keeps each layer twice and 14"
-        " staging buffers of the largest layer's size. ZeRO-3 takes"
-        f" {each['zero3_offload']:.1f} bytes and FSDP2 {each['fsdp2_offload']:.1f}. At 120B a layer"
-        " of experts has 3.2 billion parameters, so staging buffers cost most there:"
-        f" {last.host_gb['code']:,.0f} GB for the code and {last.host_gb['ours']:,.0f} GB for ours."
+        "The paper's numbers are 12 bytes times the nominal size; 7B has 7.6 billion parameters,"
+        f" {BYTES_REPORTED * seven.parameters / 1e9:.0f} GB. With all pools the paper's schedule"
+        f" takes {seven.each('paper_stated'):.1f} bytes per parameter at 7B, ours"
+        f" {seven.each('ours'):.1f} with an fp32 master, MegaTrain's code"
+        f" {seven.each('code_earlier'):.1f} (80d3012) or {seven.each('code'):.1f} (919520f), and"
+        f" ZeRO-3 {seven.each('zero3_offload'):.1f}; its share stays between"
+        f" {min(peers):.0f} and {max(peers):.0f} bytes from 7B to 120B, and does not grow"
+        " superlinearly as claimed. At"
+        f" 120B the code takes {last.host_gb['code_earlier']:,.0f} GB or"
+        f" {last.host_gb['code']:,.0f} GB, the paper's schedule {last.host_gb['paper_stated']:,.0f}"
+        f" GB ({last.host_gb['paper_schedule']:,.0f} GB with an fp32 master) and ours"
+        f" {last.host_gb['ours']:,.0f} GB."
     )

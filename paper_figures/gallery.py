@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 
 from megatrain.paper_figures import (
+    card_memory,
     figure1,
     figure2,
     figure3,
@@ -19,16 +20,21 @@ from megatrain.paper_figures import (
     figure5,
     figure6,
     figure7,
+    formats,
     pareto,
     predicted_measured,
+    ratio,
     regimes,
+    robustness,
     style,
     table1,
     table3,
     table4,
     table7,
     tables8_9,
+    times,
 )
+from megatrain.paper_figures.article import introduction
 from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, as_csv
 from megatrain.simulator.base.errors import UserError
@@ -37,6 +43,7 @@ from megatrain.simulator.hardware.shared import library_only
 
 FIGURES: dict[str, Callable[[Results], Drawn]] = {
     "figure1": figure1.draw,
+    "ratio": ratio.draw,
     "figure2": figure2.draw,
     "figure3": figure3.draw,
     "figure4": figure4.draw,
@@ -48,26 +55,14 @@ FIGURES: dict[str, Callable[[Results], Drawn]] = {
     "table4": table4.draw,
     "table7": table7.draw,
     "tables8_9": tables8_9.draw,
+    "times": times.draw,
     "regimes": regimes.draw,
+    "card_memory": card_memory.draw,
     "pareto": pareto.draw,
+    "formats": formats.draw,
     "predicted_measured": predicted_measured.draw,
+    "robustness": robustness.draw,
 }
-_INTRODUCTION = """# The paper's figures
-
-`megatrain figures --out DIR` (`make figures`) makes these figures and this page from stored
-results, and simulates nothing. `megatrain figures --rerun` runs the simulations again.
-
-The paper is MegaTrain, arXiv 2604.05091, as readers transcribed it. Its values are black, or hollow
-if they are doubtful. There are three kinds of predictions:
-
-* *MegaTrain's code* predicts the published code as it really runs.
-* *paper's schedule* predicts the schedule that the paper describes (policy `double_buffer`).
-* *ours* predicts our planner's best plan for as many tokens per step.
-
-Each picture has a CSV file with every value: the paper's value with its certainty, the three
-predictions, the measurement, and signed deviations. Differences are findings, and nothing is tuned
-to hide one.
-"""
 _OTHER_NAMES = {"table8": "tables8_9", "table9": "tables8_9"}
 
 
@@ -117,17 +112,19 @@ def build(names: Sequence[str], results: Results, out: Path) -> list[Path]:
         written.append(path)
         drawn.figure.clear()
     if len(made) == len(FIGURES):
-        write_text(out / "README.md", page(made))
+        write_text(out / "README.md", page(made, results))
         written.append(out / "README.md")
     return written
 
 
-def page(made: dict[str, Drawn]) -> str:
-    """Returns the page: every figure with the paper's claim and our finding."""
-    parts = [_INTRODUCTION]
+def page(made: dict[str, Drawn], results: Results) -> str:
+    """Returns the page: question, method and findings, then every figure with the paper's claim and
+    our finding.
+    """
+    parts = [introduction(made, results)]
     for name, drawn in made.items():
         parts += [
-            f"## {drawn.title}\n",
+            f"### {drawn.title}\n",
             f"![{drawn.title}](pictures/{name}.png)\n",
             _wrapped(f"*{drawn.made}* [Values](pictures/{name}.csv)"),
             _wrapped(f"**Claimed:** {drawn.claim}"),

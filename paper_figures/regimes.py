@@ -13,7 +13,7 @@ HOST = ("host updates some", "host updates most")
 REGIMES = {
     "resident": ("resident: nothing streams", "#009E73", ""),
     "nothing streams": ("overlapped, nothing streams", "#66c2a5", "...."),
-    "part streams": ("overlapped, part of the state streams", "#fdd49e", ""),
+    "part streams": ("overlapped, part of the state streams", "#fdd49e", "----"),
     "all streams": ("overlapped, all state streams", "#E69F00", "////"),
     HOST[0]: ("overlapped, host updates some layers", "#cfe3f2", ""),
     HOST[1]: ("overlapped, host updates most layers", "#8fc1e3", r"\\\\"),
@@ -136,7 +136,9 @@ def draw(results: Results) -> Drawn:
             " tokens it decides the speed: at"
             f" {columns[2] // 1024}K, {fast.device_limit_gib} GiB are"
             f" {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as"
-            f" {slow.device_limit_gib}. In {by_host} of the {len(fitting)} cells that fit, the host"
+            f" {slow.device_limit_gib}, and with more tokens stored activations no longer fit, so"
+            f" that the best speed falls a little. In {by_host} of the {len(fitting)} cells that"
+            " fit, the host"
             " updates layers that are not resident, so their optimizer state does not cross the"
             " link."
         ),

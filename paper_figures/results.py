@@ -53,6 +53,15 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in a sequence."""
 
 
+class ImpliedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch that a baseline's speed in the paper implies."""
+
+    batch: int
+    """Sequences in a micro-batch."""
+    value: float
+    """The predicted speed with this batch."""
+
+
 class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of the paper, or a point that the paper does not have, with its predictions."""
 
@@ -92,8 +101,23 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for the paper's schedule, for rows of MegaTrain."""
     ours: StoredAnswer | None
     """The prediction for our best plan, for rows of MegaTrain."""
+    paper_stated: StoredAnswer | None = None
+    """The prediction for the paper's schedule with 12 bytes per parameter."""
+    implied: ImpliedBatch | None = None
+    """The batch that the paper's speed implies, for baselines whose batch is not stated."""
+    bound: str = ""
+    """`least` if the paper's value is a lower bound."""
+    used: bool = False
+    """Whether the paper's value chose an assumption, so that it tests nothing."""
+    repeats: str = ""
+    """The row of the same experiment that counts instead of this one."""
     factor: float = 0.0
     """The width as a multiple of x1.0, in figure 6."""
+
+    @property
+    def how(self) -> str:
+        """How the paper's value is drawn: `input`, `bound`, or its certainty."""
+        return "input" if self.used else "bound" if self.bound else self.sure
 
 
 class StoredRun(NamedTuple):

@@ -2,9 +2,10 @@
 tell the colours apart (Okabe and Ito's palette). The figures are also readable in grey, because
 systems have different markers and lines.
 
-The paper's values are black, filled if they are certain and hollow if they are doubtful.
-Predictions have their system's colour. Measurements are stars. A plan that does not fit is a cross
-in the band below zero.
+In figures of points the paper's values are black: filled if they are certain, hollow if they are
+doubtful, grey if they chose an assumption, and with an arrow if they are lower bounds. In figures
+of bars they are hatched. Predictions have their system's colour. Measurements are stars. A plan
+that does not fit is a cross in the band below zero.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ PLATE: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0
 """The background of text that stands on a bar."""
 
 
+INPUT, BOUND = "input", "bound"
+"""How `reported` draws a value that chose an assumption, and a lower bound."""
+
+
 class Look(NamedTuple):
     """How one system is drawn."""
 
@@ -74,8 +79,9 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    "paper_schedule": Look("paper's schedule", "#E69F00", "s", (0, (5, 2))),
-    "code": Look("MegaTrain's code", "#0072B2", "o", "-"),
+    "paper_stated": Look("paper's schedule, 12 B", "#E69F00", "s", (0, (5, 2))),
+    "paper_schedule": Look("paper's, fp32 master", "#7a5200", "p", (0, (2, 1))),
+    "code": Look("MegaTrain's code 80d3012", "#0072B2", "o", "-"),
     "ours": Look("ours, best plan", "#009E73", "D", "-"),
     "zero3_offload": Look("ZeRO-3 offload", "#D55E00", "^", (0, (1, 1.2))),
     "fsdp2_offload": Look("FSDP2 offload", "#CC79A7", "v", (0, (5, 1.5, 1, 1.5))),
@@ -83,7 +89,7 @@ LOOKS = {
     "gemini": Look("Gemini", "#8a949e", "X", "-"),
 }
 LOOKS["megatrain_code"] = LOOKS["code"]
-HATCHES = {"ours": "\\\\\\", "zero3_offload": "---"}
+HATCHES = {"ours": "\\\\\\", "zero3_offload": "---", "paper_schedule": "xxxx"}
 """Hatches of bars that look alike in grey."""
 
 
@@ -107,18 +113,28 @@ def plain(axes: Axes, title: str, x: str, y: str) -> None:
 def reported(
     axes: Axes, x: Sequence[float], y: Sequence[float], sure: Sequence[str], marker: str
 ) -> None:
-    """Draws points of the paper. A certainty of `?` makes a point hollow."""
+    """Draws points of the paper. A certainty of `?` makes a point hollow, INPUT makes it grey, and
+    BOUND adds an arrow upwards.
+    """
     for place, value, how in zip(x, y, sure, strict=True):
         axes.plot(
             [place],
             [value],
             marker=marker,
             color="black",
-            markerfacecolor="none" if how == "?" else "black",
+            markerfacecolor={"?": "none", INPUT: "#b8c0c8"}.get(how, "black"),
             markersize=5,
             linestyle="none",
             zorder=6,
         )
+        if how == BOUND:
+            axes.annotate(
+                "",
+                (place, value + 0.1 * axes.get_ylim()[1]),
+                (place, value),
+                arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 1.0},
+                zorder=6,
+            )
 
 
 def predicted(
@@ -177,9 +193,15 @@ def no_room(axes: Axes, x: Sequence[float], row: int, rows: int, colour: str) ->
 
 
 def handles(
-    systems: Sequence[str], *, paper: bool = True, stars: bool = False, crosses: bool = False
+    systems: Sequence[str],
+    *,
+    paper: bool = True,
+    doubtful: bool = False,
+    inputs: bool = False,
+    stars: bool = False,
+    crosses: bool = False,
 ) -> list[Line2D]:
-    """Returns legend entries."""
+    """Returns legend entries. `paper`, `doubtful` and `inputs` are those of the paper's values."""
     made = [
         Line2D(
             [],
@@ -192,19 +214,17 @@ def handles(
         )
         for name in systems
     ]
-    if paper:
-        made += [
-            Line2D([], [], color="black", marker="o", linestyle="none", label="the paper's value"),
-            Line2D(
-                [],
-                [],
-                color="black",
-                marker="o",
-                markerfacecolor="none",
-                linestyle="none",
-                label="the paper's, doubtful",
-            ),
-        ]
+    made += [
+        Line2D(
+            [], [], color="black", marker="o", markerfacecolor=face, linestyle="none", label=label
+        )
+        for wanted, face, label in (
+            (paper, "black", "the paper's value"),
+            (doubtful, "none", "the paper's, doubtful"),
+            (inputs, "#b8c0c8", "the paper's, an input here"),
+        )
+        if wanted
+    ]
     if stars:
         made.append(
             Line2D(
@@ -263,8 +283,9 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def bar_handles(systems: Sequence[str]) -> list[Patch]:
-    """Returns legend entries of `bars`."""
+def bar_handles(systems: Sequence[str], *, doubtful: bool = False) -> list[Patch]:
+    """Returns legend entries of `bars`. `doubtful` is whether some values of the paper are."""
+    label = "the paper's (dotted: doubtful)" if doubtful else "the paper's value"
     made = [
         Patch(
             facecolor=LOOKS[name].colour,
@@ -277,8 +298,6 @@ def bar_handles(systems: Sequence[str]) -> list[Patch]:
     ]
     return [
         *made,
-        Patch(
-            facecolor="white", edgecolor=INK, hatch="//////", label="the paper's (dotted: doubtful)"
-        ),
+        Patch(facecolor="white", edgecolor=INK, hatch="//////", label=label),
         Patch(facecolor="none", edgecolor="none", label="×  does not fit"),
     ]

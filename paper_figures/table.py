@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from megatrain.paper_figures.results import BenchmarkRecord, StoredAnswer
 from megatrain.simulator.base.csv_text import csv_text
 
-PREDICTIONS = ("paper_schedule", "published_code", "ours")
+PREDICTIONS = ("paper_stated", "paper_schedule", "published_code", "ours")
 
 
 class TableRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,12 +27,22 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     """What it measures, such as `tflops`."""
     unit: str
     """The unit of all values of the row."""
+    machine: str = ""
+    """The machine of the paper's row, by its name in the library."""
     paper: float | None = None
     """The paper's value."""
     sure: str = ""
     """`++`: two readers agree. `+`: one reader. `?`: doubtful."""
+    mark: str = ""
+    """`input`: it chose an assumption. `lower bound`. `repeats ROW`: another row of the same
+    experiment counts. Such rows are in no mean."""
+    workload: str = ""
+    """Sequences x tokens of a step of `published_code`. The paper's schedule and ours train as
+    many tokens."""
+    paper_stated: float | None = None
+    """The prediction for the paper's schedule with 12 bytes per parameter, as the paper states."""
     paper_schedule: float | None = None
-    """The prediction for policy `double_buffer`."""
+    """The prediction for policy `double_buffer`, whose masters are exact."""
     published_code: float | None = None
     """The prediction for the system that the row names: MegaTrain's code, ZeRO-3 or FSDP2."""
     ours: float | None = None
@@ -85,7 +95,7 @@ def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float |
     return {
         "device_gib": answer.device_gib,
         "host_gib": answer.host_gib,
-        "rss_gib": answer.host_gib,
+        "rss_gib": None,  # peaks, unlike what is resident when gradients are freed
         "runs": float(answer.fits),
         "tflops": answer.tflops if answer.fits else None,
         "tokens_per_s": answer.tokens_per_s if answer.fits else None,
@@ -104,28 +114,48 @@ def rows_of(
         misfits = [
             name
             for name, found in (
+                ("paper_stated", record.paper_stated),
                 ("paper_schedule", record.paper_schedule),
                 ("published_code", code),
                 ("ours", record.ours),
             )
             if found is not None and not found.fits
         ]
+        implied = (
+            f"the speed implies batch {record.implied.batch}, which gives"
+            f" {record.implied.value:.4g}"
+            if record.implied
+            else ""
+        )
         made.append(
             TableRow(
                 item=record.item,
                 quantity=record.quantity,
                 unit=record.unit,
+                machine=record.machine,
                 paper=record.paper,
                 sure=record.sure,
+                mark=mark_of(record),
+                workload=f"{code.batch} x {code.sequence}" if code else "",
+                paper_stated=value_of(record.paper_stated, record.quantity, tokens),
                 paper_schedule=value_of(record.paper_schedule, record.quantity, tokens),
                 published_code=code.value if code else None,
                 ours=value_of(record.ours, record.quantity, tokens),
                 measured=measured.get((record.item, record.quantity)),
                 does_not_fit=", ".join(misfits),
-                note=record.note,
+                note="; ".join(filter(None, (record.note, implied))),
             )
         )
     return made
+
+
+def mark_of(record: BenchmarkRecord) -> str:
+    """Returns why a row of the paper is in no mean, or an empty text."""
+    if record.used:
+        return "input"
+    if record.repeats:
+        return f"repeats {record.repeats}"
+    return "lower bound" if record.bound else ""
 
 
 def as_csv(rows: Sequence[TableRow]) -> str:

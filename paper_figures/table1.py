@@ -12,22 +12,22 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 MACHINES = ("gh200-96", "h200", "a100-80-pcie", "a6000", "rtx3090", "rtx4090", "b200")
 HEADINGS = (
     "machine",
-    "device\nGB",
-    "device\nGB/s",
+    "device GiB\n(paper: GB)",
+    "device GB/s\n(paper)",
     "link",
     "up, down\nGB/s",
-    "both ways\nGB/s each",
-    "host\nGB",
-    "host\nGB/s",
+    "both ways\nGB/s (paper)",
+    "host GiB\n(paper: GB)",
+    "host GB/s\n(paper)",
 )
-_WIDTHS = (0.13, 0.11, 0.11, 0.15, 0.12, 0.12, 0.12, 0.14)
+_WIDTHS = (0.13, 0.12, 0.14, 0.13, 0.13, 0.14, 0.13, 0.13)
 
 
 def draw(results: Results) -> Drawn:
     facts = results.facts()["table1"]
     machines = {name: HardwareSpec.load(name) for name in MACHINES}
-    cells = [_cells(hardware) for hardware in machines.values()]
-    figure, axes = style.canvas(style.PAGE, 2.6)
+    cells = [_cells(hardware, facts) for hardware in machines.values()]
+    figure, axes = style.canvas(style.PAGE, 3.1)
     axes.set_axis_off()
     drawn = axes.table([list(HEADINGS), *cells], loc="center", cellLoc="right", colWidths=_WIDTHS)
     drawn.auto_set_font_size(False)
@@ -41,15 +41,19 @@ def draw(results: Results) -> Drawn:
             cell.set_text_props(fontweight="bold")
         if column in (0, 3):
             cell.set_text_props(ha="left")
-    prices = facts["dollars_per_gb"]
+    prices, tiers = facts["dollars_per_gb"], facts["tiers"]
     text = "; ".join(
         f"{kind} {least:g}" + ("" if least == most else f" to {most:g}")
         for kind, (least, most) in prices.items()
     )
     axes.text(
         0.5,
-        -0.02,
-        f"the paper's prices in dollars per GB: {text}",
+        -0.1,
+        f"the paper's prices in dollars per GB: {text}\nits other tiers: SRAM"
+        f" {tiers['SRAM']['capacity']} at {tiers['SRAM']['bandwidth']}, NVMe"
+        f" {tiers['NVMe']['capacity']} at {tiers['NVMe']['bandwidth']} for"
+        f" {tiers['NVMe']['dollars']} dollars per GB (doubtful)\nB200 and RTX 4090 are not in the"
+        " paper; 1.5 TB is 1,500 or 1,649 GB (1,536 GiB)",
         transform=axes.transAxes,
         ha="center",
         fontsize=7,
@@ -62,14 +66,15 @@ def draw(results: Results) -> Drawn:
         rows,
         "Table 1: the memory hierarchy",
         claim=(
-            "HBM costs about $20 per GB and DDR5 $5 to 12. HBM is 8 (GH200) to 24 (H200) times as"
-            " fast as host memory."
+            "HBM costs about $20 per GB and DDR5 $5 to 12, and host memory is slower and larger by"
+            " an order of magnitude."
         ),
         finding=(
-            f"The paper reports datasheet rates. A process reaches {hbm.ours:,.0f} of"
-            f" {hbm.paper:,.0f} GB/s of the GH200's HBM. It reaches {link.measured:.0f} of"
-            f" {link.paper:g} GB/s of an H200's PCIe in both directions together, as measured. The"
-            " library plans with the rates that are reached. Prices are from the paper alone."
+            "The paper reports datasheet rates, from which HBM is 8 (GH200) to 24 (H200) times as"
+            f" fast as host memory. A process reaches {hbm.ours:,.0f} of {hbm.paper:,.0f} GB/s of"
+            f" the GH200's HBM, and, as measured, {link.measured:.0f} of {link.paper:g} GB/s of an"
+            " H200's PCIe in both directions together; the library plans with such rates. Prices"
+            " are from the paper alone."
         ),
         made=(
             "Rates that one process reaches, from simulator/library/hardware, with their sources;"
@@ -78,11 +83,13 @@ def draw(results: Results) -> Drawn:
     )
 
 
-def _cells(hardware: HardwareSpec) -> list[str]:
-    both = (
-        hardware.duplex_fraction * hardware.h2d_gb_per_s,
-        hardware.duplex_fraction * hardware.d2h_gb_per_s,
-    )
+def _cells(hardware: HardwareSpec, facts: dict[str, Any]) -> list[str]:
+    both = hardware.duplex_fraction * (hardware.h2d_gb_per_s + hardware.d2h_gb_per_s)
+
+    def papers(section: str, what: str) -> str:
+        value = facts[section].get(f"{hardware.name}: {what}")
+        return "" if value is None else f" ({value:,.0f})"
+
     rate = (
         f"{hardware.host_memory.gb_per_s:,.0f}"
         if hardware.host_memory
@@ -90,13 +97,14 @@ def _cells(hardware: HardwareSpec) -> list[str]:
     )
     return [
         hardware.name,
-        f"{hardware.device_bytes / 1e9:.0f}",
-        f"{hardware.device_gb_per_s:,.0f}",
+        f"{hardware.device_bytes / 2**30:.0f}" + papers("capacity_gb", "HBM"),
+        f"{hardware.device_gb_per_s:,.0f}" + papers("bandwidth_gb_per_s", "HBM"),
         hardware.link,
-        f"{hardware.h2d_gb_per_s:g}, {hardware.d2h_gb_per_s:g}",
-        f"{both[0]:.0f}, {both[1]:.0f}",
-        f"{hardware.host_bytes / 1e9:.0f}",
-        rate,
+        f"{hardware.h2d_gb_per_s:g}, {hardware.d2h_gb_per_s:g}"
+        + papers("bandwidth_gb_per_s", "link, one way"),
+        f"{both:.0f}" + papers("bandwidth_gb_per_s", "link, both ways"),
+        f"{hardware.host_bytes / 2**30:,.0f}" + papers("capacity_gb", "host"),
+        rate + papers("bandwidth_gb_per_s", "host"),
     ]
 
 
@@ -130,7 +138,11 @@ def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[Tabl
         )
     for item, value in facts["capacity_gb"].items():
         name, _, what = item.partition(": ")
-        size = machines[name].device_bytes if what == "HBM" else machines[name].host_bytes
+        size: int | None = (
+            machines[name].device_bytes if what == "HBM" else machines[name].host_bytes
+        )
+        if (name, what) == ("h200", "host"):  # our H200 has another host
+            size = None
         rows.append(
             TableRow(
                 item=item,
@@ -138,8 +150,22 @@ def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[Tabl
                 unit="GB",
                 paper=value,
                 sure=facts["sure"],
-                ours=size / 1e9,
-                note="ours: what a process can use, by the library",
+                ours=None if size is None else size / 1e9,
+                note=(
+                    "another machine than ours; 1,500 or 1,649 GB"
+                    if size is None
+                    else "ours: what a process can use, by the library"
+                ),
+            )
+        )
+    for tier, known in facts["tiers"].items():
+        rows.append(
+            TableRow(
+                item=tier,
+                quantity="tier",
+                unit="",
+                sure=known["sure"],
+                note=f"the paper: {known['capacity']}, {known['bandwidth']}",
             )
         )
     for kind, prices in facts["dollars_per_gb"].items():

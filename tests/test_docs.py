@@ -92,9 +92,11 @@ def test_the_readme_s_results_stand_in_their_sources() -> None:
 
 def test_the_errors_on_published_figures_are_those_of_the_stored_result() -> None:
     rows = re.findall(
-        r"^\| [^|]* (\| \d+ \| [\d.]+ % \| [\d.]+ % \|)$", read("docs/accuracy.md"), re.MULTILINE
+        r"^\| [^|]* (\| \d+ \| [\d.]+ % \| [\d.]+ % \| [\d.]+ % \|)$",
+        read("docs/accuracy.md"),
+        re.MULTILINE,
     )
-    assert len(rows) == 11
+    assert len(rows) == 12
     source = read("experiments/results/published/README.md")
     assert all(row in source for row in rows)
 

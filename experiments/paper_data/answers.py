@@ -1,7 +1,10 @@
 """Predicts the paper's schedule and our own best plan for a published row's model, machine and
 tokens per step.
 
-Both train as many tokens per step as the row. The paper's schedule checkpoints every 4 layers,
+The paper's schedule is predicted twice: as stated, with bf16 weights and fp32 moments (12 bytes
+per parameter with gradients), and with an exact fp32 master, as our runtime executes it.
+
+All train as many tokens per step as the row. The paper's schedule checkpoints every 4 layers,
 every 2 or every layer, whichever fits first. It holds all activations of a block at once, which is
 K A_max in the paper's bound. A micro-batch that does not fit is split into 2, 4, 8 or 16. If sums
 of gradients for these do not fit, the step has fewer tokens.
@@ -9,12 +12,16 @@ of gradients for these do not fit, the step has fewer tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import EXACT, FORMATS, StateFormat
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess, plan_account
 from megatrain.simulator.planner.capacity import least_memory_plans
@@ -31,6 +38,25 @@ PAPER_KNOBS = Knobs(
 """Knobs as the paper reports them: two weight buffers, 12 gradient staging buffers, K = 4. Copies
 have 256 MiB, so a layer is one or two copies.
 """
+
+
+STATED = StateFormat(
+    name="paper12",
+    low=None,
+    moments="fp32",
+    what="bf16 weights and fp32 moments, as the paper states: 12 bytes per parameter",
+)
+"""The paper's state. The runtime has no such format, so it is known only in `stated_format`."""
+
+
+@contextmanager
+def stated_format() -> Iterator[str]:
+    """Lets workloads have the paper's state for a while, and yields its name."""
+    FORMATS[STATED.name] = STATED
+    try:
+        yield STATED.name
+    finally:
+        del FORMATS[STATED.name]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +110,14 @@ def paper_schedule(
     policy: str = PAPER,
     knobs: Knobs = PAPER_KNOBS,
     intervals: tuple[int, ...] = (4, 2, 1),
+    state: str = EXACT,
 ) -> Answer:
-    """Returns the first plan that fits. If none fits, returns the one that needs the least memory,
-    with `fits` false. Another policy, knobs or intervals make it an ablation of the paper's
-    schedule.
+    """Returns the first plan that fits, which need not be the fastest. If none fits, returns the
+    one that needs the least memory, with `fits` false. Another policy, knobs or intervals make it
+    an ablation of the paper's schedule. `state` is EXACT, or the name that `stated_format` yields.
     """
     for size, accumulation in workloads(batch):
-        work = Workload(batch=size, accumulation=accumulation, sequence=sequence)
+        work = Workload(batch=size, accumulation=accumulation, sequence=sequence, state=state)
         costs = cost_model(hardware, model, work)
         for interval in intervals:
             plan = msgspec.structs.replace(

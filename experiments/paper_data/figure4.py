@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.experiments.paper_data.answers import PAPER_KNOBS
+from megatrain.experiments.paper_data.answers import PAPER_KNOBS, stated_format
 from megatrain.experiments.paper_data.published_vs_ours import published
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower, outline
 from megatrain.simulator.policies.megatrain_code import Ablation, lower_ablated
@@ -45,8 +46,8 @@ def simulate() -> Any:
 
 
 def _host_gb(model: ModelSpec) -> dict[str, Any]:
-    def plan(policy: str, knobs: Knobs = Knobs()) -> Plan:  # noqa: B008 (frozen)
-        work = Workload(batch=1, sequence=1024)
+    def plan(policy: str, knobs: Knobs = Knobs(), state: str = EXACT) -> Plan:  # noqa: B008 (frozen)
+        work = Workload(batch=1, sequence=1024, state=state)
         return Plan(
             policy=policy,
             hardware="any",
@@ -59,7 +60,10 @@ def _host_gb(model: ModelSpec) -> dict[str, Any]:
         )
 
     ours = plan("overlapped", Knobs(chunk_bytes=2**28))
+    with stated_format() as state:
+        stated = outline(plan("double_buffer", PAPER_KNOBS, state))
     schedules = {
+        "paper_stated": stated,
         "paper_schedule": outline(plan("double_buffer", PAPER_KNOBS)),
         "code": lower_ablated(plan("megatrain_code"), Ablation()),
         "code_earlier": lower_ablated(plan("megatrain_code"), Ablation(copies=False)),

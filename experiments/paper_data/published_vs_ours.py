@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from megatrain.experiments.paper_data.answers import Answer, ours, paper_schedule
-from megatrain.experiments.validation.predict import predict
+from megatrain.experiments.paper_data.answers import Answer, ours, paper_schedule, stated_format
+from megatrain.experiments.validation.predict import implied_batch, predict
 from megatrain.experiments.validation.rows import PublishedRow, Setting, load_rows, load_settings
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -60,7 +60,8 @@ def unpublished(
 
 def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
     """Returns each row as plain data: the published figure, `code` (the prediction for the system's
-    own code), and for MegaTrain's rows `paper_schedule` and `ours`.
+    own code), for baselines without a stated batch `implied` (the batch that their speed implies),
+    and for MegaTrain's rows `paper_stated`, `paper_schedule` and `ours`.
     """
     settings = load_settings()
     return [_compared(row, settings[row.setting]) for row in rows]
@@ -83,11 +84,18 @@ def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
         "unit": row.unit,
         "paper": row.value,
         "sure": row.sure if row.source else "",
+        "bound": row.bound,
+        "used": row.used,
+        "repeats": row.repeats,
         "note": row.note,
         "code": None,
+        "implied": None,
+        "paper_stated": None,
         "paper_schedule": None,
         "ours": None,
     }
+    if row.source and (implied := implied_batch(row, setting)):
+        record["implied"] = {"batch": implied.batch, "value": implied.value}
     if found:
         record["code"] = {
             "value": found.value,
@@ -97,7 +105,7 @@ def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
         }
     if row.policy == CODE and found and not row.ablation:
         changes = tuple(sorted(row.changes.items()))
-        for name in ("paper_schedule", "ours"):
+        for name in ("paper_stated", "paper_schedule", "ours"):
             record[name] = msgspec.to_builtins(
                 _answer(name, row.model, changes, row.setting, found.batch, found.sequence)
             )
@@ -116,6 +124,9 @@ def _answer(
     spec, hardware = _model(model, changes), load_settings()[setting].machine()
     if name == "ours":
         return ours(spec, hardware, Workload(batch=batch, sequence=sequence))
+    if name == "paper_stated":
+        with stated_format() as state:
+            return paper_schedule(spec, hardware, batch, sequence, state=state)
     return paper_schedule(spec, hardware, batch, sequence)
 
 

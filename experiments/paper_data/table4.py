@@ -27,8 +27,10 @@ from megatrain.experiments.paper_data.answers import (
     answer,
     ours,
     paper_schedule,
+    stated_format,
 )
 from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
+from megatrain.experiments.validation.predict import predict
 from megatrain.experiments.validation.rows import load_settings
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -101,12 +103,31 @@ def simulate() -> Any:
                 model, machine, batch, 1024, policy=policy, knobs=knobs, intervals=intervals
             )
         )
+        with stated_format() as state:
+            stated = paper_schedule(
+                model,
+                machine,
+                batch,
+                1024,
+                policy=policy,
+                knobs=knobs,
+                intervals=intervals,
+                state=state,
+            )
+        record["paper_stated"] = msgspec.to_builtins(stated)
+    packing = msgspec.structs.replace(load_settings()["gh200"], packs=True)
+    packed = {
+        row.item: found.value
+        for row in published("paper Table 4")
+        if row.quantity == "tflops" and (found := predict(row, packing))
+    }
     calibrated = {
         case: answer(ablated(case), ablations.machine(case, ModelSpec.load(ablations.MODEL)))
         for case in ablations.CASES
     }
     return {
         "rows": rows,
+        "packed": packed,
         "compiled_share": compiled_share(),
         "h200": msgspec.to_builtins(calibrated),
         "gh200": msgspec.to_builtins(

@@ -2,7 +2,7 @@
 s.
 
 For the readers' cards there is only our best plan, with 4 sequences of 1,024 tokens per step and
-the library's host memory.
+the library's host memory. An RTX 4090 also stands in a host of 256 GiB.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ import msgspec
 
 from megatrain.experiments.paper_data.answers import ours
 from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
+from megatrain.simulator.base.units import parse_bytes
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
-CARDS = ("rtx3080-10gb", "rtx4090", "ryzen-ai-max-395-128gb", "apple-m4-max", "apple-m3-ultra")
+CARDS = (
+    ("rtx3080-10gb", ""),
+    ("rtx4090", ""),
+    ("rtx4090", "256GiB"),
+    ("ryzen-ai-max-395-128gb", ""),
+    ("apple-m4-max", ""),
+    ("apple-m3-ultra", ""),
+)
+"""Machines of the library, with their host memory if it is not the library's."""
 MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")
 BATCH, SEQUENCE = 4, 1024
 
 
 def simulate() -> Any:
     readers = []
-    for card in CARDS:
+    for card, host in CARDS:
         hardware = HardwareSpec.load(card)
+        if host:
+            hardware = msgspec.structs.replace(hardware, host_bytes=parse_bytes(host))
         for name in MODELS:
             found = ours(ModelSpec.load(name), hardware, Workload(batch=BATCH, sequence=SEQUENCE))
             readers.append(

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from megatrain.experiments.validation.rows import PublishedRow, Setting
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel, cost_model
@@ -27,6 +29,7 @@ GIB = 2**30
 _MOST_BATCH, _MOST_STEPS = 1024, 128  # bounds of `fill`; a sequence grows by _SEQUENCE tokens
 _SEQUENCE = 256
 _COPY = 256 * 2**20
+BASELINES = ("zero3_offload", "zero_offload", "fsdp2_offload")
 _TIMES = 200  # ops of each lane; more would change a rate by less than 1 %
 
 
@@ -41,6 +44,15 @@ class Predicted(NamedTuple):
     """Tokens in a sequence."""
     fits: bool
     """Whether the plan fits into the machine's memory."""
+
+
+class Implied(NamedTuple):
+    """The batch whose predicted speed is nearest to a published one."""
+
+    batch: int
+    """Sequences in a micro-batch."""
+    value: float
+    """The predicted speed with this batch, in the row's unit."""
 
 
 class _Case(NamedTuple):
@@ -69,7 +81,11 @@ class _Case(NamedTuple):
         if self.policy == "megatrain_code":
             return megatrain_code.lower_ablated(
                 plan,
-                megatrain_code.Ablation(**dict(self.ablation), copies=self.setting.pinned_copies),
+                megatrain_code.Ablation(
+                    **dict(self.ablation),
+                    copies=self.setting.pinned_copies,
+                    packs=self.setting.packs,
+                ),
             )
         return policies.lower(plan)
 
@@ -150,6 +166,30 @@ def predict(row: PublishedRow, setting: Setting) -> Predicted | None:
         return Predicted(_layer_ms(case, row.quantity), case.batch, case.sequence, True)
     account = _account(case)
     return Predicted(_figure(row.quantity, case, account), case.batch, case.sequence, account.fits)
+
+
+def implied_batch(row: PublishedRow, setting: Setting) -> Implied | None:
+    """Returns the batch with which a baseline's published speed would be met best, or None if the
+    source states the batch or the row is no baseline's speed. One number is taken from the row, so
+    this explains the row and tests nothing.
+    """
+    if row.policy not in BASELINES or row.quantity != "tflops" or row.batch or not row.value:
+        return None
+    published, (policy, model) = row.value, (row.policy, row.spec())
+    sequence = row.sequence or setting.sequence
+    if not isinstance(sequence, int):
+        return None
+
+    def speed(batch: int) -> float:
+        case = _Case(setting, policy, model, (), batch, sequence)
+        return tflops_6n(model, Workload(batch=batch, sequence=sequence), _step(case).seconds)
+
+    most = _filled(row, msgspec.structs.replace(setting, batch="fill")).batch
+    below = _largest(most, lambda batch: speed(batch) <= published)
+    return min(
+        (Implied(batch, speed(batch)) for batch in {below, min(below + 1, most)}),
+        key=lambda found: abs(found.value - published),
+    )
 
 
 def _figure(quantity: str, case: _Case, account: Account) -> float:

@@ -1,22 +1,29 @@
 """Errors of predicted against published figures, their summary, and tables of
 both.
 
-An error is (predicted - published) / published. MAPE is the mean of absolute errors. It leaves out
-figures that are themselves inputs of a machine's file or a policy, and `runs`, which is right or
-wrong. Rows are classified by how certain the figure is. Certain rows are classified by whether
-their source reports batch and sequence, because an assumed workload changes the error more than any
-model of the machine does.
+An error is (predicted - published) / published. MAPE is the mean of absolute errors. A prediction
+that is too low has an error of at most 100 %, but one that is too high may have any. The symmetric
+error is the same for both: exp(mean of |ln(predicted / published)|) - 1.
+
+Both leave out figures that are themselves inputs of a machine's file or a policy or that chose an
+assumption, bounds, rows that repeat another row's experiment, and `runs`, which is right or wrong.
+
+Rows of the paper, of others and of our own measurements are summed up apart, because the policies
+were written with our measurements at hand. Rows are classified by how certain the figure is.
+Certain rows are classified by whether their source reports batch and sequence, because an assumed
+workload changes the error more than any model of the machine does.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from megatrain.experiments.validation.predict import Predicted
-from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, RATES, PublishedRow
+from megatrain.experiments.validation.predict import Implied, Predicted
+from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, ORIGINS, RATES, PublishedRow
 from megatrain.simulator.base.csv_text import csv_text
 
 MISSED = 0.20
@@ -27,6 +34,7 @@ STATED, ASSUMED, SINGLE, DOUBTFUL = (
     "doubtful",
 )
 CLASSES = (STATED, ASSUMED, SINGLE, DOUBTFUL)
+ALL, ALL_SURE = "all", "all sure"
 
 
 class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,15 +44,18 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The published figure."""
     predicted: Predicted | None
     """The prediction, or None for a row without a policy."""
+    implied: Implied | None = None
+    """The batch with which the speed would be met, for baselines whose batch is not stated."""
 
     @property
     def error(self) -> float | None:
         """Returns the signed error as a share, or None if there is no prediction or the figure is a
-        yes or no.
+        yes or no. A prediction above a lower bound has the error 0.
         """
         if self.predicted is None or self.row.quantity == "runs" or not self.row.value:
             return None
-        return self.predicted.value / self.row.value - 1
+        error = self.predicted.value / self.row.value - 1
+        return min(error, 0.0) if self.row.bound else error
 
     @property
     def missed(self) -> bool:
@@ -75,7 +86,8 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def counted(self) -> bool:
         """Returns whether the result counts in MAPE."""
-        return self.error is not None and not self.row.used
+        row = self.row
+        return self.error is not None and not row.used and not row.repeats and not row.bound
 
 
 def mape(results: Iterable[ValidationResult]) -> float | None:
@@ -88,35 +100,58 @@ def mape(results: Iterable[ValidationResult]) -> float | None:
     return sum(errors) / len(errors) if errors else None
 
 
-def summary(results: Sequence[ValidationResult]) -> dict[str, object]:
-    """Returns MAPE, median error and number of rows by class and group, and how many predictions of
-    `runs` are right.
+def symmetric(results: Iterable[ValidationResult]) -> float | None:
+    """Returns exp(mean of |ln(predicted / published)|) - 1 of the results that count, or None if
+    none does. Twice as much and half as much are both 1.0.
     """
-    table: dict[str, dict[str, dict[str, float | int | None]]] = {}
-    for name in ("all sure", *CLASSES):
-        members = [
-            result
-            for result in results
-            if result.counted
-            and (result.sureness == name or (name == "all sure" and result.row.sure == "++"))
-        ]
-        parts = {"all": members} | {
-            group: [result for result in members if result.group == group]
-            for group in GROUPS
-            if group != "runs or not"
-        }
-        table[name] = {group: _numbers(part) for group, part in parts.items() if part}
-    runs = [
-        result
+    logs = [
+        abs(math.log1p(max(result.error, -0.999999)))
         for result in results
-        if result.row.quantity == "runs" and result.predicted and not result.row.used
+        if result.counted and result.error is not None
     ]
+    return math.expm1(sum(logs) / len(logs)) if logs else None
+
+
+def summary(results: Sequence[ValidationResult]) -> dict[str, object]:
+    """Returns errors and number of rows by origin, class and group, and how many predictions of
+    `runs` are right in each origin. Only rows that are no input count.
+    """
+    origins, runs = {}, {}
+    for origin in ORIGINS:
+        mine = [result for result in results if result.row.origin == origin]
+        table: dict[str, dict[str, dict[str, float | int | None]]] = {}
+        for name in (ALL, ALL_SURE, *CLASSES):
+            members = [
+                result
+                for result in mine
+                if result.counted
+                and (
+                    name in (ALL, result.sureness) or (name == ALL_SURE and result.row.sure == "++")
+                )
+            ]
+            parts = {"all": members} | {
+                group: [result for result in members if result.group == group]
+                for group in GROUPS
+                if group != "runs or not"
+            }
+            table[name] = {group: _numbers(part) for group, part in parts.items() if part}
+        origins[origin] = {name: groups for name, groups in table.items() if groups}
+        verdicts = [
+            result
+            for result in mine
+            if result.row.quantity == "runs" and result.predicted and not result.row.used
+        ]
+        if verdicts:
+            right = sum(not result.missed for result in verdicts)
+            runs[origin] = {"rows": len(verdicts), "right": right}
     return {
-        "classes": table,
-        "runs": {"rows": len(runs), "right": sum(not result.missed for result in runs)},
+        "origins": {origin: found for origin, found in origins.items() if found},
+        "runs": runs,
         "rows": len(results),
         "not_predicted": sum(result.predicted is None for result in results),
         "used": sum(result.row.used for result in results),
+        "repeats": sum(bool(result.row.repeats) and not result.row.used for result in results),
+        "bounds": sum(bool(result.row.bound) for result in results),
         "missed": sum(result.missed for result in results),
     }
 
@@ -127,17 +162,19 @@ def _numbers(members: Sequence[ValidationResult]) -> dict[str, float | int | Non
         "rows": len(errors),
         "mape": mape(members),
         "median": statistics.median(map(abs, errors)),
+        "symmetric": symmetric(members),
         "mean_signed": sum(errors) / len(errors),
     }
 
 
 def as_text(results: Sequence[ValidationResult]) -> str:
-    """Returns every row, then the summary, the ten largest errors, and the missed rows with their
-    reasons.
+    """Returns every row, then the summary, the batches that the baselines' speeds imply, the ten
+    largest errors, and the missed rows with their reasons.
     """
     found = summary(results)
-    classes = found["classes"]
-    assert isinstance(classes, dict)
+    origins, runs = found["origins"], found["runs"]
+    assert isinstance(origins, dict)
+    assert isinstance(runs, dict)
     worst = sorted(
         (result for result in results if result.counted), key=lambda result: -abs(result.error or 0)
     )[:10]
@@ -146,16 +183,21 @@ def as_text(results: Sequence[ValidationResult]) -> str:
         f" {'published':>10} {'error':>8}  sure",
         *map(_line, results),
         "",
-        f"{'MAPE':<24} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'signed':>8}",
+        *(line for origin, classes in origins.items() for line in _table(origin, classes)),
         *(
-            f"{name:<24} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%}"
-            f" {numbers['median']:>8.1%} {numbers['mean_signed']:>+8.1%}"
-            for name, groups in classes.items()
-            for group, numbers in groups.items()
+            f"runs or out of memory, {origin}: {counts['right']} of {counts['rows']} right"
+            for origin, counts in runs.items()
         ),
+        f"rows {found['rows']}, not predicted {found['not_predicted']}, inputs of the prediction"
+        f" {found['used']}, repeats of another row {found['repeats']}, bounds {found['bounds']}",
         "",
-        f"runs or out of memory: {found['runs']}; rows {found['rows']}, not predicted"
-        f" {found['not_predicted']}, inputs of the prediction {found['used']}",
+        "the batch that a baseline's published speed implies (an inference, no test):",
+        *(
+            f"  {_name(result)}: {result.row.value:g} published, batch {result.implied.batch} gives"
+            f" {result.implied.value:.4g} ({result.implied.value / result.row.value - 1:+.1%})"
+            for result in results
+            if result.implied and result.row.value
+        ),
         "",
         "the ten largest errors:",
         *map(_line, worst),
@@ -177,6 +219,22 @@ def as_text(results: Sequence[ValidationResult]) -> str:
     return "\n".join(lines)
 
 
+def _table(origin: str, classes: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Returns the lines of one origin's errors."""
+    return [
+        f"{origin:<41} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'symmetric':>10}"
+        f" {'signed':>8}",
+        *(
+            f"  {name:<39} {group:<16} {numbers['rows']:>5} {numbers['mape']:>8.1%}"
+            f" {numbers['median']:>8.1%} {numbers['symmetric']:>10.1%}"
+            f" {numbers['mean_signed']:>+8.1%}"
+            for name, groups in classes.items()
+            for group, numbers in groups.items()
+        ),
+        "",
+    ]
+
+
 def _name(result: ValidationResult) -> str:
     return f"{result.row.item} ({result.row.quantity}, {result.row.source})"
 
@@ -195,6 +253,8 @@ def _line(result: ValidationResult) -> str:
     marks = (
         row.sure
         + (", input" if row.used else "")
+        + (", a lower bound" if row.bound else "")
+        + (f", repeats {row.repeats}" if row.repeats else "")
         + (
             ""
             if not predicted or predicted.fits or row.quantity == "runs"
@@ -223,7 +283,12 @@ _COLUMNS: dict[str, Callable[[ValidationResult], object]] = {
     "fits": lambda result: "" if not result.predicted else "yes" if result.predicted.fits else "no",
     "sure": lambda result: result.row.sure,
     "class": lambda result: result.sureness,
+    "bound": lambda result: result.row.bound,
     "input": lambda result: "yes" if result.row.used else "",
+    "repeats": lambda result: result.row.repeats,
+    "origin": lambda result: result.row.origin,
+    "implied_batch": lambda result: result.implied.batch if result.implied else "",
+    "implied_speed": lambda result: f"{result.implied.value:.6g}" if result.implied else "",
     "source": lambda result: result.row.source,
     "note": lambda result: result.row.note,
 }

@@ -42,6 +42,9 @@ GROUPS = {
     "rates": RATES,
     "runs or not": ("runs",),
 }
+PAPER, OTHERS, OWN = "the paper", "the authors' repository and others", "our measurements"
+ORIGINS = (PAPER, OTHERS, OWN)
+"""Who published a figure. Errors of one origin are never averaged with those of another."""
 _ABLATIONS = ("buffers", "staging_buffers", "interval")
 
 
@@ -79,13 +82,19 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     doubtful.
     """
     used: bool
-    """Whether the figure is itself an input of a machine's file or a policy. It
-    then tests nothing.
+    """Whether the figure is itself an input of a machine's file or a policy, or chose an assumption
+    in `settings.toml`. It then tests nothing.
     """
     source: str
     """The figure, table or file that reports the figure."""
     note: str
-    """Why the figure cannot be predicted."""
+    """Why the figure cannot be predicted, or what was assumed for it."""
+    bound: Literal["", "least"] = ""
+    """`least` if the source only says that the figure exceeds `value`. A prediction above it has
+    no error, and the row is in no mean."""
+    repeats: str = ""
+    """The row of the same experiment that counts instead of this one. Empty for a row that counts.
+    Seconds and TFLOPS of one run are one experiment."""
 
     def spec(self) -> ModelSpec:
         """Returns the model with the row's changes."""
@@ -105,6 +114,13 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     def ablation(self) -> dict[str, int]:
         """Returns the changes to the published code."""
         return {key: int(value) for key, value in self.changes.items() if key in _ABLATIONS}
+
+    @property
+    def origin(self) -> str:
+        """Returns who published the figure, one of ORIGINS."""
+        if self.source.startswith("paper"):
+            return PAPER
+        return OWN if self.setting in ("h200-a", "h200-b") else OTHERS
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +142,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bandwidth of the link in both directions. None for the library's value."""
     pinned_copies: bool = True
     """`copies` of `megatrain_code.Ablation`, for the published code."""
+    packs: bool = False
+    """`packs` of `megatrain_code.Ablation`, for the published code."""
     moments_bytes: int = 8
     """Bytes per parameter of both moments on the host: 8 in fp32, 4 in bf16."""
 

@@ -64,10 +64,14 @@ class Ablation(NamedTuple):
     interval: int = 4
     """Decoder layers per checkpoint."""
     copies: bool = True
-    """Whether every decoder layer has a second copy in pinned memory. An earlier public version
-    (undated) packed each layer into one of two pinned buffers before every load instead, with all
-    threads, while the layer before it computed. The paper's host memory fits that version: it grows
-    by 10 bytes per parameter in Figure 5, which was measured after gradients are freed."""
+    """Whether every decoder layer has a second copy in pinned memory. Versions before 2026-04-17
+    (commit 5cf47ac) packed each layer into one of two pinned buffers before every load instead,
+    with all threads, while the layer before it computed. The paper's host memory fits them: it
+    grows by 10 bytes per parameter in Figure 5, which was measured after gradients are freed."""
+    packs: bool = False
+    """Whether one thread packs each layer (2 + 2) when its flat device buffer is free, and only
+    then copies it. That version packs in its Python thread, and how many threads PyTorch's copies
+    take there is not known. One is the slowest reading."""
 
 
 class _Code:
@@ -178,6 +182,14 @@ class _Code:
         flat = self.builder.acquire("device.flats")
         template = self.builder.acquire("device.templates")
         targets = [flat, template] if self.ablation.buffers == 1 else [flat]
+        if self.ablation.packs:  # in series with the copy, so on its lane
+            self.builder.op(
+                OpId("thread_pass", layer, phase, micro, 0),
+                "h2d",
+                [self.flats[layer]],
+                targets,
+                bytes=2 * size,
+            )
         self.builder.op(
             OpId("load_weights", layer, phase, micro, 0),
             "h2d",

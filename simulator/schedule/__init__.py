@@ -41,7 +41,7 @@ fixed order:
 
 * `cpu_adam` (cpu): a fused, vectorized AdamW on the host
 * `host_pass` (cpu): an elementwise pass by all host threads, such as a copy, a scaling or a zeroing
-* `thread_pass` (cpu): an elementwise pass by one host thread
+* `thread_pass` (cpu, or h2d in series with a copy): an elementwise pass by one host thread
 * `device_pass` (compute): an elementwise pass on the device, such as a copy, a cast or a part of
   the loss
 

@@ -20,7 +20,9 @@ from megatrain.experiments.paper_data import (
     answers,
     figure6,
     measure,
+    ratio,
     rerun,
+    robustness,
     stored,
     table4,
 )
@@ -34,6 +36,7 @@ from megatrain.paper_figures.results import Results
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -125,6 +128,7 @@ def test_ours_fits_or_says_that_it_does_not() -> None:
 def test_a_published_row_is_predicted_by_the_validation_and_by_nothing_else() -> None:
     row: PublishedRow = published("paper Table 8")[0]
     (record,) = published_vs_ours([row])
+    assert record["paper_stated"]["host_gib"] < record["paper_schedule"]["host_gib"]
     found = predict(row, load_settings()[row.setting])
     assert found is not None
     assert record["code"] == {
@@ -137,6 +141,53 @@ def test_a_published_row_is_predicted_by_the_validation_and_by_nothing_else() ->
     assert record["ours"]["batch"] * record["ours"]["accumulation"] == pytest.approx(
         found.batch, abs=16
     )
+
+
+def test_the_papers_state_is_known_for_a_while_and_has_no_low_half() -> None:
+    model, machine = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    exact = paper_schedule(model, machine, 4, 1024)
+    with answers.stated_format() as state:
+        stated = paper_schedule(model, machine, 4, 1024, state=state)
+    low_halves = (exact.host_gib - stated.host_gib) * 2**30 / model.parameters
+    assert low_halves == pytest.approx(2, rel=0.05)
+    assert answers.STATED.name not in FORMATS
+
+
+def test_all_systems_of_the_ratio_train_as_many_sequences() -> None:
+    model, machine = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("rtx3090")
+    for system in ratio.SYSTEMS:
+        found = ratio.other_system(system, model, machine, 32)
+        assert found["fits"]
+        assert found["batch"] * found["accumulation"] >= 32
+        assert found["device_gib"] * 2**30 <= machine.device_bytes
+
+
+def test_a_perturbation_changes_one_input() -> None:
+    changes = {perturbation.name: perturbation for perturbation in robustness.PERTURBATIONS}
+    known = load_settings()
+    for name, field, factor in (
+        ("link x 0.8", "h2d_gb_per_s", 0.8),
+        ("CPU Adam x 2", "cpu_adam_per_s", 2),
+    ):
+        world = robustness.World(changes[name])
+        for key, setting in known.items():
+            before, after = setting.machine(), world.settings[key].machine()
+            assert getattr(after, field) == pytest.approx(factor * getattr(before, field))
+            assert after.device_bytes == before.device_bytes
+    world = robustness.World(changes["H200 host 1,500 GB"])
+    assert world.settings["h200-paper"].machine().host_bytes == 1_500_000_000_000
+    assert {key for key in known if world.settings[key] != known[key]} == {"h200-paper"}
+    assert robustness.World(changes["as predicted"]).settings == known
+
+
+def test_every_conclusion_holds_as_predicted() -> None:
+    """The stored conclusions are those of the code, and each holds with unchanged inputs."""
+    stored_one = json.loads((stored.RESULTS / "figures" / "robustness.json").read_text())["data"]
+    names = [conclusion.name for conclusion in robustness.CONCLUSIONS]
+    assert [found["name"] for found in stored_one["conclusions"]] == names
+    first = stored_one["perturbations"][0]
+    assert first["name"] == "as predicted"
+    assert all(first["holds"])
 
 
 def test_widths_keep_the_models_proportions() -> None:

@@ -15,8 +15,10 @@ import pytest
 
 from megatrain.experiments import validate_published
 from megatrain.experiments.validate_published import main, validate
-from megatrain.experiments.validation.predict import Predicted
+from megatrain.experiments.validation.predict import Implied, Predicted, implied_batch, predict
 from megatrain.experiments.validation.report import (
+    ALL,
+    ALL_SURE,
     ASSUMED,
     DOUBTFUL,
     STATED,
@@ -25,10 +27,15 @@ from megatrain.experiments.validation.report import (
     as_text,
     mape,
     summary,
+    symmetric,
 )
 from megatrain.experiments.validation.rows import (
     FOLDER,
     GROUPS,
+    ORIGINS,
+    OTHERS,
+    OWN,
+    PAPER,
     PublishedRow,
     Setting,
     _row,
@@ -250,8 +257,7 @@ def test_runs_or_not_is_right_or_wrong_and_has_no_error() -> None:
     assert wrong.error is None
     assert not result(0.0, quantity="runs", value="0").missed
     assert summary([wrong, result(1.0, quantity="runs", value="1")])["runs"] == {
-        "rows": 2,
-        "right": 1,
+        OTHERS: {"rows": 2, "right": 1}
     }
 
 
@@ -266,20 +272,122 @@ def test_the_summary_counts_what_is_sure_and_no_inputs() -> None:
         result(10.5, quantity="device_gib"),
     ]
     found = summary(rows)
-    classes = found["classes"]
-    assert isinstance(classes, dict)
+    origins = found["origins"]
+    assert isinstance(origins, dict)
+    classes = origins[OTHERS]
     assert classes[STATED]["speed"] == {
         "rows": 2,
         "mape": pytest.approx(0.15),
         "median": pytest.approx(0.15),
+        "symmetric": pytest.approx((1.1 / 0.8) ** 0.5 - 1),
         "mean_signed": pytest.approx(-0.05),
     }
     assert classes[STATED]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.05) / 3)
-    assert classes["all sure"]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.05) / 4)
+    assert classes[ALL_SURE]["all"]["mape"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.05) / 4)
     assert classes[ASSUMED]["all"]["rows"] == 1
     assert classes[DOUBTFUL]["all"]["mape"] == pytest.approx(0.5)
     assert (found["rows"], found["not_predicted"], found["used"], found["missed"]) == (7, 1, 1, 3)
     assert mape([]) is None
+
+
+def test_twice_and_half_have_the_same_symmetric_error() -> None:
+    assert symmetric([result(20.0)]) == pytest.approx(1.0)
+    assert symmetric([result(5.0)]) == pytest.approx(1.0)
+    assert symmetric([]) is None
+
+
+def test_a_bound_is_one_sided_and_in_no_mean() -> None:
+    above, below = result(12.0, bound="least"), result(7.0, bound="least")
+    assert above.error == 0
+    assert not above.missed
+    assert below.error == pytest.approx(-0.3)
+    assert below.missed
+    assert mape([above, below, result(11.0)]) == pytest.approx(0.1)
+    assert summary([above, below])["bounds"] == 2
+
+
+def test_an_experiment_counts_once() -> None:
+    rows = [result(11.0), result(13.0, quantity="tokens_per_s", repeats="x: step_s")]
+    assert mape(rows) == pytest.approx(0.1)
+    assert summary(rows)["repeats"] == 1
+
+
+def test_the_papers_rows_and_our_own_are_summed_up_apart() -> None:
+    rows = [
+        result(11.0, source="paper Table 4"),
+        result(12.0, setting="h200-a"),
+        result(13.0, source="authors' README"),
+    ]
+    assert [found.row.origin for found in rows] == [PAPER, OWN, OTHERS]
+    origins = summary(rows)["origins"]
+    assert isinstance(origins, dict)
+    assert {name: round(origins[name][ALL]["all"]["mape"], 3) for name in ORIGINS} == {
+        PAPER: 0.1,
+        OTHERS: 0.3,
+        OWN: 0.2,
+    }
+
+
+def test_every_row_that_repeats_another_names_it() -> None:
+    """The named row counts, and no row that chose an assumption does."""
+    rows = load_rows()
+    counted = {f"{row.item}: {row.quantity}" for row in rows if not row.repeats}
+    assert {row.repeats for row in rows if row.repeats} <= counted
+    chosen = [row for row in rows if row.used]
+    assert {
+        "MegaTrain gpt-oss-120b on an H200",  # chose 1,536 GiB
+        "ZeRO-3 32b on an A100",  # chose 512 GiB
+        "MegaTrain 56 layers",  # chose the version of the code
+        "host minimum qwen2.5-7b",  # arithmetic
+    } <= {row.item for row in chosen}
+    assert not any(ValidationResult(row=row, predicted=None).counted for row in chosen)
+
+
+def test_both_readings_of_one_and_a_half_terabytes_are_predicted(
+    results: list[ValidationResult],
+) -> None:
+    found = {
+        result.row.setting: result.predicted.value
+        for result in results
+        if result.row.quantity == "runs" and result.row.model == "gpt-oss-120b" and result.predicted
+    }
+    assert found == {"h200-paper": 1, "h200-paper-decimal": 0}
+
+
+def test_a_baselines_speed_implies_a_batch() -> None:
+    """The batch is the one whose speed is nearest. Rows with a stated batch imply none."""
+    row = next(row for row in load_rows() if row.item == "ZeRO-3 14b" and row.quantity == "tflops")
+    setting = load_settings()["gh200"]
+    found = implied_batch(row, setting)
+    assert found is not None
+    assert found.batch == 4
+
+    def speed(batch: int) -> float:
+        predicted = predict(msgspec.structs.replace(row, batch=batch), setting)
+        assert predicted is not None
+        return predicted.value
+
+    assert found == Implied(4, speed(4))
+    assert row.value is not None
+    assert abs(speed(4) - row.value) < min(abs(speed(size) - row.value) for size in (3, 5))
+    assert implied_batch(msgspec.structs.replace(row, batch=2), setting) is None
+    code = msgspec.structs.replace(row, policy="megatrain_code")
+    assert implied_batch(code, setting) is None
+
+
+def test_packing_on_one_thread_slows_only_a_single_buffer() -> None:
+    setting = load_settings()["gh200"]
+    packing = msgspec.structs.replace(setting, packs=True)
+    rows = {
+        row.item: row
+        for row in load_rows()
+        if row.source == "paper Table 4" and row.quantity == "tflops"
+    }
+    for item, least in (("14b, full", 0.99), ("14b, no double buffering", 0.8)):
+        before, after = predict(rows[item], setting), predict(rows[item], packing)
+        assert before is not None
+        assert after is not None
+        assert least < after.value / before.value < least + 0.1
 
 
 def test_groups_share_no_quantity() -> None:

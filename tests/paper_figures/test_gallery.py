@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,16 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from megatrain.paper_figures import figure1, figure3, gallery, predicted_measured, style, table4
+from megatrain.paper_figures import (
+    figure1,
+    figure3,
+    gallery,
+    predicted_measured,
+    ratio,
+    robustness,
+    style,
+    table4,
+)
 from megatrain.paper_figures.gallery import FIGURES, draw, known, page
 from megatrain.paper_figures.results import EXPERIMENTS, Results
 from megatrain.paper_figures.table import Drawn, TableRow, as_csv
@@ -48,6 +58,8 @@ def test_it_builds_from_the_committed_results(name: str) -> None:
     assert found.claim.endswith(".")
     assert found.finding.endswith(".")
     assert "2026-" in found.made, "the machine and the date are stated"
+    assert len(re.findall(r"[.:] (?=[A-Z])", found.finding)) < 3, "at most three sentences"
+    assert "{" not in found.finding + found.claim
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,73 @@ def test_what_no_policy_predicts_is_what_is_stored_too(name: str, section: str) 
         "percent": "exact_match",
     }[section]
     assert {item: rows[item, quantity] for item in reported} == reported
+
+
+def test_marked_rows_of_the_paper_are_marked_in_every_table() -> None:
+    with (EXPERIMENTS / "published" / "paper.csv").open(newline="") as file:
+        reported = list(csv.DictReader(file))
+    for name, sources in SOURCES.items():
+        marks = {(row.item, row.quantity): row.mark for row in drawn(name).rows if row.paper}
+        for fact in reported:
+            found = marks.get((fact["item"], fact["quantity"]))
+            if fact["source"] in sources and found is not None:
+                assert found.startswith("input") == (fact["used"] == "yes"), fact["item"]
+                assert found.startswith("lower") == bool(fact["bound"]), fact["item"]
+
+
+def test_every_row_of_a_system_says_its_workload() -> None:
+    for name in ("figure1", "ratio", "figure5", "figure6", "figure7", "table7", "tables8_9"):
+        for row in drawn(name).rows:
+            if row.quantity == "tflops" and row.published_code is not None:
+                assert re.search(r"\d+ x \d+", row.workload), (name, row.item)
+
+
+def test_the_ratio_is_one_of_equal_batches() -> None:
+    rows = {(row.item, row.quantity): row for row in drawn("ratio").rows}
+    speeds = {
+        system: rows[f"{system}, qwen2.5-14b, gh200-96, 96 sequences", "tflops"].published_code
+        for system in ("megatrain_code", "zero3_offload")
+    }
+    equal = rows["megatrain_code, qwen2.5-14b, gh200-96, 96 sequences", "ratio"].published_code
+    assert speeds["megatrain_code"]
+    assert speeds["zero3_offload"]
+    assert equal == pytest.approx(speeds["megatrain_code"] / speeds["zero3_offload"])
+    claimed = rows["MegaTrain 14b with 96 sequences / ZeRO-3 with 4, GH200", "ratio"]
+    assert claimed.paper == 1.84
+    assert {row.item for row in drawn("ratio").rows if row.measured} == {
+        f"{system}, qwen2.5-7b, on our H200, 32 sequences"
+        for system in ("ours", "fsdp2_offload", "megatrain_code")
+    }
+
+
+def test_every_benchmark_with_zero3_is_a_star_of_the_ratio(tmp_path: Path) -> None:
+    folder = link_all(tmp_path)
+    path = f"{ratio.PEERS}/{ratio.BENCHMARKS[0]}"
+    found = json.loads((EXPERIMENTS / "results" / path).read_text())
+    found["plan"]["workload"].update(batch=8, accumulation=2)
+    for system, seconds in (("ours", 2.0), ("zero3", 7.0)):
+        (record,) = [record for record in found["systems"] if record["system"] == system]
+        record.update(step_seconds_median=seconds)
+    (folder / "h200-another").mkdir()
+    (folder / "h200-another" / "benchmark.json").write_text(json.dumps(found))
+    stars = ratio.measured(Results(folder))
+    (star,) = [star for star in stars if star.where == "h200-another/benchmark.json"]
+    assert star[:4] == ("ours", "qwen2.5-7b", 16, 3.5)
+    assert len(stars) == len(ratio.measured(Results())) + 1
+
+
+def test_a_conclusion_is_robust_if_nothing_breaks_it() -> None:
+    data = robustness.Robustness(
+        conclusions=[robustness.StoredConclusion(name=name, unit="x") for name in ("a", "b")],
+        perturbations=[
+            robustness.Tried(name="as predicted", values=[1.0, 2.0], holds=[True, True]),
+            robustness.Tried(name="slower", values=[1.1, 3.0], holds=[True, False]),
+            robustness.Tried(name="faster", values=[None, 2.5], holds=[None, True]),
+        ],
+    )
+    first, second = robustness.judged(data)
+    assert (first.verdict, first.tried, first.least, first.most) == ("robust", 1, "1.00", "1.10")
+    assert (second.verdict, second.tried, second.broken_by) == ("fragile", 2, ["slower"])
 
 
 def test_deviations_are_signed_and_relative_to_the_papers_value() -> None:
@@ -338,7 +417,8 @@ def test_the_committed_page_and_tables_are_todays() -> None:
 
     `megatrain figures --out paper_figures` makes them again.
     """
-    assert (HERE / "README.md").read_text() == page({name: drawn(name) for name in FIGURES})
+    made = {name: drawn(name) for name in FIGURES}
+    assert (HERE / "README.md").read_text() == page(made, Results())
     for name in FIGURES:
         assert (HERE / "pictures" / f"{name}.png").exists()
         assert (HERE / "pictures" / f"{name}.csv").read_text() == as_csv(drawn(name).rows)
