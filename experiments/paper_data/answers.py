@@ -45,6 +45,7 @@ STATED = StateFormat(
     low=None,
     moments="fp32",
     what="bf16 weights and fp32 moments, as the paper states: 12 bytes per parameter",
+    costs="not exact AdamW: no masters",
 )
 """The paper's state. The runtime has no such format, so it is known only in `stated_format`."""
 
