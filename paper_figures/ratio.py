@@ -36,7 +36,7 @@ class RatioPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The share of the step in which the GPU computes, or None if it was not simulated op by op."""
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class RatiosAtBatch(msgspec.Struct, frozen=True, kw_only=True):
     """All systems with one number of sequences."""
 
     machine: str
@@ -54,9 +54,9 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/ratio.py` stores."""
 
     sequence: int
-    points: list[Compared]
+    points: list[RatiosAtBatch]
 
-    def at(self, machine: str, model: str, sequences: int) -> Compared:
+    def at(self, machine: str, model: str, sequences: int) -> RatiosAtBatch:
         """Returns the point."""
         return next(
             point
@@ -150,7 +150,7 @@ def draw(results: Results) -> Drawn:
     return _drawn(data, stars, figure, made)
 
 
-def _panel(axes: Any, points: list[Compared]) -> None:
+def _panel(axes: Any, points: list[RatiosAtBatch]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.axhline(1, color=style.LOOKS[BASE].colour, linewidth=1.4, linestyle=(0, (1, 1.2)))

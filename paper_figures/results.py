@@ -22,8 +22,8 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
 class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan's predicted step, as `experiments/paper_data/answers.py` stores it. Its `Answer`
-    documents the fields.
+    """One plan's predicted step, as `experiments/paper_data/answers.py` stores it. The class
+    `PredictedStep` there documents the fields.
     """
 
     policy: str

@@ -60,7 +60,7 @@ def stated_format() -> Iterator[str]:
         del FORMATS[STATED.name]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for one plan's step."""
 
     policy: str
@@ -112,7 +112,7 @@ def paper_schedule(
     knobs: Knobs = PAPER_KNOBS,
     intervals: tuple[int, ...] = (4, 2, 1),
     state: str = EXACT,
-) -> Answer:
+) -> PredictedStep:
     """Returns the first plan that fits, which need not be the fastest. If none fits, returns the
     one that needs the least memory, with `fits` false. Another policy, knobs or intervals make it
     an ablation of the paper's schedule. `state` is EXACT, or the name that `stated_format` yields.
@@ -144,12 +144,15 @@ def _plan(policy: str, model: ModelSpec, hardware: HardwareSpec, work: Workload)
 
 def ours(
     model: ModelSpec, hardware: HardwareSpec, work: Workload, policies: list[str] | None = None
-) -> Answer:
+) -> PredictedStep:
     """Returns the planner's best plan for the first workload that fits, or for the next one with
     smaller micro-batches and as many tokens if that is faster. If none fits, returns the plan of
     one small micro-batch that exceeds the memory least.
     """
-    names, found = policies or (["resident"] if hardware.unified else contenders()), list[Answer]()
+    names, found = (
+        policies or (["resident"] if hardware.unified else contenders()),
+        list[PredictedStep](),
+    )
     for size, accumulation in workloads(work.batch * work.accumulation):
         if found and found[0].batch * found[0].accumulation > size * accumulation:
             break
@@ -167,11 +170,11 @@ def ours(
     return answer(assess(nearest.plan, cost_model(hardware, model, split)), hardware)
 
 
-def answer(choice: Choice, hardware: HardwareSpec) -> Answer:
-    """Returns the choice's prediction as an Answer."""
+def answer(choice: Choice, hardware: HardwareSpec) -> PredictedStep:
+    """Returns the choice's prediction as an PredictedStep."""
     verdict, plan = summarize(choice, hardware), choice.plan
     work = plan.workload
-    return Answer(
+    return PredictedStep(
         policy=plan.policy,
         regime=_regime(plan),
         fits=choice.feasible,

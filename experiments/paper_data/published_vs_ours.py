@@ -13,7 +13,12 @@ from typing import Any
 
 import msgspec
 
-from megatrain.experiments.paper_data.answers import Answer, ours, paper_schedule, stated_format
+from megatrain.experiments.paper_data.answers import (
+    PredictedStep,
+    ours,
+    paper_schedule,
+    stated_format,
+)
 from megatrain.experiments.validation.predict import implied_batch, predict
 from megatrain.experiments.validation.rows import PublishedRow, Setting, load_rows, load_settings
 from megatrain.simulator.model.specs import ModelSpec
@@ -120,7 +125,7 @@ def _answer(
     setting: str,
     batch: int,
     sequence: int,
-) -> Answer:
+) -> PredictedStep:
     spec, hardware = _model(model, changes), load_settings()[setting].machine()
     if name == "ours":
         return ours(spec, hardware, Workload(batch=batch, sequence=sequence))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain.experiments.paper_data.answers import (
     GIB,
-    Answer,
+    PredictedStep,
     ours,
     paper_schedule,
     stated_format,
@@ -53,7 +53,7 @@ def simulate() -> Any:
     return {"sequence": SEQUENCE, "points": points}
 
 
-def _point(answer: Answer) -> dict[str, Any]:
+def _point(answer: PredictedStep) -> dict[str, Any]:
     return {
         "fits": answer.fits,
         "batch": answer.batch,

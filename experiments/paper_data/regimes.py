@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from megatrain.experiments.paper_data.answers import Answer, ours
+from megatrain.experiments.paper_data.answers import PredictedStep, ours
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -23,7 +23,7 @@ DEVICE_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 133)
 
 def simulate() -> Any:
     model, machine = ModelSpec.load(MODEL), HardwareSpec.load(MACHINE)
-    cells, best = [], dict[int, Answer]()
+    cells, best = [], dict[int, PredictedStep]()
     for gib in DEVICE_GIB:
         hardware = msgspec.structs.replace(machine, device_bytes=gib * 2**30)
         for batch in BATCHES:

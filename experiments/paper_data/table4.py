@@ -23,7 +23,7 @@ from megatrain.experiments.paper_data.ablations import (
 )
 from megatrain.experiments.paper_data.answers import (
     PAPER_KNOBS,
-    Answer,
+    PredictedStep,
     answer,
     ours,
     paper_schedule,
@@ -68,11 +68,11 @@ def split(
     return candidates(model, hardware, same, policies=policies)[0].plan
 
 
-def own(model: ModelSpec, hardware: HardwareSpec, work: Workload) -> dict[str, Answer]:
+def own(model: ModelSpec, hardware: HardwareSpec, work: Workload) -> dict[str, PredictedStep]:
     """Returns our plan and its ablations on a machine that was not calibrated."""
     full, share = split(model, hardware, work), compiled_share()
 
-    def judged(plan: Plan, *, compiled: bool = True) -> Answer:
+    def judged(plan: Plan, *, compiled: bool = True) -> PredictedStep:
         costs = cost_model(hardware, model, plan.workload)
         return answer(
             assess(

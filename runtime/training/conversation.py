@@ -1,4 +1,4 @@
-"""Conversation: what a user and a language model say in turn. transformers executes the model."""
+"""ChatSession: what a user and a language model say in turn. transformers executes the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
     """Seed of the random numbers."""
 
 
-class Conversation:
+class ChatSession:
     """A language model in memory, and what was said so far."""
 
     def __init__(self, folder: Path, device: torch.device, sampling: Sampling) -> None:

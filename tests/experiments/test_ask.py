@@ -101,7 +101,7 @@ def test_a_failure_in_answering_is_no_failure_of_the_run(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(conversation.Conversation, "answer", fail)
+    monkeypatch.setattr(conversation.ChatSession, "answer", fail)
     outcome = command(*TRAIN, *ASK, "--out", "run")
     later = "ask later with: megatrain chat run\n"
     if isinstance(error, KeyboardInterrupt):

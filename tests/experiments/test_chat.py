@@ -55,17 +55,17 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that the model is given, as their tokens decode."""
-    from megatrain.runtime.training.conversation import Conversation
+    from megatrain.runtime.training.conversation import ChatSession
 
     seen: list[str] = []
-    original = Conversation._ids
+    original = ChatSession._ids
 
     def record(self: Any, *given: Any) -> list[int]:
         ids = original(self, *given)
         seen.append(self._tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(Conversation, "_ids", record)
+    monkeypatch.setattr(ChatSession, "_ids", record)
     return seen
 
 
@@ -170,13 +170,13 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_it(
     """A base model that was trained on conversations ends its answers with it."""
     import torch
 
-    from megatrain.runtime.training.conversation import Conversation, Sampling
+    from megatrain.runtime.training.conversation import ChatSession, Sampling
 
     folder = tmp_path / "talker"
     shutil.copytree(talker, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<s>"}))
-    found = Conversation(folder, torch.device("cpu"), Sampling(5, 0, 0))
+    found = ChatSession(folder, torch.device("cpu"), Sampling(5, 0, 0))
     assert {0, 1} <= set(found._ends)
 
 

@@ -18,7 +18,7 @@ from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from megatrain.runtime.training.conversation import Conversation
+    from megatrain.runtime.training.conversation import ChatSession
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
             )
     device = generation.generation_device(args, folder, needed)
 
-    from megatrain.runtime.training.conversation import Conversation, Sampling
+    from megatrain.runtime.training.conversation import ChatSession, Sampling
 
     sampling = Sampling(args.max_tokens, args.temperature, args.seed)
-    conversation = Conversation(folder, device, sampling)
+    conversation = ChatSession(folder, device, sampling)
     if not conversation.templated:
         print("no chat template: the model continues the text", file=sys.stderr)
     if prompt is None:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _talk(conversation: Conversation) -> int:
+def _talk(conversation: ChatSession) -> int:
     """Answers one line after another, until the user ends it."""
     import readline  # noqa: F401  input() then lets a line be edited
 

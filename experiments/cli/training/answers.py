@@ -42,9 +42,9 @@ def _answer(run: Path, questions: Sequence[str], args: argparse.Namespace, seed:
     folder = run / model.folder
     device = generation_device(args, folder, weight_bytes(folder))
 
-    from megatrain.runtime.training.conversation import Conversation, Sampling
+    from megatrain.runtime.training.conversation import ChatSession, Sampling
 
-    conversation = Conversation(folder, device, Sampling(_MOST_TOKENS, 0.0, seed))
+    conversation = ChatSession(folder, device, Sampling(_MOST_TOKENS, 0.0, seed))
     if not conversation.templated:
         print("no chat template: the model continues the text")
     for question in questions:
