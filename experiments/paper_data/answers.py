@@ -171,7 +171,7 @@ def ours(
 
 
 def answer(choice: Choice, hardware: HardwareSpec) -> PredictedStep:
-    """Returns the choice's prediction as an PredictedStep."""
+    """Returns the choice's prediction as a PredictedStep."""
     verdict, plan = summarize(choice, hardware), choice.plan
     work = plan.workload
     return PredictedStep(
