@@ -6,6 +6,7 @@ at the end. After SIGTERM the run saves a checkpoint, and the next process conti
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import shutil
@@ -242,10 +243,14 @@ def row_of(spec: RunSpec, lines: list[str]) -> QualityRow:
 
 def main() -> int:
     """Does the run of the command's arguments. Returns the exit status."""
-    folder, spec, first_seed = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the folder of the comparison")
+    parser.add_argument("spec", help="the run, a RunSpec as JSON")
+    parser.add_argument("first_seed", type=int, help="the least seed of the comparison")
+    args = parser.parse_args()
 
     def work() -> int:
-        run(Path(folder), msgspec.json.decode(spec, type=RunSpec), int(first_seed))
+        run(args.folder, msgspec.json.decode(args.spec, type=RunSpec), args.first_seed)
         return 0
 
     return run_program("quality", work)

@@ -225,6 +225,8 @@ def execute(plan: Plan) -> Trained:
             tensors |= {
                 f"{layer.name} {name}": tensor for name, tensor in state.masters(layer).items()
             }
+            if (moving := state.tensors().get(f"{layer.name}.moving_norms")) is not None:
+                tensors[f"{layer.name} moving norms"] = moving.clone()
             flat = state.tensors()[f"{layer.name}.moments"]
             if plan.workload.optimizer == MUON:
                 tensors |= muon_moments(layer, flat)
@@ -237,8 +239,6 @@ def execute(plan: Plan) -> Trained:
                     f"{layer.name} {name} moment {order}": moment
                     for name, moment in by_tensor(layer, moments).items()
                 }
-            if (moving := state.tensors().get(f"{layer.name}.moving_norms")) is not None:
-                tensors[f"{layer.name} moving norms"] = moving.clone()
         return Trained(
             [result.loss for result in results],
             [result.gradient_norm for result in results],
@@ -397,6 +397,7 @@ def muon_plans(draw: st.DrawFn) -> Plan:
         plan.workload,
         optimizer=MUON,
         state=EXACT,
+        gradients="exact",
         clipping=draw(st.sampled_from([kind for kind in CLIPPING if kind != "update"])),
     )
     able = [layer for layer in plan.model.stack if not layer.isdigit()]
