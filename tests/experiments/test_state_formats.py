@@ -76,11 +76,12 @@ def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
 @pytest.mark.parametrize(
     ("memory", "state"), [("128GiB", "exact"), ("64GiB", "master24"), ("26GiB", "bf16-sr")]
 )
-def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str, dtype: str) -> None:
     parser = options.OneLineParser()
     check.describe(parser)
     words = ["qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", memory, "--policy"]
-    args = parser.parse_args([*words, "overlapped", "--state", "any"])
+    args = parser.parse_args([*words, "overlapped", "--dtype", dtype, "--state", "any"])
     hardware, model = HardwareSpec.load("rtx4090"), ModelSpec.load("qwen2.5-7b")
     assert from_options.with_fitting_state(args, hardware, model).state == state
     assert args.state == "any"
