@@ -56,6 +56,13 @@ def test_the_verdict_repeats_the_options(command: Command) -> None:
     assert (found["fp8"], found["workload"]["fp8"]) == ("", None)
 
 
+def test_a_scaling_without_fp8_is_refused(command: Command) -> None:
+    for dtype in ((), ("--dtype", "fp32")):
+        outcome = command("check", "tiny", "--hardware", "h200", *WORK, *dtype, *FP8[2:])
+        assert (outcome.status, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+        assert "--fp8-scaling: found tensorwise with --dtype" in outcome.err
+
+
 def test_machines_without_fp8_are_refused_in_one_line(command: Command) -> None:
     outcome = command("check", "qwen2.5-7b", "--hardware", "rtx3090", *WORK, "--dtype", "fp8")
     assert (outcome.status, outcome.out) == (2, "")
