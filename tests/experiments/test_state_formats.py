@@ -120,7 +120,7 @@ def test_a_format_that_layers_cannot_have_is_not_calibrated(command: Command) ->
 def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Command) -> None:
     words = ("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *WORK)
     planned = good(command(*words, "--gradients", "8bit", "--out", "p.toml"))
-    assert "and gradients stored in 8 bits fits" in " ".join(planned.split())
+    assert ") with gradients stored in 8 bits fits" in " ".join(planned.split())
     assert Plan.load(Path("p.toml")).workload.gradients == "8bit"
     good(command(*words, "--clipping", "adagc", "--out", "q.toml"))
     train = ("--data", "corpus", "--device", "cpu", "--steps", 2, "--adagc-warm-up", 1)
