@@ -133,6 +133,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             "fp8_scaling",
             "clipping",
             "optimizer",
+            "state",
+            "gradients",
             "loss_chunk",
             "compile",
             "attention",

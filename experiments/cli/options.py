@@ -270,7 +270,6 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     group.add_argument(
         "--fp8-scaling",
         choices=("rowwise", "tensorwise"),
-        default="rowwise",
         help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
     )
     group.add_argument(
@@ -368,12 +367,20 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
 def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
     """Returns the workload that the options describe, for `model`.
 
-    Raises UserError if `--documents` is given and attention cannot stay within a document. If it
-    is only the default, a line on stderr reports that documents are not kept apart, unless `quiet`.
+    Raises UserError if `--documents` is given and attention cannot stay within a document, and for
+    `--fp8-scaling` without fp8. If documents are only the default, a line on stderr reports that
+    they are not kept apart, unless `quiet`.
     """
     from megatrain.simulator.model.workload import Workload
 
     fp8 = args.dtype == FP8
+    if args.fp8_scaling and not fp8:
+        raise UserError(
+            "--fp8-scaling",
+            found=f"{args.fp8_scaling} with --dtype {args.dtype}",
+            allowed=f"--dtype {FP8}",
+            fix=f"use --dtype {FP8}, or leave out --fp8-scaling",
+        )
     obstacle = _against_documents(args, model) if args.documents is not False else None
     if obstacle and args.documents:
         raise UserError(
@@ -396,7 +403,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         sequence=args.seq,
         accumulation=args.accumulation,
         dtype="bf16" if fp8 else args.dtype,
-        fp8=args.fp8_scaling if fp8 else None,
+        fp8=(args.fp8_scaling or "rowwise") if fp8 else None,
         clipping=args.clipping,
         loss_chunk=args.loss_chunk,
         compiled=args.compile,

@@ -18,7 +18,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import Choice, group_sizes, plan_account, with_knobs
 from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
@@ -68,9 +68,14 @@ def outlook(
             return _choice(footprint.plan, memory, costs)
     found = []
     for plan in plans:
-        places = policy_library.find(plan.policy).places_state
-        search = PlacementSearch(plan, costs) if places else SlotSearch(plan, costs)
-        if search.may_fit():
+        if policy_library.find(plan.policy).places_state:
+            search: PlacementSearch | SlotSearch = PlacementSearch(plan, costs)
+            grouped = (with_knobs(plan, micro_batch_group=size) for size in group_sizes(plan))
+            possible = any(PlacementSearch(each, costs).may_fit() for each in grouped)
+        else:
+            search = SlotSearch(plan, costs)
+            possible = search.may_fit()
+        if possible:
             return None
         missed = search.nearest_miss()
         memory = plan_account(missed, policy_library.outline(missed), costs)

@@ -62,11 +62,10 @@ from megatrain.simulator.schedule.arithmetic import (
     layer_state,
     refuse_on_host,
     sums_on_device,
+    whole_matrices,
 )
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
-
-"""The classes of data that an update changes."""
 
 
 class _OverlappedStore:
@@ -87,6 +86,8 @@ class _OverlappedStore:
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
         """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
+        self.matrices = whole_matrices(plan)
+        """Layers that are cut between matrices only."""
         self.state = {layer: layer_state(plan, layer) for layer in self.stack}
         self.home: dict[tuple[StateClass, str], str] = {}
         """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
@@ -219,8 +220,9 @@ class _OverlappedStore:
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the layer's chunks: (number, first parameter, number of parameters)."""
-        layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
-        if layout is not None and layout.matrices:
+        if layer in self.matrices:
+            layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
+            assert layout
             return layout.chunks(self.chunk)
         total = self.stack[layer].elements
         if total not in self.chunks:
@@ -232,7 +234,9 @@ class _OverlappedStore:
 
     def _longest_chunk(self, layer: str) -> int:
         """Returns the parameters of the layer's longest chunk."""
-        return max(count for _, _, count in self._chunks(layer))
+        if layer in self.matrices:
+            return max(count for _, _, count in self._chunks(layer))
+        return min(self.chunk, self.stack[layer].elements)
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         """Returns a device buffer with the layer's weights, updated if an update was deferred.

@@ -131,12 +131,11 @@ class Adviser:
     def _can_code_gradients(self) -> bool:
         """Returns whether the gradients that the plan stores could be stored in 8 bits instead."""
         work = self.work
-        return (work.gradients, work.accumulation, work.optimizer, self.plan.model.tied) == (
-            "exact",
-            1,
-            ADAMW,
-            False,
-        ) and any(policy_library.find(name).places_state for name in self.names)
+        if self.hardware.unified or self.plan.model.tied:
+            return False
+        return (work.gradients, work.accumulation, work.optimizer) == ("exact", 1, ADAMW) and any(
+            policy_library.find(name).places_state for name in self.names
+        )
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
         """Returns the effect of another workload on memory. `values` are the changed options."""

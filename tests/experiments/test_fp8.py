@@ -51,9 +51,19 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
 def test_the_verdict_repeats_the_options(command: Command) -> None:
     check = ("check", "tiny", "--hardware", "h200", *WORK)
     text = " ".join(good(command(*check, *FP8)).replace("\\\n", "").split())
-    assert "--dtype fp8 --fp8-scaling tensorwise" in text
+    assert text.count("--dtype fp8 --fp8-scaling tensorwise") == 2, "both next commands"
+    text = good(command(*check, "--clipping", "adagc", "--compile"))
+    assert text.replace("\\\n", "").count("--compile") == 2
+    assert text.count("--clipping adagc") == 2
     found = json.loads(good(command(*check, "--json")))
     assert (found["fp8"], found["workload"]["fp8"]) == ("", None)
+
+
+def test_a_scaling_without_fp8_is_refused(command: Command) -> None:
+    for dtype in ((), ("--dtype", "fp32")):
+        outcome = command("check", "tiny", "--hardware", "h200", *WORK, *dtype, *FP8[2:])
+        assert (outcome.status, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+        assert "--fp8-scaling: found tensorwise with --dtype" in outcome.err
 
 
 def test_machines_without_fp8_are_refused_in_one_line(command: Command) -> None:

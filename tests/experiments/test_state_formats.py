@@ -76,11 +76,12 @@ def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
 @pytest.mark.parametrize(
     ("memory", "state"), [("128GiB", "exact"), ("64GiB", "master24"), ("26GiB", "bf16-sr")]
 )
-def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str, dtype: str) -> None:
     parser = options.OneLineParser()
     check.describe(parser)
     words = ["qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", memory, "--policy"]
-    args = parser.parse_args([*words, "overlapped", "--state", "any"])
+    args = parser.parse_args([*words, "overlapped", "--dtype", dtype, "--state", "any"])
     hardware, model = HardwareSpec.load("rtx4090"), ModelSpec.load("qwen2.5-7b")
     assert from_options.with_fitting_state(args, hardware, model).state == state
     assert args.state == "any"
@@ -119,7 +120,7 @@ def test_a_format_that_layers_cannot_have_is_not_calibrated(command: Command) ->
 def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Command) -> None:
     words = ("plan", "tiny", "--hardware", "h200", "--policy", "overlapped", *WORK)
     planned = good(command(*words, "--gradients", "8bit", "--out", "p.toml"))
-    assert "and gradients stored in 8 bits fits" in " ".join(planned.split())
+    assert ") with gradients stored in 8 bits fits" in " ".join(planned.split())
     assert Plan.load(Path("p.toml")).workload.gradients == "8bit"
     good(command(*words, "--clipping", "adagc", "--out", "q.toml"))
     train = ("--data", "corpus", "--device", "cpu", "--steps", 2, "--adagc-warm-up", 1)

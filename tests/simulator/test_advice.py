@@ -272,3 +272,13 @@ def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelS
         adviser = Adviser(choice, H200, costs, ["overlapped"], lambda *_, found=choice: found, [])
         bounds.append(adviser._least_seconds(work, limit, plan.host_limit_bytes))
     assert bounds[0] == bounds[1] > 0
+
+
+def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
+    make_model: Callable[..., ModelSpec],
+) -> None:
+    """Its one policy stores no gradients."""
+    untied = make_model(layers=4, hidden=128, intermediate=256, head_dim=32, tied=False)
+    verdict = judge(untied, HardwareSpec.load("dgx-spark"), WORK, device_limit=4 * MIB)
+    assert not verdict.feasible
+    assert not any("gradients" in entry.options for entry in verdict.advice)

@@ -53,3 +53,22 @@ def test_policies_of_other_systems_have_no_outlook() -> None:
     model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
     work = Workload(batch=1, sequence=256)
     assert outlook(model, hardware, work, policies=["zero3_offload"]) is None
+
+
+def test_a_plan_that_fits_only_in_groups_of_micro_batches_is_not_denied() -> None:
+    """Without clipping, a group of all micro-batches stores no sums of gradients on the host."""
+    model, hardware = ModelSpec.load("phi-2"), HardwareSpec.load("rtx4090")
+    work = Workload(batch=1, sequence=2048, accumulation=2, clipping="none", state="master24")
+    device, host = 13_461_703_309, 8_825_736_090
+    single = outlook(
+        model,
+        hardware,
+        msgspec.structs.replace(work, clipping="global"),
+        device_limit=device,
+        host_limit=host,
+    )
+    assert single is not None
+    assert not single.feasible
+    assert candidates(model, hardware, work, device_limit=device, host_limit=host)[0].feasible
+    grouped = outlook(model, hardware, work, device_limit=device, host_limit=host)
+    assert grouped is None or grouped.feasible

@@ -31,19 +31,28 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
         return [(_quoted("check", *hardware, *limits), "lists the models that fit")]
     if verdict.prediction_only:
         return []
-    work = _workload(args, verdict)
-    state = _options(_state(verdict))  # `train` chooses the rest of the workload itself
+    kept = _kept(args, verdict)
     policy = [] if args.policy == "best" else ["--policy", args.policy]
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
     named = hardware or ["--hardware", "hardware.toml"]
     return [
         (
-            _quoted("train", model, "--data", "DATA", *measured, *policy, *state, "--out", "RUN"),
+            _quoted("train", model, "--data", "DATA", *measured, *policy, *kept, "--out", "RUN"),
             "on that machine: measures it if needed, plans and trains",
         ),
         (
-            _quoted("plan", args.model, *named, *limits, *policy, *work, "--out", "plan.toml"),
+            _quoted(
+                "plan",
+                args.model,
+                *named,
+                *limits,
+                *policy,
+                *_size(verdict),
+                *kept,
+                "--out",
+                "plan.toml",
+            ),
             "only writes the plan of this verdict, for `megatrain train`",
         ),
     ]
@@ -51,16 +60,6 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
 
 def _quoted(*words: str) -> list[str]:
     return ["megatrain", *(shlex.quote(word) for word in words)]
-
-
-def _state(verdict: Verdict) -> dict[str, tuple[object, object]]:
-    """Returns the options that decide the size of the optimizer's state, with their defaults."""
-    work = verdict.workload
-    return {
-        "optimizer": (work.optimizer, "adamw"),
-        "state": (work.state, "exact"),
-        "gradients": (work.gradients, "exact"),
-    }
 
 
 def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
@@ -73,17 +72,30 @@ def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
     ]
 
 
-def _workload(args: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """Returns the options of the workload: its size, and what differs from the defaults."""
+def _size(verdict: Verdict) -> list[str]:
+    """Returns the options of the size of a step. `train` chooses it from the data."""
+    work = verdict.workload
+    return _options(
+        {
+            "batch": (work.batch, None),
+            "seq": (work.sequence, None),
+            "accumulation": (work.accumulation, 1),
+        }
+    )
+
+
+def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
+    """Returns the other options of the workload that differ from the defaults. `train` needs them
+    as well: without them, another training is planned, which may not fit.
+    """
     work = verdict.workload
     values: dict[str, tuple[object, object]] = {
-        "batch": (work.batch, None),
-        "seq": (work.sequence, None),
-        "accumulation": (work.accumulation, 1),
         "dtype": ("fp8" if work.fp8 else work.dtype, "bf16"),
         "fp8-scaling": (work.fp8 or "rowwise", "rowwise"),
         "clipping": (work.clipping, "global"),
-        **_state(verdict),
+        "optimizer": (work.optimizer, "adamw"),
+        "state": (work.state, "exact"),
+        "gradients": (work.gradients, "exact"),
         "attention": (work.attention, None),
         "loss-chunk": (work.loss_chunk, 1024),
     }

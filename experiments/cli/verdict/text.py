@@ -102,7 +102,8 @@ def answer(verdict: Verdict, place: str) -> str:
     work = verdict.workload
     optimizer = "" if work.optimizer == ADAMW else f" with optimizer {work.optimizer}"
     state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
-    stored = "" if work.gradients == "exact" else " and gradients stored in 8 bits"
+    joined = "and" if state else "with"
+    stored = "" if work.gradients == "exact" else f" {joined} gradients stored in 8 bits"
     what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}{stored}"
     if verdict.feasible:
         condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
