@@ -210,6 +210,10 @@ def test_what_a_child_cannot_do_is_its_failure(
             ["--plan", "plan.toml", "--batch", "4", "--compile"],
             "--plan: found --batch, --compile as well",
         ),
+        (
+            ["--plan", "plan.toml", "--state", "master24", "--gradients", "8bit"],
+            "--plan: found --state, --gradients as well",
+        ),
         (["--plan", "none.toml"], "none.toml: found no such file"),
         (
             ["tiny", "--systems", "ours,zero4"],
