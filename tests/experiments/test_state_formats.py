@@ -74,13 +74,19 @@ def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "state"), [("128GiB", "exact"), ("64GiB", "master24"), ("26GiB", "bf16-sr")]
+    ("memory", "dtype", "state"),
+    [
+        ("128GiB", "bf16", "exact"),
+        ("64GiB", "bf16", "master24"),
+        ("26GiB", "bf16", "bf16-sr"),
+        ("64GiB", "fp8", "master24"),
+    ],
 )
-def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str) -> None:
+def test_any_format_is_the_least_compressed_that_fits(memory: str, dtype: str, state: str) -> None:
     parser = options.OneLineParser()
     check.describe(parser)
     words = ["qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", memory, "--policy"]
-    args = parser.parse_args([*words, "overlapped", "--state", "any"])
+    args = parser.parse_args([*words, "overlapped", "--state", "any", "--dtype", dtype])
     hardware, model = HardwareSpec.load("rtx4090"), ModelSpec.load("qwen2.5-7b")
     assert from_options.with_fitting_state(args, hardware, model).state == state
     assert args.state == "any"

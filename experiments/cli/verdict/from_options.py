@@ -136,7 +136,7 @@ def with_fitting_state(
     from megatrain.simulator.policies import find
 
     executed = any(not find(name).prediction_only for name in policies(args.policy))
-    coded = executed and (args.dtype, args.optimizer) == ("bf16", ADAMW)
+    coded = executed and args.dtype != "fp32" and args.optimizer == ADAMW
     able = tuple(FORMATS) if coded else (EXACT,)
     tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
