@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
-from megatrain.simulator.model.workload import Clipping, Gradients
+from megatrain.simulator.model.workload import Clipping, Gradients, Scaling
 
 if TYPE_CHECKING:
     import torch
@@ -269,8 +269,7 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--fp8-scaling",
-        choices=("rowwise", "tensorwise"),
-        default="rowwise",
+        choices=get_args(Scaling),
         help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
     )
     group.add_argument(
@@ -374,6 +373,13 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
     from megatrain.simulator.model.workload import Workload
 
     fp8 = args.dtype == FP8
+    if args.fp8_scaling and not fp8:
+        raise UserError(
+            "--fp8-scaling",
+            found=f"{args.fp8_scaling} with --dtype {args.dtype}",
+            allowed=f"a scaling with --dtype {FP8} alone",
+            fix=f"use --dtype {FP8}, or leave it out",
+        )
     obstacle = _against_documents(args, model) if args.documents is not False else None
     if obstacle and args.documents:
         raise UserError(
@@ -396,7 +402,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         sequence=args.seq,
         accumulation=args.accumulation,
         dtype="bf16" if fp8 else args.dtype,
-        fp8=args.fp8_scaling if fp8 else None,
+        fp8=(args.fp8_scaling or "rowwise") if fp8 else None,
         clipping=args.clipping,
         loss_chunk=args.loss_chunk,
         compiled=args.compile,

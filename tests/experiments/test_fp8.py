@@ -63,3 +63,12 @@ def test_machines_without_fp8_are_refused_in_one_line(command: Command) -> None:
         "megatrain: hardware rtx3090: peak_tflops: found no rate for fp8; allowed: a GPU with fp8"
         " matrix products, compute capability 8.9 or later, such as h200; fix: use --dtype bf16\n"
     )
+
+
+def test_a_scaling_without_fp8_is_refused(command: Command) -> None:
+    words = ("check", "tiny", "--hardware", "h200", *WORK, *FP8[2:])
+    for more in ((), ("--dtype", "fp32")):
+        outcome = command(*words, *more)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err.startswith("megatrain: --fp8-scaling: found tensorwise with --dtype")
+        assert outcome.err.count("\n") == 1
