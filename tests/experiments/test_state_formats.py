@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.run_report.model_card import model_card
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
@@ -135,6 +136,8 @@ def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Com
         assert all(row["gradient_norm"] > 0 for row in rows)
         factors = [row.get("clip_factor") for row in rows]
         assert factors == [None, None] if norms == "exact" else 0 < min(factors) <= 1
+        stored = "| gradients | stored in 8 bits |" in model_card(Path(plan), "x")
+        assert stored == (norms == "exact")
 
 
 def test_gradients_in_8_bits_are_refused_where_they_are_not_stored(command: Command) -> None:
