@@ -56,6 +56,20 @@ def systems(text: str) -> list[str]:
     return names
 
 
+def _add_plan_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options from which the plan for a model is made."""
+    options.add_limits(made)
+    options.add_policy(made)
+    options.add_workload(made)
+
+
+def _of_a_plan() -> dict[str, str]:
+    """Returns the options from which the plan for a model is made: dest -> name."""
+    made = options.OneLineParser(add_help=False)
+    _add_plan_options(made)
+    return {action.dest: action.option_strings[0] for action in made._actions}
+
+
 def parser() -> options.OneLineParser:
     """Returns the parser for the options of the benchmark."""
     made = options.OneLineParser(
@@ -78,9 +92,7 @@ def parser() -> options.OneLineParser:
             " library (default h200, or the plan's)"
         ),
     )
-    options.add_limits(made)
-    options.add_policy(made)
-    options.add_workload(made)
+    _add_plan_options(made)
     made.set_defaults(documents=False)  # random tokens contain no documents
     made.add_argument(
         "--systems",
@@ -125,26 +137,9 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         )
     if args.plan is not None:
         default = parser().parse_args(["--plan", str(args.plan)])
-        keys = (
-            "batch",
-            "seq",
-            "accumulation",
-            "dtype",
-            "fp8_scaling",
-            "clipping",
-            "optimizer",
-            "state",
-            "gradients",
-            "loss_chunk",
-            "compile",
-            "attention",
-            "policy",
-            "device_memory",
-            "host_memory",
-        )
         given = [
-            f"--{key.replace('_', '-')}"
-            for key in keys
+            option
+            for key, option in _of_a_plan().items()
             if getattr(args, key) != getattr(default, key)
         ]
         if given:

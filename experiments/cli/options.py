@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
-from megatrain.simulator.model.workload import Clipping, Gradients
+from megatrain.simulator.model.workload import Clipping, Gradients, Scaling
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     )
     group.add_argument(
         "--fp8-scaling",
-        choices=("rowwise", "tensorwise"),
+        choices=get_args(Scaling),
         help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
     )
     group.add_argument(

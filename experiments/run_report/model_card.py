@@ -65,6 +65,7 @@ def model_card(run: Path, title: str, *, base: str | None = None, step: int | No
         f"| learning rate | {config.schedule} |",
         f"| optimizer | {work.optimizer}, weight decay {config.optimizer.weight_decay:g} |",
         f"| clipping | {work.clipping} |",
+        *(["| gradients | stored in 8 bits |"] if work.gradients == "8bit" else []),
         f"| tokens a step | {work.accumulation} x {work.batch} x {work.sequence:,} |",
         f"| computed in | {work.precision}, with {FORMATS[work.state].what} |",
         f"| loss on | {config.data.loss} |",

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.run_report.model_card import model_card
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
@@ -74,14 +75,19 @@ def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "state"), [("128GiB", "exact"), ("64GiB", "master24"), ("26GiB", "bf16-sr")]
+    ("memory", "dtype", "state"),
+    [
+        ("128GiB", "bf16", "exact"),
+        ("64GiB", "bf16", "master24"),
+        ("26GiB", "bf16", "bf16-sr"),
+        ("64GiB", "fp8", "master24"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_any_format_is_the_least_compressed_that_fits(memory: str, state: str, dtype: str) -> None:
+def test_any_format_is_the_least_compressed_that_fits(memory: str, dtype: str, state: str) -> None:
     parser = options.OneLineParser()
     check.describe(parser)
     words = ["qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", memory, "--policy"]
-    args = parser.parse_args([*words, "overlapped", "--dtype", dtype, "--state", "any"])
+    args = parser.parse_args([*words, "overlapped", "--state", "any", "--dtype", dtype])
     hardware, model = HardwareSpec.load("rtx4090"), ModelSpec.load("qwen2.5-7b")
     assert from_options.with_fitting_state(args, hardware, model).state == state
     assert args.state == "any"
@@ -130,6 +136,8 @@ def test_a_run_stores_gradients_in_8_bits_and_clips_by_moving_norms(command: Com
         assert all(row["gradient_norm"] > 0 for row in rows)
         factors = [row.get("clip_factor") for row in rows]
         assert factors == [None, None] if norms == "exact" else 0 < min(factors) <= 1
+        stored = "| gradients | stored in 8 bits |" in model_card(Path(plan), "x")
+        assert stored == (norms == "exact")
 
 
 def test_gradients_in_8_bits_are_refused_where_they_are_not_stored(command: Command) -> None:
