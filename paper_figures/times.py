@@ -43,9 +43,17 @@ class TimeData(msgspec.Struct, frozen=True, kw_only=True):
 def draw(results: Results) -> Drawn:
     data, date = results.typed("times", TimeData)
     figure, (time, energy) = style.canvas(style.PAGE, 3.3, ncols=2)
-    style.plain(time, "time on one GPU", "billions of parameters (log scale)", "days (log scale)")
     style.plain(
-        energy, "energy of the GPU", "billions of parameters (log scale)", "kWh (log scale)"
+        time,
+        "time for 1 B tokens on one GPU",
+        "billions of parameters (log scale)",
+        "days (log scale)",
+    )
+    style.plain(
+        energy,
+        "energy of the GPU for 1 B tokens",
+        "billions of parameters (log scale)",
+        "kWh (log scale)",
     )
     for machine, (label, colour, marker, line) in LOOKS.items():
         mine = [point for point in data.points if point.machine == machine and point.ours.fits]
