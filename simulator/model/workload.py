@@ -90,7 +90,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "workload: clipping",
                 found=f"update with optimizer {self.optimizer}",
                 allowed=f"update with {ADAMW} alone, whose second moment it reads",
-                fix="clip by global or layer, or do not clip",
+                fix="clip by global, layer or adagc, or do not clip",
             )
         self._refuse_state()
         self._refuse_gradients()
