@@ -152,7 +152,8 @@ class Calibrated(ContendedCosts):
                 duration, beyond = self._compute(op, size)
                 chunks = self._other_chunks(op)
                 self._known[key] = (
-                    math.ceil(chunks * duration) + self._summing_ns(op),
+                    # sums can move fewer bytes, and those are more than a scaled duration allows
+                    max(math.ceil(chunks * duration) + self._summing_ns(op), 0),
                     beyond or chunks != 1.0,
                 )
         return self._known[key]
