@@ -112,7 +112,15 @@ def sound_checkpoint(
     Raises UserError if there is no such checkpoint or it is damaged.
     """
     if (run / "manifest.json").exists():
-        return run, verify(run)
+        manifest = verify(run)
+        if step not in (None, manifest.run.step):
+            raise UserError(
+                str(run),
+                found=f"the checkpoint of step {manifest.run.step}",
+                allowed=f"a run that has a checkpoint of step {step}",
+                fix="name the run, or leave out --from-step",
+            )
+        return run, manifest
     steps = steps_to_export(run, step)
     for number in steps:
         folder = run / "checkpoints" / checkpoint_name(number)

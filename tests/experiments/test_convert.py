@@ -112,6 +112,12 @@ def test_nothing_is_left_of_a_conversion_that_fails(
 def test_a_checkpoint_alone_is_converted(command: Command, run: Path) -> None:
     (folder,) = (run / "checkpoints").iterdir()
     shutil.copytree(folder, "alone/checkpoints/it")
+    words = ("alone/checkpoints/it", "--from-step", 7, "--out", "x")
+    for verb in (("convert", "--state", "master24"), ("export",)):
+        outcome = command(*verb, *words)
+        assert (outcome.status, Path("x").exists()) == (2, False)
+        assert "found the checkpoint of step 2; allowed: a run that has" in outcome.err
+        assert outcome.err.count("\n") == 1
     outcome = command("convert", "alone/checkpoints/it", "--state", "master24", "--out", "x")
     assert (outcome.status, outcome.err) == (0, "")
     assert "--resume" not in outcome.out
