@@ -77,14 +77,19 @@ def convert_run(
         )
     folder, manifest = sound_checkpoint(run, step, on_note)
     work = manifest.workload
-    if work.state == state or (work.dtype, work.optimizer) != ("bf16", ADAMW):
-        others = [name for name in FORMATS if name != work.state]
-        able = (work.dtype, work.optimizer) == ("bf16", ADAMW)
+    if (work.dtype, work.optimizer) != ("bf16", ADAMW):
         raise UserError(
             f"{folder}: --state",
             found=f"{state}, with dtype {work.dtype} and optimizer {work.optimizer}",
-            allowed=f"{', '.join(others) if able else EXACT}, from {work.state}",
-            fix="name another format" if able else "train with it from the beginning",
+            allowed=f"{EXACT}, which such a run has already",
+            fix=f"convert a run with dtype bf16 and optimizer {ADAMW}",
+        )
+    if work.state == state:
+        raise UserError(
+            f"{folder}: --state",
+            found=f"{state}, which the checkpoint has already",
+            allowed=", ".join(name for name in FORMATS if name != state),
+            fix="name another format",
         )
     seed = manifest.run.settings.get("training.seed", 0)
     changed = msgspec.structs.replace(work, state=state)

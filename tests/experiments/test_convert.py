@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("run", "--state", "exact", "--out", "x"), "allowed: master24, bf16-sr, from exact"),
+        (("run", "--state", "exact", "--out", "x"), "already; allowed: master24, bf16-sr;"),
         (("run", "--state", "bf16-sr", "--out", "run"), "something there already"),
         (("nowhere", "--state", "bf16-sr", "--out", "x"), "no such folder"),
         (("run", "--state", "bf16-sr", "--out", "x", "--from-step", 7), "no checkpoint of step 7"),
@@ -93,6 +93,16 @@ def test_what_cannot_be_converted_is_refused(
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert not Path("x").exists()
+
+
+def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> None:
+    words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
+    assert command(*words, "--optimizer", "muon", "--out", "m.toml").status == 0
+    words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
+    assert command(*words, "--out", "muon").status == 0
+    outcome = command("convert", "muon", "--state", "master24", "--out", "x")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert "optimizer muon; allowed: exact, which such a run has already; fix: " in outcome.err
 
 
 def test_nothing_is_left_of_a_conversion_that_fails(

@@ -89,6 +89,15 @@ def test_a_name_of_the_library_and_options_in_place_of_choices(command: Any) -> 
 
 
 @pytest.mark.usefixtures("place")
+def test_gradients_in_8_bits_have_one_micro_batch_if_only_the_batch_is_named(command: Any) -> None:
+    asked = ("--gradients", "8bit", "--batch", 2, "--steps", 1, "--policy", "overlapped")
+    outcome = command(*TRAIN, *HARDWARE, *asked, "--dtype", "bf16", "--device", "cpu")
+    assert (outcome.status, outcome.err) == (0, "")
+    work = Plan.load(Path("run/plan.toml")).workload
+    assert (work.batch, work.accumulation, work.gradients) == (2, 1, "8bit")
+
+
+@pytest.mark.usefixtures("place")
 def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any) -> None:
     outcome = command(*TRAIN, *HARDWARE, "--device-memory", "1KiB")
     assert outcome.status == 3

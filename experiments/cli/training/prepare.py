@@ -280,7 +280,9 @@ def _choose(
         step_rows = chosen_rows(rows, asked.seq)
     if batch or accumulation:
         asked.batch = batch or max(step_rows // accumulation, 1)
-        asked.accumulation = accumulation or max(step_rows // batch, 1)
+        # Gradients in 8 bits are those of a single micro-batch.
+        most = 1 if asked.gradients != "exact" else max(step_rows // asked.batch, 1)
+        asked.accumulation = accumulation or most
         asked.tokens_per_step, step_rows = None, asked.batch * asked.accumulation
     else:
         asked.tokens_per_step = step_rows * asked.seq
