@@ -44,7 +44,6 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
-from megatrain.simulator.schedule.arithmetic import whole_matrices
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -183,11 +182,12 @@ class Executor:
                 self._state,
                 seed,
             )
-            first = "update" if whole_matrices(plan) else ""
+            # Matrix products of updates have many short kernels, and each would wait for a long one
+            # of compute. The simulator lets compute wait for them.
+            first = {op.lane for op in self.schedule.ops if op.lane == "update" and op.flops}
             self._streams = {
                 name: (
-                    # matrix products of updates have many short kernels, and each would wait
-                    torch.cuda.Stream(device, priority=-1 if name == first else 0)
+                    torch.cuda.Stream(device, priority=-1 if name in first else 0)
                     if device.type == "cuda" and name in DEVICE_LANES
                     else None
                 )
