@@ -223,6 +223,8 @@ class PlacementSearch:
             # The number of saved layers may have changed, so updates on the host may pay now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
+        faster, other = self._with_whole_layers(time, plan)
+        time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         if not others:
             return assess(plan, self.costs)
         slower, other = self._refined_like(*others[0], plan)
@@ -516,6 +518,56 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
+
+    def _with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the fastest of `plan` and plans that update all streamed layers on the host and
+        keep the whole state of the others on the device (`Filling.whole`), and its time.
+
+        These differ in the number of layers on the device. As many as then fit save their
+        activations. Every eighth number is tried first, and then the numbers near the best one.
+        `time` is the step time of `plan` in ns.
+        """
+        layers, tried = plan.model.layers, set[int]()
+        best, size = -1, max(layers // _STEPS, 1)
+        while size:
+            near = (best - size, best + size) if best >= 0 else range(0, layers + 1, size)
+            found = list[tuple[float, int, Plan]]()
+            for count in set(near) - tried:
+                tried.add(count)
+                other = self._whole_layers_plan(plan, count, time) if 0 <= count <= layers else None
+                if other and self.lower_bound.step_ns(other) * _TIE < time:
+                    found.append((self.time(other), count, other))
+            faster = min(found, default=None, key=lambda entry: entry[:2])
+            if faster and faster[0] * _TIE < time:
+                time, best, plan = faster
+            elif best < 0:
+                break
+            else:
+                size //= 2
+        return time, plan
+
+    def _whole_layers_plan(self, plan: Plan, count: int, time: float) -> Plan | None:
+        """Returns `Filling.whole` of `plan` with as many saved layers as fit. None if it does not
+        fit, streams no layer that the host can update, or takes `time` ns or more even if all
+        layers save their activations.
+        """
+
+        def saving(layers: int) -> Plan:
+            return with_knobs(
+                whole,
+                placement=msgspec.structs.replace(
+                    whole.knobs.placement, saved_activations=last(plan.model.layers, layers)
+                ),
+            )
+
+        whole = self.filling.whole(plan, count)
+        if (
+            not whole.placed("host_updated")
+            or self.lower_bound.step_ns(saving(plan.model.layers)) * _TIE >= time
+        ):
+            return None
+        most = self.filling.most_saved(whole, saving(0).knobs.placement)
+        return saving(most) if most >= 0 else None
 
     def may_fit(self) -> bool:
         """Returns whether `best` finds a plan. It takes less time than to find it."""
