@@ -25,7 +25,8 @@ class UpdatePart(NamedTuple):
     first: int
     """Its first parameter in the layer's flat buffer."""
     parameters: int
-    """Its parameters. The padding of a tensor is not in a part of matrices."""
+    """Its parameters. Those of matrices are rounded up to whole blocks of 8-bit codes, into the
+    padding of the tensor."""
     matrices: Matrices | None
     """The matrices that it consists of, with their number; None for any other range."""
 
@@ -46,7 +47,7 @@ class UpdateLayout:
         self._flops: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self.values = self.kept(0, layer.elements)
-        """The fp32 values of all moments."""
+        """The values of all moments."""
         self.workspace = max((sum(found.workspace) for found in self.matrices), default=0)
         """Bytes of the temporary tensors of an update."""
 
@@ -73,6 +74,10 @@ class UpdateLayout:
             self._kept[first, count] = sum(self.lengths(first, count))
         return self._kept[first, count]
 
+    def more(self, first: int, count: int) -> int:
+        """Returns the values of moments that only some of these parameters keep."""
+        return self.kept(first, count) - self.least * count
+
     def parts(self, first: int, count: int) -> list[UpdatePart]:
         """Returns the parts of `count` parameters from `first` on, in order. A group of matrices
         must be in the range as a whole, or not at all.
@@ -90,7 +95,7 @@ class UpdateLayout:
             every = treatment.matrices
             for start in range(0, every.number, every.group):
                 some = every._replace(number=min(every.group, every.number - start))
-                place, size = offset + start * every.size, some.number * every.size
+                place, size = offset + start * every.size, some.padded
                 if begin <= place and place + size <= end:
                     found.append(UpdatePart(index, place, size, some))
         return found

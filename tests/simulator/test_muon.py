@@ -165,7 +165,7 @@ def test_policies_that_update_on_the_host_are_refused_in_one_line(
             "knobs.placement: host_updated: found layer 2 updated on the CPU with optimizer muon",
         ),
         ({"clipping": "update"}, "workload: clipping: found update with optimizer muon"),
-        ({"state": "master24", "dtype": "bf16"}, "found master24 with optimizer muon"),
+        ({"state": "master24", "dtype": "fp32"}, "found master24 with dtype fp32"),
     ],
 )
 def test_what_muon_cannot_do_is_refused_by_name(
