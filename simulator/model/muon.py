@@ -29,6 +29,9 @@ GPU_BYTES = 172
 """Bytes per parameter that PyTorch's elementwise operations move on a GPU, beyond reading and
 writing the state and the gradient. Counted in the source of the update, one operation at a
 time."""
+CODED_GPU_BYTES = 246
+"""Bytes per parameter that are moved on top of these if the momentum is in 8 bits. No kernel does
+it in one pass. `tests/runtime/test_muon.py` counts them."""
 LIBRARY_BYTES = 32 * 2**20
 """Bytes that cuBLAS needs for each stream on which it multiplies matrices, as PyTorch sets them for
 an H100 and later. Earlier GPUs need 8 MiB."""

@@ -53,13 +53,19 @@ class UpdateLayout:
 
     def start(self, plane: int, first: int) -> int:
         """Returns how many parameters before `first` keep more than `plane` moments."""
-        return sum(
-            min(max(first - offset, 0), tensor.padded)
+        return sum(min(max(first - start, 0), count) for start, count in self.ranges(plane))
+
+    def ranges(self, plane: int) -> list[tuple[int, int]]:
+        """Returns the parameters whose moments a plane has, as pairs of the first one and their
+        number, in the order of the plane.
+        """
+        return [
+            (offset, tensor.padded)
             for tensor, offset, treatment in zip(
                 self._layer.tensors, self._layer.offsets, self._treatments, strict=True
             )
             if treatment.moments > plane
-        )
+        ]
 
     def lengths(self, first: int, count: int) -> list[int]:
         """Returns the values in each plane for `count` parameters from `first` on."""
