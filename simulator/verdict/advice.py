@@ -462,7 +462,8 @@ def _excess(account: Account) -> tuple[int, int]:
 def _note(options: dict[str, str], work: Workload) -> str:
     """Returns what the changed `options`, which make up the workload `work`, cost in words."""
     if "state" in options:
-        return FORMATS[work.state].costs
+        costs = FORMATS[work.state].costs
+        return costs if work.optimizer == ADAMW else costs.replace("AdamW", work.optimizer)
     if options.get("clipping") == "adagc":
         return "clips each tensor by its own moving norm, not all by their common norm"
     if options.get("gradients") == "8bit":
