@@ -369,10 +369,13 @@ class Calibrated(ContendedCosts):
     def _scaled(self, op: Op, points: list[Point]) -> int:
         """Returns the duration of a decoder layer's op in ns, from measurements of the same layer
         with other tokens. The one with the nearest number of tokens is used, and of these the one
-        with the nearest sequence length.
+        with the nearest sequence length. All of them are packed as `op.shape` says.
         """
         sheet = self._datasheet
         assert sheet
+        packed = msgspec.structs.replace(sheet.workload, documents=op.shape.endswith(DOCUMENTS))
+        if packed != sheet.workload:
+            sheet = Datasheet(sheet.hardware, sheet.model, packed)
         tokens, sequence = sheet.workload.tokens, sheet.workload.sequence
 
         def distance(point: Point) -> tuple[float, float]:

