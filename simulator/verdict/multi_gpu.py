@@ -31,12 +31,11 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
 
 DMA_GB_PER_S = 175.0
 """Rate of all copies of four H200 in one host with 64 cores, both directions together. Measured on
 2026-11-21."""
-MOST_GPUS = 16
 _SHARED = (
     "load_state",
     "save_state",
