@@ -29,9 +29,9 @@ _LOOKING_S = 3.0
 _START = "torchrun --standalone --nproc-per-node {count} -m megatrain.experiments.ranks PLAN"
 
 
-_all_gather: Callable[[torch.Tensor, torch.Tensor], object] = getattr(
-    dist, "all_gather_single", None
-) or getattr(dist, "all_gather_into_tensor")  # the second is its name before PyTorch 2.13
+_all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the second is its name before PyTorch 2.13
 
 
 class RankLost(RunError):

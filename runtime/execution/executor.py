@@ -67,9 +67,10 @@ class StepResult:
     timeline: Timeline
     """Measured start and end of each op."""
     checksum: int | None
-    """In deterministic mode with one GPU, the checksum of the weights that this step's forward pass
-    used (`checksum.py`); otherwise None. It is the same for every plan. The weights in memory when a
-    step returns are not: a plan that defers the update has not applied it yet."""
+    """In deterministic mode, the checksum of the weights that this step's forward pass used
+    (`checksum.py`); otherwise None, and with several GPUs. It is the same for every plan. The
+    weights in memory when a step returns are not: a plan that defers the update has not applied it
+    yet."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Executor:
         """
         refuse_without_ranks(plan, ranks)
         self.plan, self.settings, self.device, self._ranks = plan, settings, device, ranks
-        self.schedule = schedule or preflight(plan, settings, device)
+        self.schedule = schedule or preflight(plan, settings, device, ranks=ranks)
         self._flush = flush_update(plan)
         # a schedule that times compute alone has no clip ops
         clips = any(op.kind == "clip" for op in self.schedule.ops)

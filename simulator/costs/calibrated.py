@@ -65,8 +65,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems and the collectives of several GPUs are not measured op by op. They
-    cost what `datasheet` predicts, and are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
-    and for updates that multiply matrices.
+    cost what `datasheet` predicts, and are flagged as extrapolated. The same holds for
+    `update_ratios` if the table does not have it, and for updates that multiply matrices.
     """
 
     def __init__(

@@ -9,8 +9,8 @@
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
-* Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients. The
-  SMs that they take from compute are not modelled.
+* Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
+  The SMs that they take from compute are not modelled.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
   FLOPs divided by the rate of linear layers in bf16. On the host, an update by another optimizer
   than AdamW takes the share of AdamW's time that it moves of AdamW's bytes.

@@ -19,9 +19,9 @@ host memory (`part_elements`). A step is:
     clip: the coefficient, from the norms
 
 The result has the bits of one GPU. Ranks take the groups of micro-batches that are summed first
-(`Workload.sum_group`) in turn, so the exchange adds them in the order of the step. A part is a whole
-number of `NORM_ROW` elements, so the sums of rows are those of the whole layer, and every rank adds
-them in the same order.
+(`Workload.sum_group`) in turn, so the exchange adds them in the order of the step. A part is a
+whole number of `NORM_ROW` elements, so the sums of rows are those of the whole layer, and every
+rank adds them in the same order.
 
 All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot wait
 for each other in a circle. A rank's schedule is proved free of races by itself: a collective has
