@@ -23,6 +23,9 @@ _SHORTEST, _LONGEST, _FACTOR = 512, 2**17, 4
 """Tokens of the first row, the most tokens of a row, and the factor from one to the next."""
 _MOST_SECONDS = {"cuda": 2.0, "cpu": 0.05}
 """A row is not measured if it is expected to take longer."""
+_TOKENS = {"cuda": 2**15, "cpu": 1}
+"""Tokens that one call has at least. One short row does not fill a GPU, and a step has many: on an
+H200, a row of 1,024 tokens took four times as long alone as one of 32."""
 _REPEATS = 3
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -31,7 +34,7 @@ def attention_curve(
     model: ModelSpec, workload: Workload, device: torch.device
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns points (S, forward_ns, backward_ns) of the model's attention kernel on one causal row
-    of S tokens: the median of three calls each.
+    of S tokens: the median of three calls each, divided by the rows of a call.
 
     Returns nothing for a model that writes out its scores, and fewer than two points if there is no
     memory or time for more. With documents, the rows have one document each.
@@ -60,10 +63,11 @@ def _row(
 ) -> tuple[float, float]:
     """Returns the seconds of one forward and of one backward on a row of `length` tokens."""
     heads, pairs, size = model.heads
+    rows = max(_TOKENS[device.type] // length, 1)
     dtype = TORCH_DTYPE[workload.dtype]
 
     def drawn(count: int) -> torch.Tensor:
-        shape = (1, length, count, size)
+        shape = (rows, length, count, size)
         return torch.randn(shape, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
 
     query, key, value = drawn(heads), drawn(pairs), drawn(pairs)
@@ -80,8 +84,8 @@ def _row(
         return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
 
     return (
-        timed(attend, device, repeats=_REPEATS).value,
-        timed(backward, device, repeats=_REPEATS).value,
+        timed(attend, device, repeats=_REPEATS).value / rows,
+        timed(backward, device, repeats=_REPEATS).value / rows,
     )
 
 

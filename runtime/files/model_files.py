@@ -61,7 +61,7 @@ class RandomWeights:
             + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode()))
             % 2**31
         )
-        return torch.randn(shape, generator=generator, device=self._device) * 0.02
+        return torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008

@@ -193,7 +193,7 @@ def install(whole: Any) -> None:
 def _take_apart(
     layout: _Layout,
     enter: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None,
-    _layer: nn.Module,
+    layer: Any,
     inputs: tuple[torch.Tensor],
     arguments: Arguments,
 ) -> tuple[tuple[torch.Tensor], Arguments]:
@@ -206,9 +206,12 @@ def _take_apart(
     else:
         made = streams.unflatten(-1, (layout.streams, layout.hidden)).permute(2, 0, 1, 3)
     heads = [part.unflatten(-1, (layout.pairs, layout.size)).transpose(1, 2) for part in shared]
-    states: dict[str, Any] = dict(
+    states: dict[str | int, Any] = dict(
         zip(layout.types, zip(heads[::2], heads[1::2], strict=True), strict=True)
     )
+    # transformers 5.17 finds keys and values by the index of the layer that made them
+    if (index := getattr(layer.self_attn, "kv_shared_layer_index", None)) is not None:
+        states[index] = states[layer.self_attn.layer_type]
     states[_OTHERS] = others
     return (made,), {**arguments, "per_layer_input": own, _SHARED: states}
 
@@ -216,7 +219,7 @@ def _take_apart(
 def _put_together(
     layout: _Layout,
     leave: Callable[[torch.Tensor], torch.Tensor] | None,
-    _layer: nn.Module,
+    layer: Any,
     _inputs: tuple[torch.Tensor],
     arguments: Arguments,
     output: torch.Tensor,
@@ -226,7 +229,9 @@ def _put_together(
     The inputs of the next layer come first among the inputs. Those of this layer fill the place at
     their end, which no layer reads. After the last layer only the first row is read.
     """
-    states = arguments[_SHARED]
+    states, attention = arguments[_SHARED], layer.self_attn
+    if attention.layer_idx in states:  # written by the layer, see `_take_apart`
+        states[attention.layer_type] = states[attention.layer_idx]
     streams = [leave(output), *output[1:].detach()] if leave else output.unbind(0)
     shared = itertools.chain.from_iterable(states[kind] for kind in layout.types)
     return torch.cat(

@@ -32,23 +32,27 @@ class UpdateCosts(NamedTuple):
 
     gpu_least_bytes: int
     """An update on a GPU takes at least as long as reading and writing so many bytes of state per
-    parameter. For 8-bit moments they are those of fp32 moments: its arithmetic takes longer, and
-    no GPU has measured it."""
+    parameter. With 8-bit moments arithmetic takes more time than memory. On an H200, `master24`
+    updates 184.5e9 parameters/s and `exact` 155.8e9, which reads and writes 26 bytes for each, two
+    of them of the gradient: so 8-bit moments count as 22 bytes, 20 of them state, and one more is
+    assumed (`experiments/results/h200-updates`)."""
     gpu_temporary_bytes: int
     """Bytes of temporary tensors on a GPU if PyTorch does the update. They are set aside in any
     case, because a GPU's kernel is used only if it proves to have PyTorch's bits."""
     core_per_s: float
     """Parameters per second that a core of the host updates if memory does not limit it, 0 for no
-    limit. Machines are measured with fp32 moments, which memory limits. One core of an AMD EPYC
-    does at best 0.77e9 in `master24` and 0.85e9 in `bf16-sr`, beside other work
-    (`experiments/benchmarks/updates.py`, 2026-11-23); less is assumed, for slower cores."""
+    limit. Machines are measured with fp32 moments, which memory limits. In `master24`, a core of
+    an H200's host does 0.40e9 alone, 0.31e9 if 8 work and 0.27e9 if all 16 do
+    (`experiments/results/h200-updates`). The runtime uses all but two."""
 
 
 GPU_BLOCK = 2**22
 """Parameters that PyTorch updates at a time on a GPU."""
 UPDATE_COSTS: dict[PlaneDtype, UpdateCosts] = {
     "fp32": UpdateCosts(gpu_least_bytes=0, gpu_temporary_bytes=0, core_per_s=0.0),
-    "block8": UpdateCosts(gpu_least_bytes=24, gpu_temporary_bytes=64 * GPU_BLOCK, core_per_s=0.5e9),
+    "block8": UpdateCosts(
+        gpu_least_bytes=21, gpu_temporary_bytes=64 * GPU_BLOCK, core_per_s=0.28e9
+    ),
 }
 """By the dtype of the moments."""
 

@@ -385,6 +385,27 @@ def test_attention_alone_is_measured_over_lengths() -> None:
     assert not attention_kernel.attention_curve(scores, work, torch.device("cpu"))
 
 
+def test_short_rows_are_measured_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has as many tokens as a step, and its time is divided by its rows."""
+    seen: list[tuple[int, int]] = []
+    attend = attention_kernel.scaled_dot_product_attention
+
+    def recorded(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((query.shape[0], query.shape[2]))
+        return attend(query, *others, **options)
+
+    monkeypatch.setitem(attention_kernel._TOKENS, "cpu", 1024)
+    monkeypatch.setitem(attention_kernel._MOST_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(
+        attention_kernel, "timed", lambda *_, **__: SimpleNamespace(value=2000 / 1e9)
+    )
+    model, work = whole_model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
+    points = attention_kernel.attention_curve(model, work, torch.device("cpu"))
+    assert seen == [(2, 512), (1, 2048)]
+    assert points == ((512, 1000, 1000), (2048, 2000, 2000))
+
+
 def test_the_rate_of_attention_is_that_of_the_two_longest_rows() -> None:
     """With an efficiency of 1/4 of 1e12 FLOP/s and 1,000 half tokens, rows take these times."""
     model = whole_model_of("qwen2")
