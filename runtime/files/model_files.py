@@ -298,7 +298,16 @@ class ModelState:
         records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
         Names and shapes are the same for every plan of a model and a workload. The tensors are
         views of the pools, so they are not valid after the next step.
+
+        Raises UserError if the plan is for several GPUs, where no rank has the whole state.
         """
+        if self._ranks is not None:
+            raise UserError(
+                "checkpoint",
+                found=f"a plan for {self._ranks.count} GPUs",
+                allowed="a plan for one GPU, which has all state",
+                fix="run without checkpoints",
+            )
         found = {}
         for layer in self._plan.model.stack.values():
             high, low = self._halves(layer)

@@ -287,6 +287,16 @@ def test_rows_of_parts_sum_to_the_squares_of_the_whole(elements: int) -> None:
     assert sum_of_rows(rows) == sum_of_squares(whole)
 
 
+def test_state_that_no_rank_has_whole_is_not_saved(executable: Callable[..., Plan]) -> None:
+    plan = executable("overlapped", gpus=2, accumulation=2)
+    ranks = Ranks(0, 2, [os.getpid(), os.getpid()])
+    with (
+        Executor(plan, config_of(plan.model), SETTINGS, CPU, ranks=ranks) as executor,
+        pytest.raises(UserError, match="checkpoint: found a plan for 2 GPUs; allowed: a plan for"),
+    ):
+        executor.state.tensors()
+
+
 def test_only_ranks_that_are_gone_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.1)
     assert Ranks(0, 2, [os.getpid(), os.getpid()]).lost("NX") is None
