@@ -154,6 +154,22 @@ def test_ranks_give_the_bits_of_one_gpu(
     assert "step" not in driver.printed(1), "one rank reports"
 
 
+@pytest.mark.nightly
+def test_torchrun_starts_the_ranks(
+    saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES["in their order"]
+    assert main([saved_plan("one", **case)]) == 0
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    outcome = subprocess.run(
+        [sys.executable, *words, "megatrain.experiments.ranks", saved_plan("two", gpus=2, **case)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert results(outcome.stdout) == results(capsys.readouterr().out)
+
+
 def test_a_rank_with_another_plan_is_refused(
     driver: Driver, saved_plan: Callable[..., str]
 ) -> None:
