@@ -30,6 +30,7 @@ from megatrain.runtime.optimizer.blockwise import (
 )
 from megatrain.simulator.model.specs import LayerSpec
 from megatrain.simulator.model.state_format import FORMATS, StateFormat
+from megatrain.simulator.schedule.update_layout import update_layout
 
 _PIECE = 2**22
 """Parameters in memory at a time, a multiple of a block."""
@@ -49,6 +50,7 @@ class ConvertedState:
             seed: the run's seed, for random bits.
         """
         self._old, self._new = FORMATS[manifest.workload.state], FORMATS[state]
+        self._optimizer = manifest.workload.optimizer
         self._model, self._folder = manifest.model, folder
         self._key = rounding_keys(seed, manifest.run.step)[1]
         self._found: dict[str, tuple[Path, TensorEntry]] = {}
@@ -85,10 +87,12 @@ class ConvertedState:
             made["master_low"] = TensorSource(
                 TORCH_DTYPE[low], (count,), lambda: self._halves(layer, 1)
             )
-        coded = self._new.moments == _CODED
+        coded, layout = self._new.moments == _CODED, update_layout(self._optimizer, layer)
+        kept = layout.values if layout else count
+        length = records(kept) if coded else kept
         made["moments"] = TensorSource(
             torch.uint8 if coded else torch.float32,
-            (2, records(count) if coded else count),
+            (length,) if layout else (2, length),
             lambda: self._moments(layer, index),
         )
         return made
@@ -104,23 +108,25 @@ class ConvertedState:
 
     def _moments(self, layer: LayerSpec, index: int) -> Iterator[torch.Tensor]:
         """Yields all first moments, and then all second ones."""
-        name, count = f"{layer.name}.moments", layer.elements
+        name, layout = f"{layer.name}.moments", update_layout(self._optimizer, layer)
+        place = 0
         for which, decode in enumerate((decoded_first, decoded_second)):
-            for first, end in _pieces(count):
-                if self._old.moments == _CODED:
-                    start = which * records(count)
-                    stored = self._read(name, start + records(first), start + records(end))
-                    values = decode(stored)
-                else:
-                    values = self._read(name, which * count + first, which * count + end)
-                if self._new.moments == _CODED:
-                    made = torch.empty(records(end - first), dtype=torch.uint8)
-                    if which:
-                        encode_second(values, made, self._key, index + first)
+            for begin, count in layout.ranges(which) if layout else [(0, layer.elements)]:
+                for first, end in _pieces(count):
+                    there = place + first, place + end
+                    if self._old.moments == _CODED:
+                        values = decode(self._read(name, *map(records, there)))
                     else:
-                        encode_first(values, made)
-                    values = made
-                yield values
+                        values = self._read(name, *there)
+                    if self._new.moments == _CODED:
+                        made = torch.empty(records(end - first), dtype=torch.uint8)
+                        if which:
+                            encode_second(values, made, self._key, index + begin + first)
+                        else:
+                            encode_first(values, made)
+                        values = made
+                    yield values
+                place += count
 
     def _read(self, name: str, first: int, end: int) -> torch.Tensor:
         """Returns elements of a tensor, counted through all of its dimensions."""

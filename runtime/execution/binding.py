@@ -28,7 +28,7 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms, muon, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import ADAMW, MUON
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.workload import BY_TENSOR
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
@@ -660,7 +660,8 @@ class Binder(BufferTensors):
         if layout is not None:
             assert kept is not None
             workspace = others.get("workspace")
-            runs = self._runs_by_tensor(op, factor, layout, self._planes(kept, op), workspace)
+            planes = self._planes(kept, op)
+            runs = self._runs_by_tensor(op, factor, layout, planes, dtype, workspace)
         else:
             moments = (
                 self._moments(kept, op)
@@ -716,10 +717,11 @@ class Binder(BufferTensors):
         factor: str,
         layout: UpdateLayout,
         planes: list[torch.Tensor],
+        dtype: str,
         workspace: str | None,
     ) -> list[_UpdateRun]:
         """Returns the runs of an optimizer that treats tensors differently. `planes` are the
-        moments of the op's parameters.
+        moments of the op's parameters, in `dtype`.
         """
         layer, made = self.plan.model.stack[op.layer], list[_UpdateRun]()
         by_tensor = self.plan.workload.clipping in BY_TENSOR
@@ -728,7 +730,9 @@ class Binder(BufferTensors):
         starts = [layout.start(plane, op.offset) for plane in range(layout.planes)]
         for tensor, first, count, matrices in layout.parts(op.offset, op.parameters):
             stored = [
-                plane[layout.start(index, first) - start :][:length]
+                plane[length_of(dtype, layout.start(index, first) - start) :][
+                    : length_of(dtype, length)
+                ]
                 for index, (plane, start, length) in enumerate(
                     zip(planes, starts, layout.lengths(first, count), strict=True)
                 )
@@ -738,22 +742,24 @@ class Binder(BufferTensors):
             clip = factors[tensor if by_tensor else 0]
             if matrices is None:
                 how: dict[str, Any] = {"clip": clip, "workers": workers}
-                made.append(_UpdateRun(optimizer.update, part, stored, treated, how))
+                rule = self._rule(dtype, self._first[op.layer] + first)
+                made.append(_UpdateRun(rule, part, stored, treated, how))
             else:
                 assert workspace is not None
                 size = self.schedule.buffer[workspace].bytes
                 room = self.arenas.flat(workspace, torch.uint8, size)
                 how = {"clip": clip, "matrices": matrices, "workspace": room}
+                how |= {"seed": self._seed, "index": self._first[op.layer] + first}
                 made.append(_UpdateRun(muon.update, part, stored[0], treated, how))
         return made
 
     def _rule(self, dtype: str, index: int) -> Callable[..., None]:
         """Returns the update of elements from `index` of the model on, whose moments have
-        `dtype`.
+        `dtype`, but for matrices that are updated as a whole.
         """
         if dtype == "block8":
             return functools.partial(blockwise.update, seed=self._seed, index=index)
-        if self.plan.workload.optimizer == ADAMW:
+        if self.plan.workload.optimizer in (ADAMW, MUON):
             return optimizer.update
         return functools.partial(outside.update, self._optimizer)
 

@@ -106,17 +106,19 @@ class BufferTensors:
         tensors differently, the vector of a moment has the tensors that keep it
         (`schedule/update_layout.py`).
         """
-        layer = self.plan.model.stack[op.layer]
+        layer, dtype = self.plan.model.stack[op.layer], self.schedule.dtype_of(buffer, op.layer)
         layout = update_layout(self.plan.workload.optimizer, layer)
         if layout is None:
             return list(self._moments(buffer, op))
+        kind = TORCH_DTYPE[dtype]
         lengths = layout.lengths(op.offset, op.parameters)
         chunk = self.schedule.buffer[buffer].chunk
         sizes = lengths if chunk else layout.lengths(0, layer.elements)
         found, start = [], 0
         for plane, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
             first = start + (0 if chunk else layout.start(plane, op.offset))
-            found.append(self.arenas.flat(buffer, torch.float32, length, 4 * first))
+            place = kind.itemsize * length_of(dtype, first)
+            found.append(self.arenas.flat(buffer, kind, length_of(dtype, length), place))
             start += size
         return found
 

@@ -234,16 +234,17 @@ class ModelState:
         return flat, memory.flat(low, dtype, count)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[moments, elements] fp32, or records of as many blocks, uint8; [values] fp32 where the
-        optimizer treats tensors differently; None where the optimizer keeps none.
+        """[moments, elements] fp32, or records of as many blocks, uint8; [values], or records of
+        all values, where the optimizer treats tensors differently; None where it keeps none.
         """
         if (home := self.home("moments", layer.name)) is None:
             return None
         dtype = self._schedule.buffer[home].dtype
-        elements = part_elements(self._plan, layer.name)
-        length, name = length_of(dtype, elements), self._plan.workload.optimizer
+        name = self._plan.workload.optimizer
         layout = update_layout(name, layer)
-        shape = (layout.values,) if layout else (find(name).moments, length)
+        elements = part_elements(self._plan, layer.name)
+        length = length_of(dtype, layout.values if layout else elements)
+        shape = (length,) if layout else (find(name).moments, length)
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
     def _moving_norms(self, layer: LayerSpec) -> torch.Tensor | None:

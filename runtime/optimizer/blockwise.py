@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ def _upper_bits(master: torch.Tensor, key: int, index: int, dropped: int) -> tor
 def update(
     weights: torch.Tensor,
     low: torch.Tensor | None,
-    moments: torch.Tensor,
+    moments: torch.Tensor | Sequence[torch.Tensor],
     gradient: torch.Tensor,
     *,
     settings: AdamW,
@@ -227,7 +228,7 @@ def update(
     Args:
         weights: [n] bf16.
         low: [n] int8, or None if the weights are the whole masters.
-        moments: [2, bytes] uint8 records.
+        moments: [2, bytes] uint8 records, or two tensors of them.
         seed: The run's seed, for random bits.
         index: The index of the first element in the model, a multiple of 32.
     """
@@ -235,7 +236,7 @@ def update(
     scalars = adamw.Scalars.of(settings, rate, number, weight_decay)
     assert weights.shape == gradient.shape == (count,)
     assert index % BLOCK == 0
-    assert moments.shape == (2, records(count))
+    assert [plane.shape for plane in moments] == [(records(count),)] * 2
     for plane in (low, copy_to):
         assert plane is None or plane.shape == (count,)
     fused = trusted(

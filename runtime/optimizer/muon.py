@@ -11,6 +11,9 @@ This is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. Everything is 
 with its own rounding at a time, except X, which is bf16. The result does not depend on the plan: a
 group of matrices always has the same size, and its matrix products always read and write the same
 places of one workspace. It depends on the device, as any matrix product does.
+
+In a state format with 8-bit moments, m is stored as a first moment of `blockwise.py`, and w as a
+master there, rounded at random. X is made of the new m before it is rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +23,16 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.runtime.optimizer.adamw import join_into, rounded_sqrt, sums_of_squares
+from megatrain.runtime.optimizer.blockwise import (
+    decoded_first,
+    encode_first,
+    records,
+    round_randomly,
+    rounding_keys,
+    split_randomly,
+)
 from megatrain.simulator.model.muon import BLOCK, ITERATIONS, Matrices
+from megatrain.simulator.model.state_format import GPU_BLOCK
 
 MOMENTUM = 0.95
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's, as in torch.optim.Muon
@@ -39,52 +51,81 @@ def update(
     clip: torch.Tensor,
     workspace: torch.Tensor,
     copy_to: torch.Tensor | None = None,
+    number: int = 1,
+    seed: int = 0,
+    index: int = 0,
     **_: object,
 ) -> None:
     """Updates a group of matrices in place. If `clip` is NaN, nothing changes.
 
+    The n elements are those of the matrices and padding, `Matrices.padded` together.
+
     Args:
         weights: [n] bf16, the high half of the masters; or fp32, if `low` is None.
-        low: [n] int16, the low half of the masters; or None.
-        momentum: [n] fp32.
+        low: [n] int16 or, with records, int8, the low half of the masters; or None.
+        momentum: [n] fp32, or their records as in `blockwise.py`, uint8.
         gradient: [n] bf16 or fp32.
-        matrices: The shape and the number of the matrices, which have n elements together.
+        matrices: The shape and the number of the matrices.
         rate: The learning rate.
         weight_decay: Decoupled weight decay.
         clip: Factor on the gradient, 0-dimensional fp32 on the same device.
-        workspace: Bytes for temporary values, at least the sum of `Matrices.workspace`.
+        workspace: Bytes for temporary values, at least the sum of `Matrices.workspace`. With
+            records, `UPDATE_COSTS` has further ones.
         copy_to: [n] with the dtype of `weights`. Also receives the new weights.
+        number: The number of the step, for random bits, which only records need.
+        seed: The run's seed.
+        index: The index of the first element in the model, a multiple of 32.
         **_: Arguments that only other updates need.
     """
-    count, stop = weights.numel(), clip.isnan()
+    count, elements, stop = weights.numel(), matrices.number * matrices.size, clip.isnan()
+    assert count == matrices.padded
+    coded = momentum.dtype == torch.uint8
     first, second, square, other, *blocks = _views(workspace, matrices)
-    for start in range(0, count, BLOCK):
-        part = slice(start, min(start + BLOCK, count))
-        g, t, m = (block[: part.stop - start] for block in blocks)
+    size = min(BLOCK, GPU_BLOCK) if coded else BLOCK
+    parts = [
+        (slice(start, min(start + size, count)), slice(start, min(start + size, elements)))
+        for start in range(0, count, size)
+    ]
+    for part, inside in parts:
+        g, t, m = (block[: part.stop - part.start] for block in blocks)
         g.copy_(gradient[part]).mul_(clip)
+        g[inside.stop - part.start :].zero_()
         torch.mul(g, 1 - MOMENTUM, out=t)
-        torch.mul(momentum[part], MOMENTUM, out=m).add_(t)
+        kept = momentum[records(part.start) : records(part.stop)] if coded else momentum[part]
+        torch.mul(decoded_first(kept) if coded else kept, MOMENTUM, out=m).add_(t)
         torch.mul(m, MOMENTUM, out=g).add_(t)
-        torch.where(stop, momentum[part], m, out=momentum[part])
-        second.view(-1)[part] = g
+        if coded:
+            before = kept.clone()
+            encode_first(m, kept)
+            torch.where(stop, before, kept, out=kept)
+        else:
+            torch.where(stop, kept, m, out=kept)
+        second.view(-1)[inside] = g[: inside.stop - part.start]
     orthogonal = _orthogonalised(first, second, square, other).view(-1)
-    for start in range(0, count, BLOCK):
-        part = slice(start, min(start + BLOCK, count))
-        master, step, old = (block[: part.stop - start] for block in blocks)
-        high = weights[part]
-        if low is None:
+    key = rounding_keys(seed, number)[0]
+    for part, inside in parts:
+        master, step, old = (block[: part.stop - part.start] for block in blocks)
+        high, rest = weights[part], None if low is None else low[part]
+        if rest is None:
             master.copy_(high)
         else:
-            join_into(high, low[part], master, step)
+            join_into(high, rest, master, step)
         old.copy_(master)
         if weight_decay and rate:
             master.mul_(1 - rate * weight_decay)
-        master.sub_(step.copy_(orthogonal[part]).mul_(rate * matrices.rate_factor))
+        length = inside.stop - part.start
+        master[:length].sub_(
+            step[:length].copy_(orthogonal[inside]).mul_(rate * matrices.rate_factor)
+        )
         torch.where(stop, old, master, out=master)
-        if low is None:
+        if coded and rest is None:
+            high.copy_(round_randomly(master, key, index + part.start))
+        elif coded and rest is not None:
+            split_randomly(master, high, rest, key, index + part.start)
+        elif rest is None:
             high.copy_(master)
         else:
-            _split(master, high, low[part], step)
+            _split(master, high, rest, step)
         if copy_to is not None:
             copy_to[part] = high
 
@@ -96,7 +137,7 @@ def _views(workspace: torch.Tensor, matrices: Matrices) -> Sequence[torch.Tensor
     number, rows, columns = matrices
     shapes: list[tuple[int, ...]] = [(number, rows, columns)] * 2
     shapes += [(number, matrices.side, matrices.side)] * 2
-    shapes += [(min(number * matrices.size, BLOCK),)] * 3
+    shapes += [(min(matrices.padded, BLOCK),)] * 3
     made, start = [], 0
     for shape, size in zip(shapes, matrices.workspace, strict=True):
         dtype = torch.bfloat16 if len(shape) == 3 else torch.float32

@@ -22,7 +22,7 @@ from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.training.exporting import sound_checkpoint
 from megatrain.runtime.training.run_folder import save_plan
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
@@ -77,12 +77,12 @@ def convert_run(
         )
     folder, manifest = sound_checkpoint(run, step, on_note)
     work = manifest.workload
-    if (work.dtype, work.optimizer) != ("bf16", ADAMW):
+    if work.dtype != "bf16" or work.optimizer not in WITH_STATE_FORMATS:
         raise UserError(
             f"{folder}: --state",
             found=f"{state}, with dtype {work.dtype} and optimizer {work.optimizer}",
             allowed=f"{EXACT}, which such a run has already",
-            fix=f"convert a run with dtype bf16 and optimizer {ADAMW}",
+            fix=f"convert a run with dtype bf16 and optimizer {' or '.join(WITH_STATE_FORMATS)}",
         )
     if work.state == state:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.simulator.hardware.cost_table import PASS_KINDS
-from megatrain.simulator.model.muon import GPU_BYTES
+from megatrain.simulator.model.muon import CODED_GPU_BYTES, GPU_BYTES
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
 from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, FORMATS, UPDATE_COSTS
@@ -109,7 +109,10 @@ class Elementwise:
         moments most tensors of the layer keep.
         """
         if op.layer in self._whole_matrices:
-            return self._whole_matrices[op.layer] + self._gradient_width(op.layer) + GPU_BYTES
+            moved = GPU_BYTES
+            if FORMATS[self.state].moments != "fp32":
+                moved += CODED_GPU_BYTES
+            return self._whole_matrices[op.layer] + self._gradient_width(op.layer) + moved
         least = self._update_costs.gpu_least_bytes if op.kind == "update" else 0
         gradient: float = self._gradient_width(op.layer)
         if self._coded:

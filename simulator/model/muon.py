@@ -12,7 +12,10 @@ whole matrices, so an update never ends inside one.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from megatrain.simulator.model import state_format
 
 ITERATIONS = 5
 """Newton-Schulz iterations. The number is odd, because the result must be in the first buffer."""
@@ -26,6 +29,9 @@ GPU_BYTES = 172
 """Bytes per parameter that PyTorch's elementwise operations move on a GPU, beyond reading and
 writing the state and the gradient. Counted in the source of the update, one operation at a
 time."""
+CODED_GPU_BYTES = 246
+"""Bytes per parameter that are moved on top of these if the momentum is in 8 bits. No kernel does
+it in one pass. `tests/runtime/test_muon.py` counts them."""
 LIBRARY_BYTES = 32 * 2**20
 """Bytes that cuBLAS needs for each stream on which it multiplies matrices, as PyTorch sets them for
 an H100 and later. Earlier GPUs need 8 MiB."""
@@ -54,8 +60,16 @@ class Matrices(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many matrices are orthogonalised together."""
-        return min(max(_GROUP // self.size, 1), self.number)
+        """How many matrices are orthogonalised together. They are whole blocks of 8-bit codes, but
+        for the last of a tensor.
+        """
+        step = state_format.BLOCK // math.gcd(self.size, state_format.BLOCK)
+        return min(max(_GROUP // self.size // step, 1) * step, self.number)
+
+    @property
+    def padded(self) -> int:
+        """The elements of all matrices, rounded up to whole blocks of 8-bit codes."""
+        return -(-self.number * self.size // state_format.BLOCK) * state_format.BLOCK
 
     @property
     def flops(self) -> int:
@@ -80,7 +94,7 @@ class Matrices(NamedTuple):
         These are X and the next X in bf16, A and b A + c A A in bf16, and three blocks in fp32.
         """
         matrix, square = 2 * self.group * self.size, 2 * self.group * self.side**2
-        block = 4 * min(self.group * self.size, BLOCK)
+        block = 4 * min(self._replace(number=self.group).padded, BLOCK)
         return tuple(
             -(-size // _ALIGNED) * _ALIGNED
             for size in (matrix, matrix, square, square, *[block] * 3)

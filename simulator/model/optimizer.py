@@ -15,6 +15,8 @@ from megatrain.simulator.model.muon import Matrices, matrices_of
 
 ADAMW = "adamw"
 MUON = "muon"
+WITH_STATE_FORMATS = (ADAMW, MUON)
+"""The optimizers whose state can be in any state format. That of others is `exact`."""
 SETTINGS = ("weight_decay", "betas", "epsilon")
 """The fields of the config's [optimizer] that an optimizer may read. `max_norm` and `groups` apply
 to every optimizer."""

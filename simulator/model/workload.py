@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
 Scaling = Literal["rowwise", "tensorwise"]
@@ -129,16 +129,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed=", ".join(FORMATS),
                 fix="use one of these",
             )
-        for field, found, only in (
-            ("dtype", self.dtype, "bf16"),
-            ("optimizer", self.optimizer, ADAMW),
+        for field, found, able in (
+            ("dtype", self.dtype, ("bf16",)),
+            ("optimizer", self.optimizer, WITH_STATE_FORMATS),
         ):
-            if self.state != EXACT and found != only:
+            if self.state != EXACT and found not in able:
                 raise UserError(
                     "workload: state",
                     found=f"{self.state} with {field} {found}",
-                    allowed=f"{self.state} with {field} {only}",
-                    fix=f"use {field} {only}, or state {EXACT}",
+                    allowed=f"{self.state} with {field} {' or '.join(able)}",
+                    fix=f"use {field} {able[0]}, or state {EXACT}",
                 )
 
     def _refuse_gradients(self) -> None:

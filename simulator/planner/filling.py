@@ -271,6 +271,31 @@ class Filling:
             held,
         )
 
+    def whole(self, plan: Plan, count: int) -> Plan:
+        """Returns `plan` with all state of its embedding and of its first `count` decoder layers on
+        the device, and all other layers updated on the host.
+
+        `fills` also keeps a part of the next layer's state on the device. The host does not update
+        such a layer, so its other state is copied to the device and back. Where the host updates
+        fast, fewer layers on the device may be better, too.
+        """
+        layers = list(plan.model.stack)
+        kept = set(layers[: count + 1])
+        held = {
+            name: ranges(layers, {layer for layer in kept if (name, layer) in self._sizes})
+            for name in CLASSES
+        }
+        return host_updating(
+            with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **held))
+        )
+
+    def _whole_count(self, plan: Plan) -> int | None:
+        """Returns the `count` with which `whole` makes `plan` of itself, or None."""
+        if not plan.placed("host_updated"):
+            return None
+        count = len(plan.placed("weights")) - 1
+        return count if count >= 0 and self.whole(plan, count).knobs == plan.knobs else None
+
     def filled(self, plan: Plan, base: Placement) -> Iterator[Plan]:
         """Yields the `fills` of `base` that fit, with and without saved attention."""
         for placement in self.with_attention(plan, base):
@@ -286,6 +311,8 @@ class Filling:
            stays on the device may free the slots that it needed. A fill that stops at the limit
            does not find such plans.
         3. The plan with one more weight slot, and less state on the device.
+        4. For a plan that `whole` made, those with one layer fewer, with one layer more, and with
+           two weight slots more in place of one layer.
         """
         yield from self._saving(plan, -1)
         yield from self.wider(plan)
@@ -298,6 +325,13 @@ class Filling:
                 yield other
         if another := self.with_another_slot(plan):
             yield another
+        if (count := self._whole_count(plan)) is not None:
+            slots = with_knobs(plan, weight_slots=plan.knobs.weight_slots + 2)
+            for base, changed in ((plan, count - 1), (plan, count + 1), (slots, count - 1)):
+                if 0 <= changed <= plan.model.layers:
+                    other = self.whole(base, changed)
+                    if other.placed("host_updated") and self.account(other).fits:
+                        yield other
 
     def with_other_inputs(self, plan: Plan) -> Iterator[Plan]:
         """Yields plans that fit and save as many layers as `plan`, with layer inputs in the other

@@ -22,7 +22,9 @@ improves the best plan:
    and another size of copies.
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
    layer, one weight slot, or in where layer inputs are.
-6. Give the second-best plan the same refinements. If it is faster now, continue from it.
+6. Try plans that update all streamed layers on the host and keep the whole state of the others on
+   the device (`_with_whole_layers`), and climb from the best one.
+7. Give the second-best plan the same refinements. If it is faster now, continue from it.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
 plan that exceeds its limits by the fewest bytes.
@@ -83,6 +85,9 @@ _MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
 _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
+# The speed of a host varies more than that of a device. So the host updates more layers only if
+# that is faster by this factor. Below 1.005, so that more memory makes no plan slower by 0.5 %.
+_LEAST_HOST_GAIN = 1.004
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
     {},
@@ -223,6 +228,8 @@ class PlacementSearch:
             # The number of saved layers may have changed, so updates on the host may pay now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
+        faster, other = self._with_whole_layers(time, plan)
+        time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         if not others:
             return assess(plan, self.costs)
         slower, other = self._refined_like(*others[0], plan)
@@ -516,6 +523,60 @@ class PlacementSearch:
                 if found * _TIE < time:
                     plan, time = changed, found
         return time, plan
+
+    def _with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the fastest of `plan` and plans that update all streamed layers on the host and
+        keep the whole state of the others on the device (`Filling.whole`), and its time.
+
+        These differ in the number of layers on the device. As many as then fit save their
+        activations. Every eighth number is tried first, and then the numbers near the best one.
+        `time` is the step time of `plan` in ns.
+        """
+        layers, tried = plan.model.layers, set[int]()
+        limit = time / _LEAST_HOST_GAIN
+        best, size = -1, max(layers // _STEPS, 1)
+        while size:
+            near = (best - size, best + size) if best >= 0 else range(0, layers + 1, size)
+            found = list[tuple[float, int, Plan]]()
+            for count in sorted(set(near) - tried):
+                tried.add(count)
+                other = (
+                    self._whole_layers_plan(plan, count, limit) if 0 <= count <= layers else None
+                )
+                if other and self.lower_bound.step_ns(other) < limit:
+                    found.append((self.time(other), count, other))
+            faster = min(found, default=None, key=lambda entry: entry[:2])
+            if faster and faster[0] < limit:
+                time, best, plan = faster
+                limit = time / _TIE
+            elif best < 0:
+                break
+            else:
+                size //= 2
+        return time, plan
+
+    def _whole_layers_plan(self, plan: Plan, count: int, limit_ns: float) -> Plan | None:
+        """Returns `Filling.whole` of `plan` with as many saved layers as fit. None if it does not
+        fit, streams no layer that the host can update, or takes `limit_ns` or more even if all
+        layers save their activations.
+        """
+
+        def saving(layers: int) -> Plan:
+            return with_knobs(
+                whole,
+                placement=msgspec.structs.replace(
+                    whole.knobs.placement, saved_activations=last(plan.model.layers, layers)
+                ),
+            )
+
+        whole = self.filling.whole(plan, count)
+        if (
+            not whole.placed("host_updated")
+            or self.lower_bound.step_ns(saving(plan.model.layers)) >= limit_ns
+        ):
+            return None
+        most = self.filling.most_saved(whole, saving(0).knobs.placement)
+        return saving(most) if most >= 0 else None
 
     def may_fit(self) -> bool:
         """Returns whether `best` finds a plan. It takes less time than to find it."""

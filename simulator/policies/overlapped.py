@@ -66,6 +66,7 @@ from megatrain.simulator.schedule.arithmetic import (
     sums_on_device,
     whole_matrices,
 )
+from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
@@ -600,10 +601,11 @@ class _DeviceUpdate:
     def _bytes(self, chunk: Chunk, names: Sequence[StateClass], per_parameter: float) -> int:
         """Returns the bytes of a load or a save of the classes `names`."""
         _, first, count = chunk
-        more = 0
+        more = 0.0
         if self.layout is not None and "moments" in names:
-            more = 4 * (self.layout.kept(first, count) - self.layout.least * count)
-        return int(count * per_parameter) + more
+            width = WIDTH[self.store.state[self.layer]["moments"].dtype]
+            more = width * self.layout.more(first, count)
+        return int(count * per_parameter + more)
 
     def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
         """Updates the chunk, saves its streamed data to the host and releases its slots."""

@@ -108,9 +108,9 @@ def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
             work.dtype, work.state, find(work.optimizer).moments, summed, work.gradients
         )
     state = layer_state_of(work.dtype, work.state, layout.least, summed, work.gradients)
-    width = int(PLANE_BYTES["fp32"])
-    extra = width * (layout.values - layout.least * spec.elements)
-    return {**state, "moments": state["moments"]._replace(extra=extra)}
+    moments = state["moments"]
+    extra = PLANE_BYTES[FORMATS[work.state].moments] * layout.more(0, spec.elements)
+    return {**state, "moments": moments._replace(extra=int(extra))}
 
 
 def kept_moments(plan: Plan) -> Callable[[str, int, int], int]:

@@ -25,7 +25,8 @@ class UpdatePart(NamedTuple):
     first: int
     """Its first parameter in the layer's flat buffer."""
     parameters: int
-    """Its parameters. The padding of a tensor is not in a part of matrices."""
+    """Its parameters. Those of matrices are rounded up to whole blocks of 8-bit codes, into the
+    padding of the tensor."""
     matrices: Matrices | None
     """The matrices that it consists of, with their number; None for any other range."""
 
@@ -46,19 +47,25 @@ class UpdateLayout:
         self._flops: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self.values = self.kept(0, layer.elements)
-        """The fp32 values of all moments."""
+        """The values of all moments."""
         self.workspace = max((sum(found.workspace) for found in self.matrices), default=0)
         """Bytes of the temporary tensors of an update."""
 
     def start(self, plane: int, first: int) -> int:
         """Returns how many parameters before `first` keep more than `plane` moments."""
-        return sum(
-            min(max(first - offset, 0), tensor.padded)
+        return sum(min(max(first - start, 0), count) for start, count in self.ranges(plane))
+
+    def ranges(self, plane: int) -> list[tuple[int, int]]:
+        """Returns the parameters whose moments a plane has, as pairs of the first one and their
+        number, in the order of the plane.
+        """
+        return [
+            (offset, tensor.padded)
             for tensor, offset, treatment in zip(
                 self._layer.tensors, self._layer.offsets, self._treatments, strict=True
             )
             if treatment.moments > plane
-        )
+        ]
 
     def lengths(self, first: int, count: int) -> list[int]:
         """Returns the values in each plane for `count` parameters from `first` on."""
@@ -72,6 +79,10 @@ class UpdateLayout:
         if (first, count) not in self._kept:
             self._kept[first, count] = sum(self.lengths(first, count))
         return self._kept[first, count]
+
+    def more(self, first: int, count: int) -> int:
+        """Returns the values of moments that only some of these parameters keep."""
+        return self.kept(first, count) - self.least * count
 
     def parts(self, first: int, count: int) -> list[UpdatePart]:
         """Returns the parts of `count` parameters from `first` on, in order. A group of matrices
@@ -90,7 +101,7 @@ class UpdateLayout:
             every = treatment.matrices
             for start in range(0, every.number, every.group):
                 some = every._replace(number=min(every.group, every.number - start))
-                place, size = offset + start * every.size, some.number * every.size
+                place, size = offset + start * every.size, some.padded
                 if begin <= place and place + size <= end:
                     found.append(UpdatePart(index, place, size, some))
         return found

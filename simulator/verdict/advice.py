@@ -23,7 +23,7 @@ from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
@@ -73,7 +73,7 @@ class Adviser:
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
         executed = not policy_library.find(self.plan.policy).prediction_only
-        able = executed and (self.work.dtype, self.work.optimizer) == ("bf16", ADAMW)
+        able = executed and self.work.dtype == "bf16" and self.work.optimizer in WITH_STATE_FORMATS
         self._formats = smaller_formats(self.work.state) if able else ()
         """The state formats that the plan could have instead, the one with the most bytes first."""
 
@@ -462,7 +462,8 @@ def _excess(account: Account) -> tuple[int, int]:
 def _note(options: dict[str, str], work: Workload) -> str:
     """Returns what the changed `options`, which make up the workload `work`, cost in words."""
     if "state" in options:
-        return FORMATS[work.state].costs
+        costs = FORMATS[work.state].costs
+        return costs if work.optimizer == ADAMW else costs.replace("AdamW", work.optimizer)
     if options.get("clipping") == "adagc":
         return "clips each tensor by its own moving norm, not all by their common norm"
     if options.get("gradients") == "8bit":

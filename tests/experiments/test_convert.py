@@ -95,14 +95,39 @@ def test_what_cannot_be_converted_is_refused(
     assert not Path("x").exists()
 
 
-def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> None:
+def test_a_run_with_muon_goes_on_in_another_format(command: Command) -> None:
+    """The matrices of decoder layers have one moment, and all else two."""
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--optimizer", "muon", "--out", "m.toml").status == 0
     words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
-    assert command(*words, "--out", "muon").status == 0
-    outcome = command("convert", "muon", "--state", "master24", "--out", "x")
+    assert command(*words, "--schedule.kind", "constant", "--out", "muon").status == 0
+    for state, source in (("master24", "muon"), ("exact", "master24")):
+        outcome = command("convert", source, "--state", state, "--out", state)
+        assert (outcome.status, outcome.err) == (0, "")
+    first, coded, again = (tensors(Path(name)) for name in ("muon", "master24", "exact"))
+    for layer, master in masters(first).items():
+        values, records = first[f"{layer}.moments"], coded[f"{layer}.moments"].flatten()
+        kept = again[f"{layer}.moments"]
+        assert kept.shape == values.shape
+        assert len(records) == values.numel() // 32 * 34
+        count = len(master)
+        ends = count, count // 32 * 34
+        assert kept.flatten()[: ends[0]].equal(decoded_first(records[: ends[1]]))
+        assert kept.flatten()[ends[0] :].equal(decoded_second(records[ends[1] :]))
+        error = (kept - values).abs().view(-1, 32)
+        assert (error <= 0.009 * values.abs().view(-1, 32).amax(1, keepdim=True)).all()
+    outcome = command("train", "--resume", "master24", "--steps", 2, "--device", "cpu")
+    assert outcome.status == 0, outcome.err
+
+
+def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> None:
+    words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
+    assert command(*words, "--dtype", "fp32", "--out", "m.toml").status == 0
+    words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
+    assert command(*words, "--out", "wide").status == 0
+    outcome = command("convert", "wide", "--state", "master24", "--out", "x")
     assert (outcome.status, outcome.err.count("\n")) == (2, 1)
-    assert "optimizer muon; allowed: exact, which such a run has already; fix: " in outcome.err
+    assert "dtype fp32 and optimizer adamw; allowed: exact, which such a run" in outcome.err
 
 
 def test_nothing_is_left_of_a_conversion_that_fails(

@@ -18,11 +18,12 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.optimizer import muon
+from megatrain.runtime.optimizer import blockwise, muon
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator import policies
 from megatrain.simulator.model.muon import LIBRARY_BYTES, Matrices
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import UPDATE_COSTS
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 pytestmark = pytest.mark.cuda
@@ -94,17 +95,25 @@ def trained(
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    ("kind", "dtype", "accumulation", "clipping"),
+    ("kind", "dtype", "accumulation", "clipping", "state"),
     [
-        ("dense", "bf16", 1, "global"),
-        ("dense", "fp32", 2, "layer"),
-        ("mixture", "bf16", 1, "layer"),
+        ("dense", "bf16", 1, "global", "exact"),
+        ("dense", "fp32", 2, "layer", "exact"),
+        ("mixture", "bf16", 1, "layer", "exact"),
+        ("dense", "bf16", 2, "global", "master24"),
+        ("mixture", "bf16", 1, "layer", "master24"),
     ],
 )
 def test_every_plan_gives_the_same_bits_near_the_reference_s(
-    make_plan: Callable[..., Plan], kind: str, dtype: str, accumulation: int, clipping: str
+    make_plan: Callable[..., Plan],
+    kind: str,
+    dtype: str,
+    accumulation: int,
+    clipping: str,
+    state: str,
 ) -> None:
     common: dict[str, Any] = {
+        "state": state,
         "dtype": dtype,
         "accumulation": accumulation,
         "clipping": clipping,
@@ -163,15 +172,19 @@ def test_every_plan_gives_the_same_bits_near_the_reference_s(
     assert worst < 0.15
 
 
-def test_an_update_needs_no_memory_but_the_workspace_and_the_library_s() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_an_update_needs_no_memory_but_the_workspace_and_the_library_s(coded: bool) -> None:
+    """And with an 8-bit momentum the temporaries that every update of codes has."""
     found = Matrices(1, 2048, 3072)
     count, size = found.size, sum(found.workspace)
     stream = torch.cuda.Stream(DEVICE)
     given: Mapping[str, Any] = {"matrices": found, "rate": 1e-3, "weight_decay": 0.1}
     weights, gradient = torch.zeros(2, count, dtype=torch.bfloat16, device=DEVICE)
     gradient.normal_()
-    low = torch.zeros(count, dtype=torch.int16, device=DEVICE)
+    low = torch.zeros(count, dtype=torch.int8 if coded else torch.int16, device=DEVICE)
     momentum = torch.zeros(count, device=DEVICE)
+    if coded:
+        momentum = torch.zeros(blockwise.records(count), dtype=torch.uint8, device=DEVICE)
     room = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     clip = torch.ones((), device=DEVICE)
     torch.cuda.synchronize()
@@ -182,7 +195,8 @@ def test_an_update_needs_no_memory_but_the_workspace_and_the_library_s() -> None
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated(DEVICE) - before
     log.info("%s parameters: %s bytes beside a workspace of %s", count, used, size)
-    assert used <= LIBRARY_BYTES + 2**20
+    coding = UPDATE_COSTS["block8"].gpu_temporary_bytes if coded else 0
+    assert used <= LIBRARY_BYTES + 2**20 + coding
     kept = weights.clone(), low.clone(), momentum.clone()
     clip.fill_(float("nan"))
     muon.update(weights, low, momentum, gradient, clip=clip, workspace=room, **given)

@@ -57,6 +57,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("k_buffer", {"clipping": "none", "dtype": "fp32", "family": "qwen2"}),
         ("overlapped", {"clipping": "layer", "optimizer": "muon"}),
+        ("overlapped", {"clipping": "layer", "optimizer": "muon", "state": "master24"}),
         ("overlapped", {"clipping": "adagc"}),
         ("overlapped", {"gradients": "8bit"}),
     ],

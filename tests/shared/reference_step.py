@@ -484,14 +484,15 @@ class Reference:
     def _store(self, layer: str, name: str, number: int) -> None:
         """Rounds a tensor's master and moments to what the state format stores of them."""
         if self._format.moments == "block8":
-            first, second = self.moments[layer][name]
+            first, *second = self.moments[layer][name]
             flat = _padded(first)
             stored = torch.empty(records(len(flat)), dtype=torch.uint8, device=flat.device)
             encode_first(flat, stored)
             first.view(-1).copy_(decoded_first(stored)[: first.numel()])
             key = rounding_keys(self._seed, number)[1]
-            encode_second(_padded(second), stored, key, self._index[layer][name])
-            second.view(-1).copy_(decoded_second(stored)[: second.numel()])
+            for values in second:
+                encode_second(_padded(values), stored, key, self._index[layer][name])
+                values.view(-1).copy_(decoded_second(stored)[: values.numel()])
         self._round_master(self.masters[layer][name], number, self._index[layer][name])
 
     def _round_master(self, master: torch.Tensor, number: int, index: int | None) -> None:

@@ -18,9 +18,11 @@ from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import muon
 from megatrain.simulator.model.muon import ITERATIONS, Matrices, matrices_of
 from megatrain.simulator.model.optimizer import Optimizer, Treatment, find
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.state_format import BLOCK
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.planner.lower_bound import LowerBound
@@ -54,7 +56,11 @@ def test_muon_updates_the_matrices_of_decoder_layers(
     assert find("muon").treatment(kind, name, shape) == Treatment(1 if found else 2, found)
 
 
-def test_the_state_of_a_matrix_is_8_bytes_a_parameter() -> None:
+@pytest.mark.parametrize(
+    ("state", "matrix", "moment"),
+    [("exact", 8, 4), ("master24", 4.0625, 1.0625), ("bf16-sr", 3.0625, 1.0625)],
+)
+def test_a_matrix_has_one_moment_and_all_else_two(state: str, matrix: float, moment: float) -> None:
     model = ModelSpec.load("qwen2.5-7b")
     plan = Plan(
         policy="overlapped",
@@ -63,15 +69,24 @@ def test_the_state_of_a_matrix_is_8_bytes_a_parameter() -> None:
         device_limit_bytes=2**40,
         host_limit_bytes=2**40,
         model=model,
-        workload=Workload(batch=1, sequence=1024, optimizer="muon"),
+        workload=Workload(batch=1, sequence=1024, optimizer="muon", state=state),
     )
-    layer, state = model.stack["0"], layer_state(plan, "0")
-    held = sum(state[name].whole(layer.elements) for name in ("weights", "master_low", "moments"))
+    layer, parts = model.stack["0"], layer_state(plan, "0")
+    held = sum(parts[name].whole(layer.elements) for name in ("weights", "master_low", "moments"))
     vectors = sum(tensor.padded for tensor in layer.tensors if len(tensor.shape) == 1)
-    assert held == 8 * layer.elements + 4 * vectors
+    assert held == matrix * layer.elements + moment * vectors
     assert layer_state(plan, "e")["moments"].whole(model.stack["e"].elements) == (
-        8 * model.stack["e"].elements
+        2 * moment * model.stack["e"].elements
     )
+
+
+def test_groups_of_matrices_are_whole_blocks_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "_GROUP", 2**10)
+    for rows, columns in ((10, 14), (16, 16), (5, 7), (64, 64)):
+        every = Matrices(100, rows, columns)
+        assert every.group == 100 or every.group * every.size % BLOCK == 0
+        assert every.group <= max(BLOCK, 2**10 // every.size)
+        assert every.padded % BLOCK == 0 <= every.padded - 100 * every.size < BLOCK
 
 
 def test_iterations_take_the_flops_of_their_products() -> None:
@@ -108,12 +123,14 @@ PLACEMENTS = [
 ]
 
 
+@pytest.mark.parametrize("state", ["exact", "master24", "bf16-sr"])
 @pytest.mark.parametrize("clipping", ["global", "layer", "none"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_schedules_are_sound_and_name_the_sizes_of_both_kinds_of_state(
-    make_plan: Callable[..., Plan], placement: Placement, clipping: str
+    make_plan: Callable[..., Plan], placement: Placement, clipping: str, state: str
 ) -> None:
-    plan = make_plan("overlapped", optimizer="muon", clipping=clipping, placement=placement)
+    work = {"optimizer": "muon", "clipping": clipping, "state": state, "dtype": "bf16"}
+    plan = make_plan("overlapped", placement=placement, **work)
     schedule = policies.lower(plan)
     schedule.check(kept_moments(plan))
     with pytest.raises(ScheduleError, match="bytes of"):
@@ -136,8 +153,11 @@ def test_schedules_are_sound_and_name_the_sizes_of_both_kinds_of_state(
     if not placement.weights:
         layout = layouts["2"]
         assert layout is not None
-        state = 4 * plan.model.stack["2"].elements + 4 * layout.values
-        assert moved["save_state"] == state
+        masters, moment = {"exact": (4, 4), "master24": (3, 34 / 32), "bf16-sr": (2, 34 / 32)}[
+            state
+        ]
+        kept = masters * plan.model.stack["2"].elements + moment * layout.values
+        assert moved["save_state"] == kept
 
 
 @pytest.mark.parametrize("policy", ["double_buffer", "k_buffer", "sequential"])
@@ -165,7 +185,7 @@ def test_policies_that_update_on_the_host_are_refused_in_one_line(
             "knobs.placement: host_updated: found layer 2 updated on the CPU with optimizer muon",
         ),
         ({"clipping": "update"}, "workload: clipping: found update with optimizer muon"),
-        ({"state": "master24", "dtype": "bf16"}, "found master24 with optimizer muon"),
+        ({"state": "master24", "dtype": "fp32"}, "found master24 with dtype fp32"),
     ],
 )
 def test_what_muon_cannot_do_is_refused_by_name(
@@ -207,10 +227,12 @@ def test_an_update_takes_the_time_of_its_products_and_compute_waits(
     assert ContentionModel({}).demand("compute", 0, 1000, "forward") is None
 
 
-@pytest.mark.parametrize("clipping", ["global", "layer"])
+@pytest.mark.parametrize(
+    ("clipping", "state"), [("global", "exact"), ("layer", "exact"), ("global", "master24")]
+)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_lower_bound_is_no_more_than_the_time(
-    make_plan: Callable[..., Plan], placement: Placement, clipping: str
+    make_plan: Callable[..., Plan], placement: Placement, clipping: str, state: str
 ) -> None:
     for sizes in (
         {"hidden": 512, "intermediate": 2048, "head_dim": 64, "vocabulary": 1024, "layers": 6},
@@ -223,6 +245,8 @@ def test_the_lower_bound_is_no_more_than_the_time(
             chunk_bytes=2**20,
             placement=placement,
             clipping=clipping,
+            state=state,
+            dtype="bf16",
             **sizes,
         )
         for hardware in (H200, HardwareSpec.load("a6000")):

@@ -316,6 +316,8 @@ def test_state_formats_are_named_last() -> None:
     assert [entry.change for entry in _formats_last(made, 3)] == ["0", "2", "3", "1", "4"]
     coded = Workload(batch=1, sequence=8, state="master24")
     assert _note({"state": "master24"}, coded).startswith("not exact AdamW: 24-bit masters")
+    coded = msgspec.structs.replace(coded, optimizer="muon")
+    assert _note({"state": "master24"}, coded).startswith("not exact muon: 24-bit masters")
 
 
 def test_another_machine_has_the_least_memory_that_suffices(

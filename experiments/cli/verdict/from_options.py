@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def with_fitting_state(
     from megatrain.simulator.policies import find
 
     executed = any(not find(name).prediction_only for name in policies(args.policy))
-    coded = executed and args.dtype in ("bf16", options.FP8) and args.optimizer == ADAMW
+    coded = executed and args.dtype in ("bf16", options.FP8)
+    coded = coded and args.optimizer in WITH_STATE_FORMATS
     able = tuple(FORMATS) if coded else (EXACT,)
     tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
