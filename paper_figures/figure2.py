@@ -149,8 +149,9 @@ def _lanes(axes: Any, run: StoredRun) -> dict[str, dict[str, int]]:
     axes.set_title("lanes, and the ops of one step")
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.03, 1.02)
-    height = 1 / len(LANES)
-    for row, lane in enumerate(LANES):
+    lanes = [lane for lane in LANES if lane != "exchange" or lane in counted]
+    height = 1 / len(lanes)
+    for row, lane in enumerate(lanes):
         top = 1 - row * height
         axes.add_patch(
             FancyBboxPatch(

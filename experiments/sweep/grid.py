@@ -155,8 +155,9 @@ def changed(base: Plan, values: dict[str, Any]) -> Plan:
     changes: dict[str, Any] = {
         field: values[name] for name, field in _LIMITS.items() if name in values
     }
-    if "policy" in values:
-        changes["policy"] = values["policy"]
+    for field in ("policy", "gpus"):
+        if field in values:
+            changes[field] = values[field]
     if knobs:
         changes["knobs"] = msgspec.structs.replace(base.knobs, **knobs)
     if work:

@@ -27,11 +27,12 @@ from megatrain.runtime.memory.arenas import Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms, muon, outside
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.model.optimizer import ADAMW, MUON
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.workload import BY_TENSOR
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
-from megatrain.simulator.schedule.arithmetic import RATIO_ROW
+from megatrain.simulator.schedule.arithmetic import NORM_ROW, RATIO_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import UpdateLayout, update_layout
 
@@ -86,9 +87,13 @@ class Binder(BufferTensors):
         host_workers: optimizer.Workers,
         state: StepState,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`seed` is the run's seed, for stochastic rounding."""
-        super().__init__(plan, schedule, arenas)
+        """`seed` is the run's seed, for stochastic rounding. `ranks` are needed for a plan for
+        several GPUs.
+        """
+        super().__init__(plan, schedule, arenas, ranks.rank if ranks else 0)
+        self._ranks = ranks
         self._seed = seed
         sizes = [layer.elements for layer in plan.model.stack.values()]
         starts = itertools.accumulate(sizes, initial=0)
@@ -114,6 +119,10 @@ class Binder(BufferTensors):
             "embed_backward": self._embed_backward,
             "accumulate_gradients": self._accumulate_gradients,
             "norm": self._norm,
+            "gather_weights": self._gather_weights,
+            "exchange_gradients": self._exchange_gradients,
+            "sum_rows": self._sum_rows,
+            "exchange_sums": self._exchange_sums,
             "encode_gradients": self._encode_gradients,
             "update_ratios": self._ratios,
             "clip": self._clip,
@@ -155,11 +164,17 @@ class Binder(BufferTensors):
         return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
 
     def _copy(self, op: Op) -> Run:
-        """Copies the same range of bytes from one buffer to another."""
+        """Copies the same range of bytes from one buffer to another. With several GPUs, the range
+        of a slot with a whole layer begins at what the rank owns.
+        """
         (source,), (target,) = (map(base_buffer, op.reads), map(base_buffer, op.writes))
+        sharded = self.schedule.buffer[source].sharded
+        shift = 0
+        if sharded and not self.schedule.buffer[target].sharded:
+            shift = self._owned(op.layer) * self._dtype(target, op.layer).itemsize
         read, write = (
-            self.arenas.flat(buffer, torch.uint8, op.bytes, op.offset)
-            for buffer in (source, target)
+            self.arenas.flat(source, torch.uint8, op.bytes, op.offset),
+            self.arenas.flat(target, torch.uint8, op.bytes, op.offset + shift),
         )
         return lambda: write.copy_(read, non_blocking=True)
 
@@ -406,6 +421,79 @@ class Binder(BufferTensors):
         total = self.arenas.flat(op.writes[0], torch.float32, 1)
         return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
 
+    def _parts(self, buffer: str, op: Op) -> torch.Tensor:
+        """Returns the parts of all ranks of the layer of `op` in `buffer`, [ranks, part]."""
+        dtype = self._dtype(op.reads[0], op.layer)
+        return self.arenas.tensor(buffer, dtype, (self.plan.gpus, op.parameters))
+
+    def _gather_weights(self, op: Op) -> Run:
+        """Gets the parts of a layer's weights that the other ranks own."""
+        assert self._ranks is not None
+        ranks, whole = self._ranks, self._parts(op.writes[0], op)
+        return lambda: ranks.gather_weights(whole)
+
+    def _exchange_gradients(self, op: Op) -> Run:
+        """Sends each rank its part of a layer's gradient, and sums the parts that arrive in the
+        order of the ranks. If the op reads its target, they are added to its content.
+        """
+        assert self._ranks is not None
+        ranks, (target, workspace) = self._ranks, op.writes
+        sent, received = self._parts(op.reads[0], op), self._parts(workspace, op)
+        total, adding = self._elements(target, op), target in op.reads
+
+        def run() -> None:
+            ranks.exchange(received, sent)
+            for rank, part in enumerate(received):
+                optimizer.accumulate(total, part, first=not adding and rank == 0)
+
+        return run
+
+    def _sum_rows(self, op: Op) -> Run:
+        """Computes the sum of squares of each row of the gradient that the rank owns. Rows beyond
+        the layer are 0.
+        """
+        layer = self.plan.model.stack[op.layer]
+        count = max(min(layer.elements - self._owned(op.layer), op.parameters), 0)
+        gradient = self._elements(op.reads[0], op)[:count]
+        sums = self.arenas.flat(op.writes[0], torch.float32, op.parameters // NORM_ROW)
+
+        def run() -> None:
+            sums.zero_()
+            if count:
+                optimizer.row_sums(gradient, sums)
+
+        return run
+
+    def _exchange_sums(self, op: Op) -> Run:
+        """Computes the sums of squares of all layers from the rows of all ranks, in the order of
+        one GPU, and collects the losses of all micro-batches.
+        """
+        assert self._ranks is not None
+        ranks, plan, data = self._ranks, self.plan, self.schedule.buffer
+        *targets, workspace = op.writes
+        rows = [name for name in op.reads if data[name].data == "row_sums"]
+        own = [self._floats(name) for name in rows]
+        own += [self._floats(name)[:1] for name in op.reads if data[name].data == "losses"]
+        sizes = [len(part) for part in own]
+        room = self.arenas.tensor(workspace, torch.float32, (plan.gpus + 1, sum(sizes)))
+        sent, received = room[0], room[1:]
+        norms = [self._floats(name)[0] for name in targets if data[name].data == "norms"]
+        losses = {data[name].key: self._floats(name) for name in targets}
+        lengths = [-(-plan.model.stack[data[name].key].elements // NORM_ROW) for name in rows]
+
+        def run() -> None:
+            torch.cat(own, out=sent)
+            ranks.gather(received, sent)
+            parts = received.split(sizes, dim=1)
+            for norm, part, length in zip(norms, parts, lengths, strict=False):
+                norm.copy_(optimizer.sum_of_rows(part.reshape(-1)[:length]))
+            for micro, part in enumerate(parts[len(rows) :]):
+                for rank in range(plan.gpus):
+                    key = f"all.{micro_batch_of(plan, rank, micro)}"
+                    losses[key][:1].copy_(part[rank])
+
+        return run
+
     def _encode_gradients(self, op: Op) -> Run:
         """Encodes a layer's gradient in 8 bits."""
         gradient, stored = self._elements(op.reads[0], op), self._elements(op.writes[0], op)
@@ -529,7 +617,9 @@ class Binder(BufferTensors):
             clip = self._values(op, factor, 1)[0]
             return [
                 (part, treated, clip, None)
-                for part, treated in group_slices(self.settings, layer, op.offset, op.parameters)
+                for part, treated in group_slices(
+                    self.settings, layer, self._owned(op.layer) + op.offset, op.parameters
+                )
             ]
         made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
         factors = self._values(op, factor, len(layer.tensors))

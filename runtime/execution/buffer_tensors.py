@@ -9,6 +9,7 @@ from megatrain.runtime.layers.functional_layers import layer_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
@@ -16,8 +17,9 @@ from megatrain.simulator.schedule.update_layout import update_layout
 class BufferTensors:
     """The tensors of the buffers of `schedule` in `arenas`. They are views: nothing is copied."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas) -> None:
-        self.plan, self.schedule, self.arenas = plan, schedule, arenas
+    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, rank: int = 0) -> None:
+        """`rank` is this process among those of a plan for several GPUs."""
+        self.plan, self.schedule, self.arenas, self.rank = plan, schedule, arenas, rank
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._optimizer = find(plan.workload.optimizer)
 
@@ -31,6 +33,19 @@ class BufferTensors:
             torch.int64,
             (work.token_rows, work.batch, work.sequence),
         )
+
+    def _owned(self, layer: str) -> int:
+        """Returns the first element of `layer` that this rank owns: 0 with one GPU."""
+        return self.rank * part_elements(self.plan, layer)
+
+    def _start(self, buffer: str, op: Op) -> int:
+        """Returns the element of `buffer` that is the first parameter of `op`. With several GPUs,
+        ops count from the first element that the rank owns.
+        """
+        held = self.schedule.buffer[buffer]
+        if held.chunk:
+            return 0
+        return op.offset if held.sharded else self._owned(op.layer) + op.offset
 
     def _dtype(self, buffer: str, layer: str) -> torch.dtype:
         """Returns the dtype in which `buffer` holds the data of `layer`."""
@@ -69,8 +84,7 @@ class BufferTensors:
         whole layer or one chunk.
         """
         name, dtype = self.schedule.dtype_of(buffer, op.layer), self._dtype(buffer, op.layer)
-        first = 0 if self.schedule.buffer[buffer].chunk else op.offset
-        length, start = length_of(name, op.parameters), length_of(name, first)
+        length, start = (length_of(name, op.parameters), length_of(name, self._start(buffer, op)))
         return self.arenas.flat(buffer, dtype, length, start * dtype.itemsize)
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
@@ -82,7 +96,7 @@ class BufferTensors:
         whole, start = (
             (op.parameters, 0)
             if self.schedule.buffer[buffer].chunk
-            else (self.plan.model.stack[op.layer].elements, op.offset)
+            else (part_elements(self.plan, op.layer), op.offset)
         )
         tensor = self.arenas.tensor(buffer, TORCH_DTYPE[dtype], (count, length_of(dtype, whole)))
         return tensor[:, length_of(dtype, start) : length_of(dtype, start + op.parameters)]

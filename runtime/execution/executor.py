@@ -40,10 +40,12 @@ from megatrain.runtime.memory.arenas import Arenas, OnAllocate
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import Ranks, refuse_without_ranks
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
+from megatrain.simulator.schedule.arithmetic import micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -66,8 +68,9 @@ class StepResult:
     """Measured start and end of each op."""
     checksum: int | None
     """In deterministic mode, the checksum of the weights that this step's forward pass used
-    (`checksum.py`); otherwise None. It is the same for every plan. The weights in memory when a
-    step returns are not: a plan that defers the update has not applied it yet."""
+    (`checksum.py`); otherwise None, and with several GPUs. It is the same for every plan. The
+    weights in memory when a step returns are not: a plan that defers the update has not applied it
+    yet."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,17 @@ class _Program(NamedTuple):
     """All tasks, by op id."""
 
 
-def lane_threads(device: torch.device) -> dict[str, int]:
-    """Returns the number of threads that an op of each lane may use.
+def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
+    """Returns the number of threads that an op of each lane may use. `gpus` ranks share the cores.
 
     Without CUDA, one core is left for the copies. With CUDA, an eighth of the cores is left for the
     threads that enqueue work. The CPU optimizer does not need those cores, because it is bound by
     DRAM. It would lose time if another thread took a core from one of its threads, because an op
     ends with its slowest thread.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = max(len(os.sched_getaffinity(0)) // gpus, 1)
     busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)
-    return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy}
+    return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy, "exchange": 1}
 
 
 class Executor:
@@ -125,6 +128,7 @@ class Executor:
         on_allocate: OnAllocate = lambda *_: None,
         host_memory: HostMemory | None = None,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """Allocates the pools, binds the schedule and starts the threads of the lanes.
 
@@ -141,12 +145,14 @@ class Executor:
                 pin host memory only once. By default the executor owns its memory.
             seed: The run's seed, for layers that draw random numbers (`Family.draws`) and for
                 stochastic rounding.
+            ranks: This process among those of a plan for several GPUs (`joined`).
 
         Raises:
             UserError: The plan cannot be executed, or does not fit.
         """
-        self.plan, self.settings, self.device = plan, settings, device
-        self.schedule = schedule or preflight(plan, settings, device)
+        refuse_without_ranks(plan, ranks)
+        self.plan, self.settings, self.device, self._ranks = plan, settings, device, ranks
+        self.schedule = schedule or preflight(plan, settings, device, ranks=ranks)
         self._flush = flush_update(plan)
         # a schedule that times compute alone has no clip ops
         clips = any(op.kind == "clip" for op in self.schedule.ops)
@@ -156,7 +162,7 @@ class Executor:
         """Learning rate and number of the step whose update is deferred, or None."""
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
-        self._threads = threads or lane_threads(device)
+        self._threads = threads or lane_threads(device, plan.gpus)
         self._host_workers = optimizer.workers(self._threads["cpu"])
         self._arenas = Arenas(
             self.schedule,
@@ -181,6 +187,7 @@ class Executor:
                 self._host_workers,
                 self._state,
                 seed,
+                ranks,
             )
             # Matrix products of updates have many short kernels, and each would wait for a long one
             # of compute. The simulator lets compute wait for them.
@@ -195,12 +202,15 @@ class Executor:
             }
             self._step = self._bind(self.schedule)
             self.state = ModelState(
-                plan, self.schedule, self.memory, self.functional_layers.persistent
+                plan, self.schedule, self.memory, self.functional_layers.persistent, ranks
             )
             """Weights and moments after all steps so far. Reading them applies a deferred
             update."""
             self._lanes = LaneGroup(
-                [Lane(name, self._threads[name], self._streams[name]) for name in self._step.queues]
+                [
+                    Lane(name, self._threads.get(name, 1), self._streams[name])
+                    for name in self._step.queues
+                ]
             )
         except BaseException:
             self._free()
@@ -257,20 +267,23 @@ class Executor:
         """Runs one optimizer step.
 
         Args:
-            batches: `accumulation` micro-batches, each [batch, sequence] as planned.
+            batches: `accumulation` micro-batches, each [batch, sequence] as planned. With several
+                GPUs, every rank gets those of all ranks, and computes its own.
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
 
         Raises:
             UserError: `batches` are not as planned, or memory ran out during an op.
             OpFailed: An op failed for another reason. The text names the op.
+            RankLost: Another rank has ended or does not answer.
             FloatingPointError: A loss is not finite, or a value that the plan clips by is not: a
                 norm or, with clipping by `update`, the RMS of a tensor's update. With a loss, or a
                 norm in `global` clipping, that is not finite, nothing is updated in this step.
                 With clipping by `layer`, `update` or `adagc`, layers whose own values are finite
                 may be updated. Without clipping only losses are checked.
         """
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        # a checksum of all weights needs the parts of the other ranks
+        deterministic = torch.are_deterministic_algorithms_enabled() and self._ranks is None
         seen = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
         same_shapes = all(batch.documents is None for batch in batches)
@@ -354,7 +367,9 @@ class Executor:
         return self._arenas.total(place)
 
     def checksum(self) -> int:
-        """Returns the checksum of all weights after all steps so far (`checksum.py`)."""
+        """Returns the checksum of all weights after all steps so far (`checksum.py`); with several
+        GPUs, of those that this rank owns.
+        """
         self.flush_update()
         return self._checksum()
 
@@ -385,7 +400,10 @@ class Executor:
         labels = [batch.trained_labels for batch in batches]
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
         self._state.scale = 1 / max(labelled, 1)
-        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+        rank = self._ranks.rank if self._ranks else 0
+        for micro in range(self.plan.micro_batches):
+            place = micro_batch_of(self.plan, rank, micro)
+            batch, each = batches[place], labels[place]
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -406,12 +424,14 @@ class Executor:
         """Runs all tasks of `program`, waits for the device, and returns the measured timeline."""
         self._synchronize()
         origin = Origin.now(self.device.type == "cuda")
-        error = None
+        error: Exception | None = None
         try:
             self._lanes.play(program.queues)
             self._synchronize()
         except OpFailed as failure:
             error = out_of_memory(failure, self._arenas)
+            if error is None and self._ranks is not None and failure.lane == "exchange":
+                error = self._ranks.lost(failure.op)
             if error is None:
                 raise
         if error is not None:
@@ -433,9 +453,10 @@ class Executor:
         """Returns the sum of the micro-batches' losses, which are already divided by the number of
         labelled tokens.
         """
+        keys = "{}" if self._ranks is None else "all.{}"
         losses = torch.stack(
             [
-                self._values("losses", str(micro))[0]
+                self._values("losses", keys.format(micro))[0]
                 for micro in range(self.plan.workload.accumulation)
             ]
         )

@@ -25,7 +25,7 @@ from megatrain.simulator.base.errors import RunError
 
 # replaces `record_function` while no profiler runs: that takes 8 us and Python's lock twice
 _NOT_PROFILED = contextlib.nullcontext()
-DEVICE_LANES = ("compute", "update", "h2d", "d2h")
+DEVICE_LANES = ("compute", "update", "h2d", "d2h", "exchange")
 """Lanes that have a stream of their own with CUDA. The others run on the host."""
 
 

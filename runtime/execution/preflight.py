@@ -15,6 +15,7 @@ from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.layers.transformers_model import refuse_unlike_transformers
 from megatrain.runtime.optimizer.outside import refuse_optimizer
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import Ranks, refuse_without_ranks
 from megatrain.simulator.policies import executable
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
@@ -27,6 +28,7 @@ def preflight(
     *,
     deterministic: bool = False,
     schedule: Schedule | None = None,
+    ranks: Ranks | None = None,
 ) -> Schedule:
     """Returns the schedule to execute for `plan`: its own, or `schedule`, which is not verified.
 
@@ -34,9 +36,13 @@ def preflight(
     deterministic mode, in which the process may not be yet. The amount of memory is checked
     elsewhere (`memory/fitting.py`, `Arenas`).
 
+    `ranks` are needed to execute a plan for several GPUs.
+
     Raises UserError for a model, a workload, a device, a policy or an optimizer that the runtime
     cannot execute as they are.
     """
+    if device is not None:
+        refuse_without_ranks(plan, ranks)
     refuse_unsupported(plan.model, plan.workload)
     refuse_attention(plan, device, deterministic=deterministic)
     refuse_fp8(plan.workload, device)

@@ -22,12 +22,14 @@ from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
 from megatrain.runtime.optimizer import adamw as optimizer
+from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
@@ -178,6 +180,7 @@ class ModelState:
         schedule: Schedule,
         memory: Callable[[], Arenas],
         buffers: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Does not access memory yet.
 
@@ -188,6 +191,8 @@ class ModelState:
                 (`Executor.memory`). Called at every access.
             buffers: buffers of the decoder layers that a Hugging Face checkpoint contains, by layer
                 and name (`FunctionalLayers.persistent`).
+            ranks: the ranks of a plan for several GPUs. Whoever reads state gets that of the whole
+                model, as a copy, and every rank must read it at the same point.
         """
         self._plan, self._schedule, self._memory, self._buffers = (
             plan,
@@ -195,7 +200,7 @@ class ModelState:
             memory,
             buffers or {},
         )
-        self._dtype = TORCH_DTYPE[plan.workload.dtype]
+        self._dtype, self._ranks = TORCH_DTYPE[plan.workload.dtype], ranks
 
     def home(self, name: str, layer: str) -> str | None:
         """Returns the buffer of the layer's state `name`, or None if there is none.
@@ -206,14 +211,27 @@ class ModelState:
 
     def _halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the layer's flat compute weights, and the low halves of its masters or None."""
+        high, low = self._own_halves(layer)
+        if self._ranks is None:
+            return high, low
+        whole = [
+            None if part is None else self._ranks.gathered(part).view(-1)[: layer.elements]
+            for part in (high, low)
+        ]
+        assert whole[0] is not None
+        return whole[0], whole[1]
+
+    def _own_halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `_halves`, of the part of the layer that this rank owns."""
         weights, low = self.home("weights", layer.name), self.home("master_low", layer.name)
         assert weights is not None
         memory = self._memory()
-        flat = memory.flat(weights, self._dtype, layer.elements)
+        count = part_elements(self._plan, layer.name)
+        flat = memory.flat(weights, self._dtype, count)
         if low is None:
             return flat, None
         dtype = TORCH_DTYPE[self._schedule.buffer[low].dtype]
-        return flat, memory.flat(low, dtype, layer.elements)
+        return flat, memory.flat(low, dtype, count)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
         """[moments, elements] fp32, or records of as many blocks, uint8; [values], or records of
@@ -224,7 +242,8 @@ class ModelState:
         dtype = self._schedule.buffer[home].dtype
         name = self._plan.workload.optimizer
         layout = update_layout(name, layer)
-        length = length_of(dtype, layout.values if layout else layer.elements)
+        elements = part_elements(self._plan, layer.name)
+        length = length_of(dtype, layout.values if layout else elements)
         shape = (length,) if layout else (find(name).moments, length)
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
@@ -241,12 +260,17 @@ class ModelState:
         `progress` is called after each layer with its number of parameters.
         """
         for layer in self._plan.model.stack.values():
-            high, low = self._halves(layer)
+            high, low = self._own_halves(layer)
+            first = len(high) * (self._ranks.rank if self._ranks else 0)
             for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
                 values = weights(layer.name, tensor.name, tensor.shape).reshape(-1)
-                for start in range(0, tensor.elements, _PIECE):
-                    master = values[start : start + _PIECE].to(high.device, torch.float32)
-                    part = slice(offset + start, offset + start + master.numel())
+                begin = max(first - offset, 0)
+                end = min(first + len(high) - offset, tensor.elements)
+                for start in range(begin, end, _PIECE):
+                    piece = values[start : min(start + _PIECE, end)]
+                    master = piece.to(high.device, torch.float32)
+                    place = offset + start - first
+                    part = slice(place, place + master.numel())
                     if low is None:
                         high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
@@ -275,7 +299,16 @@ class ModelState:
         records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
         Names and shapes are the same for every plan of a model and a workload. The tensors are
         views of the pools, so they are not valid after the next step.
+
+        Raises UserError if the plan is for several GPUs, where no rank has the whole state.
         """
+        if self._ranks is not None:
+            raise UserError(
+                "checkpoint",
+                found=f"a plan for {self._ranks.count} GPUs",
+                allowed="a plan for one GPU, which has all state",
+                fix="run without checkpoints",
+            )
         found = {}
         for layer in self._plan.model.stack.values():
             high, low = self._halves(layer)

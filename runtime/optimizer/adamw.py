@@ -24,10 +24,9 @@ import torch
 from megatrain.runtime.optimizer.kernels.choice import Kernels, kernels
 from megatrain.runtime.optimizer.kernels.host import BLOCK, HostKernels
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.schedule.arithmetic import NORM_ROW as _ROW
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 
-_ROW = 4096
-"""Elements that a sum of squares adds first. The result depends on it."""
 _TINY = 2.0**-126
 """The smallest normal fp32 number, so that no divisor is 0."""
 _GPU_BLOCK = 2**24
@@ -385,6 +384,21 @@ def sums_of_squares(matrices: torch.Tensor) -> torch.Tensor:
     parts = parts.view(count, -1)
     padded = 1 << (parts.shape[1] - 1).bit_length()
     return _fold(torch.nn.functional.pad(parts, (0, padded - parts.shape[1])))
+
+
+def row_sums(gradient: torch.Tensor, sums: torch.Tensor) -> None:
+    """Writes to the first elements of `sums` [rows] fp32 the sum of squares of each row of 4096
+    elements of `gradient` [n]. The last row may be shorter.
+    """
+    rows = -(-gradient.numel() // _ROW)
+    sums[:rows].copy_(_row_sums(gradient, ALONE, square=True)[:rows])
+
+
+def sum_of_rows(sums: torch.Tensor) -> torch.Tensor:
+    """Returns the `sum_of_squares` of a gradient whose `row_sums` are `sums` [rows] fp32."""
+    rows = len(sums)
+    padded = torch.nn.functional.pad(sums, (0, (1 << (rows - 1).bit_length()) - rows))
+    return _fold(padded.view(1, -1))[0]
 
 
 def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:

@@ -15,6 +15,8 @@ from megatrain.simulator.costs.datasheet import Datasheet, fp8_speed
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
+from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.costs.several_gpus import link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
@@ -35,8 +37,10 @@ GROUP = "megatrain.cost_models"
 """The entry point group of cost models that installed packages define."""
 
 
-def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
-    """Returns the cost model of `model` and `workload` on `hardware`.
+def cost_model(
+    hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int = 1
+) -> CostModel:
+    """Returns the cost model of `model` and `workload` on `hardware`. `gpus` GPUs share the links.
 
     That is the one that `hardware.cost_model` names, if it names one. Otherwise it is `Calibrated`
     if the machine was measured, and `Datasheet` if not. With `hardware.corrections`, its durations
@@ -44,7 +48,13 @@ def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> 
     or if the workload has fp8 products and the machine does not.
     """
     costs = _uncorrected(hardware, model, workload)
-    return Corrected(costs, hardware.corrections) if hardware.corrections else costs
+    if hardware.corrections:
+        costs = Corrected(costs, hardware.corrections)
+    if gpus == 1:
+        return costs
+    links = link_share(hardware, gpus)
+    slower = {"h2d": links.slower, "d2h": links.slower}
+    return ScaledCosts(costs, lambda op: op, slower, links.both_slower)
 
 
 def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

@@ -42,6 +42,7 @@ from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
     COPY_KINDS,
     EVALUATION_KINDS,
+    EXCHANGE_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
     WIDE_KINDS,
@@ -63,9 +64,9 @@ _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
-    The passes of other systems are not measured op by op. They cost what `datasheet` predicts, and
-    are flagged as extrapolated. The same holds for `update_ratios` if the table does not have it,
-    and for updates that multiply matrices.
+    The passes of other systems and the collectives of several GPUs are not measured op by op. They
+    cost what `datasheet` predicts, and are flagged as extrapolated. The same holds for
+    `update_ratios` if the table does not have it, and for updates that multiply matrices.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Calibrated(ContendedCosts):
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
         unknown = (
-            kind in PASS_KINDS
+            kind in (*PASS_KINDS, *EXCHANGE_KINDS, "sum_rows")
             or (
                 kind in ("update_ratios", "encode_gradients")
                 and not any(name.partition("@")[0] == kind for name in self.table.curves)

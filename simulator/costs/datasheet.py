@@ -9,6 +9,8 @@
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + moved bytes / device rate
 
+* Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
+  The SMs that they take from compute are not modelled.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
   FLOPs divided by the rate of linear layers in bf16. On the host, an update by another optimizer
   than AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
@@ -43,6 +45,7 @@ from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
     COPY_KINDS,
     EVALUATION_KINDS,
+    EXCHANGE_KINDS,
     LAYER_KINDS,
     PASS_KINDS,
     CostTable,
@@ -50,7 +53,7 @@ from megatrain.simulator.hardware.cost_table import (
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
 
@@ -256,6 +259,8 @@ class Datasheet(EstimatedCosts):
             return self._copy(op)[0]
         if kind in COMPUTE_KINDS + EVALUATION_KINDS:
             return self._compute_ns(kind, op.layer, kept=has_saved_attention(op.shape))
+        if kind in EXCHANGE_KINDS:
+            return self._exchange_ns(op)
         if kind == "clip":
             return 0
         if kind == "cpu_update":
@@ -273,6 +278,23 @@ class Datasheet(EstimatedCosts):
             touched / (hardware.host_gb_per_s if op.lane == "cpu" else hardware.device_gb_per_s)
         )
         return elementwise + self.products_ns(op)
+
+    def _exchange_ns(self, op: Op) -> int:
+        """Returns the time of a collective: of the bytes that arrive and, with gradients, of adding
+        them. Each of the N parts is read, and the sum is written N times and read N - 1 times.
+        """
+        peer = self.hardware.peer_gb_per_s or min(
+            self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
+        )
+        added = 0
+        if op.kind == "exchange_gradients":
+            width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
+            part = width * op.parameters
+            ranks = 1 + op.bytes // part
+            added = ranks * part + (2 * ranks - 1) * 4 * op.parameters
+        return math.ceil(
+            self.hardware.link_latency_ns + op.bytes / peer + added / self.hardware.device_gb_per_s
+        )
 
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products, from their FLOPs."""

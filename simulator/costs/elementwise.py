@@ -80,7 +80,7 @@ class Elementwise:
         """Returns the bytes that `op` reads and writes, or None if there is no formula for its
         kind.
 
-        * `norm` reads the gradient.
+        * `norm` and `sum_rows` read the gradient.
         * `encode_gradients` reads the gradient and writes its codes, with PyTorch's temporaries.
         * `update_ratios` reads the gradient and the second moment.
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
@@ -91,7 +91,7 @@ class Elementwise:
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
             return op.bytes
-        if kind == "norm":
+        if kind in ("norm", "sum_rows"):
             return gradient * op.parameters
         if kind == "encode_gradients":
             return int((gradient + self._coded + CODED_GRADIENT_BYTES.encode) * op.parameters)

@@ -42,10 +42,14 @@ WIDE_KINDS = ("norm", "update_ratios", "update", "cpu_update", "accumulate_gradi
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds that only schedules of other systems have. Their size is in bytes, and the machine's rates
 give their durations."""
+EXCHANGE_KINDS = ("gather_weights", "exchange_gradients", "exchange_sums")
+"""Collectives of plans for several GPUs. Their size is in bytes that a rank receives, and the
+machine's rates give their durations."""
 CURVE_KINDS = tuple(
     kind
     for kind in CODES.values()
-    if kind not in COMPUTE_KINDS + EVALUATION_KINDS + PASS_KINDS + COPY_KINDS[2:]
+    if kind not in COMPUTE_KINDS + EVALUATION_KINDS + PASS_KINDS + COPY_KINDS[2:] + EXCHANGE_KINDS
+    and kind != "sum_rows"
 )
 """Kinds with a measured curve of duration over size."""
 

@@ -85,6 +85,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     link_latency_ns: int = 9000
     """Fixed time of one copy, used without a curve. The default was measured on an H200,
     2026-11-21."""
+    peer_gb_per_s: float | None = None
+    """GB/s that each GPU receives from the other GPUs of its host in a collective. None if unknown;
+    the rate of the link to the host is then used."""
     watts: float | None = None
     """Board power of the GPU, or of the whole package of a unified machine."""
     uncertainty: float = 0.25

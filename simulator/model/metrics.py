@@ -26,13 +26,15 @@ def tflops_6n(model: ModelSpec, workload: Workload, step_seconds: float) -> floa
     return 6 * model.parameters * tokens_per_second(workload, step_seconds) / 1e12
 
 
-def mfu(model: ModelSpec, workload: Workload, step_seconds: float, peak_tflops: float) -> float:
-    """Returns the model FLOPs utilization as a fraction of 1. `peak_tflops` is the device's dense
-    peak in the workload's dtype, in 10^12 FLOP/s.
+def mfu(
+    model: ModelSpec, workload: Workload, step_seconds: float, peak_tflops: float, gpus: int = 1
+) -> float:
+    """Returns the model FLOPs utilization as a fraction of 1. `peak_tflops` is the dense peak of
+    each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s.
     """
     layers = sum(
         model.layer_flops(layer.name, workload.tokens, workload.sequence)
         for layer in model.decoders
     )
     forward = layers + model.head_flops(workload.tokens)
-    return 3 * forward * workload.accumulation / step_seconds / (peak_tflops * 1e12)
+    return 3 * forward * workload.accumulation / step_seconds / (gpus * peak_tflops * 1e12)

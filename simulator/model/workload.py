@@ -40,6 +40,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens per sequence."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+    sum_group: int = 1
+    """Micro-batches whose gradients are summed before they are added to those of earlier groups. A
+    divisor of `accumulation`. With 1, all are added in their order. Floating-point sums depend on
+    it. A plan for N GPUs gives groups to ranks in turn, so that each adds whole groups."""
     dtype: Dtype = "bf16"
     """The dtype that layers compute in, and the dtype of their gradients. Master weights are in
     `state`."""
@@ -108,6 +112,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     allowed=f"1 to {most}",
                     fix=f"set {field} within this range",
                 )
+        if self.sum_group < 1 or self.accumulation % self.sum_group:
+            raise UserError(
+                "workload: sum_group",
+                found=self.sum_group,
+                allowed=f"a divisor of the accumulation, {self.accumulation}",
+                fix="set sum_group = 1",
+            )
 
     def _refuse_state(self) -> None:
         """Raises UserError if there is no such state format, or if it cannot be used here."""

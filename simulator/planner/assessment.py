@@ -176,10 +176,13 @@ def with_knobs(
     model, work = plan.model, plan.workload
     chosen = msgspec.structs.replace(plan.knobs, **knobs)
     if groups and work.accumulation > 1:
-        there, group = work.accumulation // chosen.micro_batch_group, chosen.micro_batch_group
-        chosen = msgspec.structs.replace(chosen, micro_batch_group=min(group, 2))
+        there, group = plan.micro_batches // chosen.micro_batch_group, chosen.micro_batch_group
+        group = min(group, 2)
+        chosen = msgspec.structs.replace(chosen, micro_batch_group=group)
         work = msgspec.structs.replace(
-            work, accumulation=min(groups, there) * chosen.micro_batch_group
+            work,
+            accumulation=min(groups, there) * group * plan.gpus,
+            sum_group=group if work.sum_group > 1 else 1,
         )
     return msgspec.structs.replace(
         plan, model=model.shortest(layers) if layers else model, workload=work, knobs=chosen

@@ -55,6 +55,10 @@ KIND_COLOURS = {
     "host_pass": "#c76b8f",
     "thread_pass": "#8c2f55",
     "device_pass": "#a3b86c",
+    "gather_weights": "#b5485d",
+    "exchange_gradients": "#dd93a1",
+    "exchange_sums": "#7d2436",
+    "sum_rows": "#a3adb6",
 }
 """Kind of op -> colour, in the order of the legend."""
 DATA_COLOURS = {

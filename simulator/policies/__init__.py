@@ -139,6 +139,7 @@ def _policy(plan: Plan) -> Policy:
     them, or adds several.
     """
     policy = find(plan.policy)
+    _refuse_groups(plan, policy)
     if plan.workload.gradients != "exact":
         _refuse_coded_gradients(plan, policy)
     if policy.prediction_only and plan.workload.state != EXACT:
@@ -166,6 +167,27 @@ def _policy(plan: Plan) -> Policy:
         where = f"policy {plan.policy}: optimizer"
         refuse_on_host(plan, plan.model.stack.keys(), where, "use policy overlapped")
     return policy
+
+
+def _refuse_groups(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the policy cannot share a step among GPUs, or cannot sum the gradients of
+    groups of micro-batches first.
+    """
+    work = plan.workload
+    if plan.gpus > 1 and not policy.shards:
+        raise UserError(
+            f"policy {plan.policy}: gpus",
+            found=plan.gpus,
+            allowed="1: only overlapped shares a step among several GPUs",
+            fix="use policy overlapped, or plan for one GPU",
+        )
+    if work.sum_group not in (1, work.accumulation) and not policy.shards:
+        raise UserError(
+            f"policy {plan.policy}: sum_group",
+            found=work.sum_group,
+            allowed=f"1 or {work.accumulation}: only overlapped sums groups of micro-batches first",
+            fix="use policy overlapped, or set sum_group = 1",
+        )
 
 
 def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
@@ -214,8 +236,16 @@ def flush_update(plan: Plan) -> Schedule | None:
 def evaluation(plan: Plan) -> Schedule:
     """Returns a forward pass with loss over the micro-batches of one step, on the step's buffers.
 
-    Raises UserError if the policy lacks a buffer that evaluation needs.
+    Raises UserError if the policy lacks a buffer that evaluation needs, or if the plan is for
+    several GPUs.
     """
+    if plan.gpus > 1:
+        raise UserError(
+            "evaluation: gpus",
+            found=plan.gpus,
+            allowed="1: several GPUs only train",
+            fix="evaluate with a plan for one GPU",
+        )
     return forward_only(plan, lower(plan))
 
 

@@ -47,10 +47,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
+from megatrain.simulator.policies.building.sharded import ShardedStore
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
@@ -69,6 +71,25 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
 
+def _refuse_groups(plan: Plan) -> None:
+    """Raises UserError if the sums of groups of micro-batches (`sum_group`) cannot be added."""
+    group, knobs = plan.workload.sum_group, plan.knobs
+    for where, found, only in (
+        ("workload: clipping", plan.workload.clipping, "global"),
+        ("model: tied embeddings", plan.model.tied, False),
+        ("knobs: micro_batch_group", knobs.micro_batch_group, group),
+        ("knobs: checkpoint_interval", knobs.checkpoint_interval, 1),
+        ("knobs.placement: gradients", knobs.placement.gradients or "none", "none"),
+    ):
+        if found != only:
+            raise UserError(
+                f"workload: sum_group {group}: {where}",
+                found=found,
+                allowed=only,
+                fix="change it, or set sum_group = 1",
+            )
+
+
 class _OverlappedStore:
     """The `ParameterStore` of one step: buffers of resident layers, slots for streamed ones.
 
@@ -82,6 +103,10 @@ class _OverlappedStore:
         self.defers = plan.workload.clipping == "global"
         self.encodes = plan.workload.gradients == "8bit"
         """Whether a complete gradient is stored in codes. It is the only one of its layer then."""
+        self.grouped = 1 < plan.workload.sum_group < plan.workload.accumulation
+        """Whether groups of micro-batches are summed before they are added to earlier ones."""
+        if self.grouped:
+            _refuse_groups(plan)
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         """Parameters of a chunk."""
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
@@ -181,6 +206,8 @@ class _OverlappedStore:
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
             resident = self.home.get(("gradients", layer), "").startswith("device.")
             count = self.plan.knobs.gradient_slots if decoder else 1
+            if self.grouped:  # the sum of a group, and that of earlier ones
+                count = max(count, 2)
             part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
             if not resident:
                 pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
@@ -313,6 +340,8 @@ class _OverlappedStore:
         if self.pending and self.plan.knobs.gradient_slots == 1:
             self.emit_pending_update()
         slot = self.builder.acquire(pool)
+        if self.grouped:
+            return slot, False
         if adding:
             width = self.state[layer]["gradients"].bytes
             self._copies("load_gradients", layer, phase, micro, home, slot, width)
@@ -326,6 +355,9 @@ class _OverlappedStore:
         the next layer's weights. A gradient that is needed later is copied to its home.
         """
         self.arrived[layer] += 1
+        group = self.plan.workload.sum_group
+        if self.grouped and self.arrived[layer] > group and self.arrived[layer] % group == 0:
+            buffer = self._added(layer, phase, micro, buffer)
         complete = self.arrived[layer] == self.contributions[layer]
         on_device = layer not in self.on_host
         if complete and (self.defers or not (on_device or self.clipping.kind == "update")):
@@ -352,6 +384,23 @@ class _OverlappedStore:
             self.builder.release(buffer)
         if complete and not self.defers:
             self.apply_on_host(layer)
+
+    def _added(self, layer: str, phase: str, micro: int, buffer: str) -> str:
+        """Adds the sum of a group of micro-batches, in `buffer`, to that of earlier groups. Returns
+        the slot with the result.
+        """
+        total = self.builder.acquire(self._gradient_pool(layer))
+        home, width = self.home["gradients", layer], self.state[layer]["gradients"].bytes
+        self._copies("load_gradients", layer, phase, micro, home, total, width)
+        self.builder.op(
+            OpId("accumulate_gradients", layer, phase, micro),
+            "update",
+            [buffer, total],
+            [total],
+            parameters=self.stack[layer].elements,
+        )
+        self.builder.release(buffer)
+        return total
 
     def _encoded(self, layer: str, gradient: str, home: str) -> str:
         """Encodes the gradient and releases its slot. Returns the buffer with the codes: `home` if
@@ -623,9 +672,10 @@ class Overlapped(ParameterStorePolicy):
         "host_updated",
     )
     goes_layer_by_layer = True
+    shards = True
 
-    def storage(self, builder: Builder, plan: Plan) -> _OverlappedStore:
-        return _OverlappedStore(builder, plan)
+    def storage(self, builder: Builder, plan: Plan) -> _OverlappedStore | ShardedStore:
+        return _OverlappedStore(builder, plan) if plan.gpus == 1 else ShardedStore(builder, plan)
 
     def defers_update(self, plan: Plan) -> bool:
         """Returns True with clipping by the global norm."""
@@ -636,9 +686,11 @@ class Overlapped(ParameterStorePolicy):
         if not self.defers_update(plan):
             return None
         builder = Builder(plan.policy)
-        store = _OverlappedStore(builder, plan)
+        store = self.storage(builder, plan)
         for layer in plan.model.stack:
-            if layer in store.on_host:
+            if isinstance(store, ShardedStore):
+                store.apply(layer)
+            elif layer in store.on_host:
                 store.apply_on_host(layer)
             else:
                 store.apply(layer, store.home["gradients", layer])

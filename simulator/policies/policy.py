@@ -30,6 +30,8 @@ class Policy:
     updates_on_host: ClassVar[bool] = False
     """Whether the CPU updates every layer, so that an optimizer that multiplies matrices cannot be
     used. The search then skips this policy, unless it is the only one."""
+    shards: ClassVar[bool] = False
+    """Whether it can share a step among several GPUs (`Plan.gpus`)."""
     dominated_by: ClassVar[str] = ""
     """A policy that can do all that this one can. The search then skips this one, unless it is
     named."""

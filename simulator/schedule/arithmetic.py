@@ -28,6 +28,9 @@ SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
 """Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
 and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
+NORM_ROW = 4096
+"""Elements of a gradient that a sum of squares adds first. The result depends on it. With several
+GPUs, the parts of a layer are whole multiples of it, so that its sum has the bits of one GPU."""
 StateClass = Literal["weights", "master_low", "moments", "gradients"]
 UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
 """The classes of data that an update changes."""
@@ -59,6 +62,28 @@ def contributions(plan: Plan, layer: str) -> int:
     per micro-batch for a tied embedding.
     """
     return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
+
+
+def part_elements(plan: Plan, layer: str) -> int:
+    """Returns the elements of the part of `layer` that each rank owns: with one GPU the whole
+    layer. Rank r owns the elements from r times this number on. The last parts may reach beyond the
+    layer, or hold nothing of it. What is beyond is zero, or is not read.
+    """
+    elements = plan.model.stack[layer].elements
+    if plan.gpus == 1:
+        return elements
+    return -(-elements // (plan.gpus * NORM_ROW)) * NORM_ROW
+
+
+def micro_batch_of(plan: Plan, rank: int, micro: int) -> int:
+    """Returns the micro-batch of the step that is micro-batch `micro` of `rank`.
+
+    Ranks take turns: the first has the first group of `sum_group` micro-batches, the second has
+    the next one.
+    """
+    group = plan.workload.sum_group
+    turn, place = divmod(micro, group)
+    return (turn * plan.gpus + rank) * group + place
 
 
 def sums_on_device(plan: Plan, layer: str) -> bool:

@@ -20,6 +20,7 @@ DataClass = Literal[
     "tokens",
     "losses",
     "norms",
+    "row_sums",
     "moving_norms",
     "clips",
     "ratio_sums",
@@ -39,6 +40,7 @@ DataClass = Literal[
 * `tokens`: the ids, labels and document indices of a micro-batch
 * `losses`: the loss of a micro-batch
 * `norms`: the sum of squares of a layer's gradient, or of the gradient of each of its tensors
+* `row_sums`: the sum of squares of each `NORM_ROW` elements of a part of a layer's gradient
 * `moving_norms`: the moving norm of each tensor of a layer, which clipping by `adagc` keeps
 * `clips`: the clip coefficients and learning rate factors that updates read
 * `ratio_sums`: sums of g^2 / v of a layer
@@ -54,6 +56,7 @@ DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "tokens": ("int64",),
     "losses": ("fp32",),
     "norms": ("fp32",),
+    "row_sums": ("fp32",),
     "moving_norms": ("fp32",),
     "clips": ("fp32",),
     "ratio_sums": ("fp32",),
@@ -110,6 +113,9 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     per_gpu: bool = False
     """For a buffer in host memory: True if each GPU of the host has its own copy, False if all GPUs
     share one. Device memory always belongs to one GPU."""
+    sharded: bool = False
+    """With several GPUs: True if it holds the part of a layer that this rank owns, False if it
+    holds a whole layer or no layer."""
     knob: str = ""
     """The knob that sets how many buffers the pool has, or empty if no knob does."""
 
@@ -134,5 +140,5 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.id.partition(":")[2]
 
 
-FLAGS = ("persistent", "dynamic", "chunk", "staging", "scales_with_tokens", "per_gpu")
+FLAGS = ("persistent", "dynamic", "chunk", "staging", "scales_with_tokens", "per_gpu", "sharded")
 """The boolean fields of a Buffer, in the order of the schedule's text form."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-LANES = ("compute", "update", "h2d", "d2h", "cpu")
-"""The lanes: FIFO queues of ops. `cpu` is a host thread and the others are CUDA streams."""
+LANES = ("compute", "update", "h2d", "d2h", "cpu", "exchange")
+"""The lanes: FIFO queues of ops. `cpu` is a host thread and the others are CUDA streams. Only plans
+for several GPUs use `exchange`, which runs collectives."""
 
 CODES = {
     "W": "load_weights",
@@ -38,6 +39,10 @@ CODES = {
     "HP": "host_pass",
     "TP": "thread_pass",
     "DP": "device_pass",
+    "GW": "gather_weights",
+    "GX": "exchange_gradients",
+    "NR": "sum_rows",
+    "NX": "exchange_sums",
 }
 """The kind of an op by the code that its id starts with."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}

@@ -38,6 +38,10 @@ OPERANDS = {
     "accumulate_gradients": ("gradients( gradients)?", "gradients"),
     "norm": ("gradients", "norms"),
     "encode_gradients": ("gradients", "gradients"),
+    "gather_weights": ("weights", "weights"),
+    "exchange_gradients": ("gradients( gradients)?", "gradients workspace"),
+    "sum_rows": ("gradients", "row_sums"),
+    "exchange_sums": ("(row_sums|losses| )+", "(norms|losses| )+ workspace"),
     "update_ratios": ("gradients moments", "ratio_sums"),
     "clip": ("(norms|moving_norms|ratio_sums|losses| )*", "clips( moving_norms)?"),
     **dict.fromkeys(
@@ -52,8 +56,11 @@ _PATTERNS = {
 }
 _PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second_moment")
 """Kinds that work on `parameters` elements, starting at `offset`."""
-_WHOLE = ("norm", "accumulate_gradients", "encode_gradients")
-"""Kinds that work on the gradient of a whole layer."""
+_WHOLE = ("norm", "accumulate_gradients", "encode_gradients", "sum_rows")
+"""Kinds that work on the gradient of a whole layer, or of the part of it that a rank owns."""
+_EXCHANGED = ("gather_weights", "exchange_gradients")
+"""Collectives on a layer. `parameters` is the part that each rank owns, and `bytes` is what a rank
+receives: all other parts."""
 
 
 def check_buffer(buffer: Buffer) -> None:
@@ -124,6 +131,10 @@ def check_operands(
             raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
     if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
         raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
+    if kind == "exchange_gradients":
+        target = buffers[base_buffer(op.writes[0])]
+        if not target.sharded or dtypes[op.writes[0]] != "fp32":
+            raise ScheduleError(f"{op.id}: {target.id} is not the fp32 part that a rank owns")
     _check_sizes(op, buffers, dtypes, kept)
 
 
@@ -170,6 +181,11 @@ def _check_sizes(
             )
             values = kept(op.layer, first, count) if buffer.data == "moments" else count
             needed = int(values * WIDTH[dtypes[name]])
+        elif op.kind in _EXCHANGED:
+            like = op.reads[0] if buffer.data == "workspace" else name
+            needed = int(op.parameters * WIDTH[dtypes[like]])
+            if not buffer.sharded:
+                needed += op.bytes
         elif op.kind in _WHOLE and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:

@@ -19,6 +19,8 @@ from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 
 FORMAT = 1
+MOST_GPUS = 16
+"""The most GPUs of one host."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +129,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     digest: str = ""
     """The digest of the schedule that `policy` makes from this plan. The runtime refuses a plan if
     it computes another digest."""
+    gpus: int = 1
+    """GPUs of one host that train together, each with a process of its own (a rank). All ranks
+    execute the same schedule, on their own micro-batches and their own part of the state. It does
+    not change a bit of the result."""
     hardware: str
     """The machine: a name in the library, or the path of a calibrated file, relative to the
     plan."""
@@ -134,9 +140,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where the weights are: a Hugging Face folder, relative to the plan, or a name in the
     library."""
     device_limit_bytes: int
-    """Device memory that the run may use."""
+    """Device memory that the run may use; with several GPUs, that each may use."""
     host_limit_bytes: int
-    """Host memory that the run may use."""
+    """Host memory that the run may use; with several GPUs, that each rank may use."""
     model: ModelSpec
     """The model that is trained."""
     workload: Workload
@@ -162,7 +168,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     allowed=">= 1",
                     fix=f"set {field} to the bytes that the run may use",
                 )
-        group, accumulation = self.knobs.micro_batch_group, self.workload.accumulation
+        work = self.workload
+        if not 1 <= self.gpus <= MOST_GPUS or work.accumulation % (self.gpus * work.sum_group):
+            raise UserError(
+                "plan: gpus",
+                found=self.gpus,
+                allowed=(
+                    f"1 to {MOST_GPUS}, and a divisor of the {work.accumulation // work.sum_group}"
+                    " groups of micro-batches of a step (accumulation / sum_group)"
+                ),
+                fix=f"set accumulation to a multiple of {work.sum_group} times the GPUs",
+            )
+        group, accumulation = self.knobs.micro_batch_group, self.micro_batches
         if group > 1 and (self.model.tied or accumulation % group):
             raise UserError(
                 "knobs: micro_batch_group",
@@ -174,6 +191,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 ),
                 fix="set micro_batch_group = 1",
             )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each rank in a step: with one GPU, the accumulation."""
+        return self.workload.accumulation // self.gpus
 
     def placed(self, name: str) -> frozenset[str]:
         """Returns the layers in the field `name` of the placement. Raises UserError if the field
@@ -190,9 +212,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("optimizer", ADAMW),
             ("state", EXACT),
             ("gradients", "exact"),
+            ("sum_group", 1),
         ):
             if data["workload"][field] == default:
                 del data["workload"][field]
+        if self.gpus == 1:
+            del data["gpus"]
         if self.knobs.micro_batch_group == 1:
             del data["knobs"]["micro_batch_group"]
         write_toml(

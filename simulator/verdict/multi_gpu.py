@@ -1,18 +1,11 @@
-"""Estimates the speed of several GPUs in one host. The runtime cannot execute such a plan yet.
+"""Estimates the speed of several GPUs in one host, from the plan for one. A plan that several GPUs
+execute (`Plan.gpus`) is predicted from its own schedule instead.
 
 The estimate assumes data parallelism. Each of N GPUs trains a batch of its own and loads all
 streamed weights. Optimizer state and summed gradients are in host memory once, and each GPU copies
 and updates 1/N of them. If nothing streams, each GPU holds and updates everything.
 
-All links together copy at most T GB/s, which is what the host's DRAM sustains:
-
-    rate of one GPU with one direction busy:        min(link, T / N)
-    rate of each direction with both busy:          min(link, T / 2N)
-
-T is the DRAM rate that the host's cores reach, divided by the DRAM traffic per copied byte. A host
-for several GPUs is assumed to sustain at least 175 GB/s, but no more than N times the T of the
-machine with one GPU. Four H200 in one host reached 175 GB/s (2026-11-21). With NVLink-C2C each GPU
-has its own host memory.
+The links share the host's DRAM (`costs/several_gpus.py`).
 
 Not modelled: the sum of gradients among GPUs (tens of milliseconds for 7B over NVLink, far more
 over PCIe), NUMA, and further cores.
@@ -24,19 +17,15 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.costs.contention import link_gb_per_s
 from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
 
-DMA_GB_PER_S = 175.0
-"""Rate of all copies of four H200 in one host with 64 cores, both directions together. Measured on
-2026-11-21."""
-MOST_GPUS = 16
 _SHARED = (
     "load_state",
     "save_state",
@@ -114,15 +103,7 @@ def estimate(
     Raises UserError as `check_gpus` does.
     """
     check_gpus(gpus, hardware)
-    own_memory = "C2C" in hardware.link
-    one, both = (
-        min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s) * share
-        for share in (1.0, hardware.duplex_fraction)
-    )
-    memory = hardware.host_memory
-    machine = memory.gb_per_s / max(memory.h2d_cost, memory.d2h_cost) if memory else DMA_GB_PER_S
-    total = 2 * gpus * one if own_memory else max(machine, min(gpus * machine, DMA_GB_PER_S))
-    alone, together = link_gb_per_s(gpus, one, both, total)
+    own_memory, links = has_own_memory(hardware), link_share(hardware, gpus)
     streams = "h2d" in schedule.lanes and any(
         op.kind in _SHARED for op in (*schedule.lanes["h2d"], *schedule.lanes.get("d2h", ()))
     )
@@ -135,10 +116,8 @@ def estimate(
             op, bytes=-(-op.bytes // gpus), parameters=-(-op.parameters // gpus)
         )
 
-    slower = one / alone
-    changed = ScaledCosts(
-        costs, change, {"h2d": slower, "d2h": slower}, (both / one) / (together / alone)
-    )
+    slower = {"h2d": links.slower, "d2h": links.slower}
+    changed = ScaledCosts(costs, change, slower, links.both_slower)
     seconds = (makespan_ns(schedule, changed) + costs.step_overhead_ns) / 1e9
     speed = gpus * tokens_per_second(plan.workload, seconds)
     extra = account.pools.get(PROCESS, 0)  # each GPU has its own process
@@ -156,6 +135,6 @@ def estimate(
         speedup=speed / tokens_per_second(plan.workload, step_seconds),
         host_peak_bytes=host,
         feasible=host <= limit and account.device_peak_bytes <= account.device_limit_bytes,
-        gb_per_s=alone,
-        gb_per_s_both=together,
+        gb_per_s=links.alone,
+        gb_per_s_both=links.together,
     )

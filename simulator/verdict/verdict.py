@@ -83,6 +83,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     unified: bool
     """Whether CPU and GPU share one memory. The device's bytes are then the whole memory, and
     nothing is copied."""
+    gpus: int = 1
+    """GPUs that share a step. Memory is that of each."""
     workload: Workload
     """The workload of a step."""
     model_longest_row: int | None = None
@@ -140,8 +142,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step_shares: dict[str, float] = {}
     """What the GPU does in a step -> share of the step. `compute` is the time in which layers are
     computed. In the rest compute waits: for the optimizer on the host (`host_optimizer`) or on the
-    device (`device_optimizer`), for `copies`, or for `nothing_else`, which is dispatch and the
-    host's time between steps. They add up to 1. Empty if the plan was not simulated."""
+    device (`device_optimizer`), for `copies`, for `other_gpus`, or for `nothing_else`, which is
+    dispatch and the host's time between steps. They add up to 1. Empty if the plan was not
+    simulated."""
     slowed_seconds: float = 0.0
     """Additional time of compute ops because other lanes run at the same time."""
     streams: bool = True
@@ -228,6 +231,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
             hardware.costs is None and plan.host_limit_bytes == hardware.host_bytes
         ),
         unified=hardware.unified,
+        gpus=plan.gpus,
         workload=work,
         model_longest_row=plan.model.longest_row,
         policy=plan.policy,
@@ -252,9 +256,9 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         tflops_6n_active=tflops_6n(plan.model, work, seconds)
         * plan.model.active_parameters
         / plan.model.parameters,
-        mfu=mfu(plan.model, work, seconds, peak) if peak else None,
+        mfu=mfu(plan.model, work, seconds, peak, plan.gpus) if peak else None,
         matmul_rate_share=(
-            mfu(plan.model, work, seconds, matmul) if matmul and hardware.costs else None
+            mfu(plan.model, work, seconds, matmul, plan.gpus) if matmul and hardware.costs else None
         ),
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
         lower_bound_lane=limits.latest,
@@ -295,6 +299,7 @@ _WAITS = {
     "update": "device_optimizer",
     "h2d": "copies",
     "d2h": "copies",
+    "exchange": "other_gpus",
     WAITING: "nothing_else",
 }
 """What compute waits for, by the lane that is busy meanwhile."""
@@ -319,7 +324,7 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
     # The relative range of two groups of micro-batches is used for any number of them.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
-    costs = cost_model(hardware, few.model, few.workload)
+    costs = cost_model(hardware, few.model, few.workload, few.gpus)
     if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
         return None, None
     schedule = policy_library.lower(few)

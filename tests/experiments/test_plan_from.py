@@ -139,3 +139,27 @@ def test_a_plan_has_the_library_s_names_and_the_hub_s(command: Any) -> None:
 def test_a_name_with_a_blank_is_printed_in_quotes(command: Any) -> None:
     outcome = command("plan", "--from", "plan.toml", "--out", "new plan.toml")
     assert "\nwrote 'new plan.toml': " in outcome.out
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_for_several_gpus_is_predicted_and_not_trained(command: Any) -> None:
+    """`simulate` says what each rank does, and `train` refuses it before it reads anything."""
+    words = ("--set", "policy=overlapped", "--set", "accumulation=2")
+    outcome = command(*FROM, *words, "--set", "gpus=2")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "2 GPUs of" in outcome.out
+    plan = Plan.load(Path("new.toml"))
+    assert (plan.gpus, plan.digest) == (2, verified(plan).digest)
+    simulated = command("simulate", "new.toml")
+    assert simulated.status == 0
+    assert "lane exchange" in simulated.out
+    assert "evaluation" not in simulated.out
+    Path("x.txt").write_text("some text. " * 100)
+    refused = command("train", "new.toml", "--data", "x.txt", "--steps", "1", "--out", "run")
+    assert refused.status == 2
+    assert "plan: gpus: found 2; allowed: 1 in a single process" in refused.err
+    one = command("plan", "--from", "new.toml", "--out", "one.toml", "--set", "gpus=1")
+    assert one.status == 0
+    assert Plan.load(Path("one.toml")).gpus == 1
+    wrong = command(*FROM, *words, "--set", "gpus=3")
+    assert "plan: gpus: found 3" in wrong.err

@@ -115,8 +115,9 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     for kind in ("load_weights", "save_gradients"):
         assert tuple(size for size, _ in table.curves[kind]) == sizes[:-1], "all but the largest"
     assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
+    measured = set(LANES) - {"exchange"}  # that one needs other GPUs
     assert {lane: set(others) for lane, others in table.contention.items()} == {
-        lane: set(LANES) - {lane} for lane in LANES
+        lane: measured - {lane} for lane in measured
     }
     assert 0.001 < hardware.h2d_gb_per_s < 10_000
     assert 0.001 < hardware.thread_gb_per_s < 10_000
@@ -136,7 +137,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     numbers = {f"{kind} {size}" for kind, points in table.curves.items() for size, _ in points}
     numbers |= {f"{kind} {shape}" for kind, shapes in table.compute.items() for shape in shapes}
     numbers |= {
-        f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other
+        f"contention.{lane}.{other}" for lane in measured for other in measured if lane != other
     } | {f"dispatch_ns.{lane}" for lane in table.dispatch_ns}
     numbers |= {
         "peak_tflops.bf16",

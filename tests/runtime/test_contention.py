@@ -171,11 +171,12 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
     found = contention.measure_contention(
         templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted
     )
-    assert len(updates) >= 5 * len(LANES), (
+    measured = [lane for lane in LANES if lane != "exchange"]  # that one needs other GPUs
+    assert len(updates) >= 5 * len(measured), (
         "a lane was not measured both alone and with each other lane"
     )
     assert found.spread.keys() == {
-        f"contention.{lane}.{other}" for lane in LANES for other in LANES if lane != other
+        f"contention.{lane}.{other}" for lane in measured for other in measured if lane != other
     }
     assert max(found.spread.values()) > 0
     assert found.turns is None, "only a GPU has these"

@@ -415,11 +415,17 @@ class Reference:
     def _sum(
         self, layer: LayerSpec, parts: list[dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Returns the fp32 sums of the micro-batches' gradients, added in their order. A single
-        gradient stays in the compute dtype.
+        """Returns the fp32 sums of the micro-batches' gradients, added in their order, or those of
+        each group (`sum_group`) first. A single gradient stays in the compute dtype.
         """
         if len(parts) == 1:
             return parts[0]
+        group = self.work.sum_group
+        if 1 < group < len(parts):
+            parts = [
+                self._sum(layer, parts[first : first + group])
+                for first in range(0, len(parts), group)
+            ]
         summed: dict[str, torch.Tensor] = {}
         for part in parts:
             for name, gradient in part.items():

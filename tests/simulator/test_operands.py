@@ -227,6 +227,7 @@ def test_every_kind_of_ours_has_operands_and_peers_need_none(
         for op in every_op(make_plan, policy, clipping, placement, micros)
     }
     used |= {op.kind for op in policies.lower(make_plan("overlapped", gradients="8bit")).ops}
+    used |= {op.kind for op in policies.lower(make_plan("overlapped", gpus=2, accumulation=2)).ops}
     assert used == set(OPERANDS)
 
 

@@ -49,8 +49,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="with --from: change a knob, a placement, the policy, a field of the workload, or a"
-        " memory limit, e.g. checkpoint_interval=1, weights=e,0-11 or device_memory=40GiB",
+        help="with --from: change a knob, a placement, the policy, a field of the workload, the"
+        " number of GPUs, or a memory limit, e.g. checkpoint_interval=1, weights=e,0-11 or"
+        " device_memory=40GiB",
     )
     parser.add_argument(
         "--why",
@@ -80,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
     best, names = found[0], from_options.policies(args.policy)
     verdicts = [summarize(choice, hardware) for choice in found]
     # Advice is a search for another plan, which the user of --from does not want.
-    verdict = explain(best, hardware, names, advise=not args.source_plan)
+    verdict = verdicts[0]
+    if best.plan.gpus == 1:
+        verdict = explain(best, hardware, names, advise=not args.source_plan)
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
     if len(found) > 1:
@@ -202,6 +205,9 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
                 allowed="KEY=VALUE",
                 fix="write it like --set checkpoint_interval=1",
             )
+        if name.strip() == "gpus":
+            values["gpus"] = options.whole("--set gpus")(value.strip())
+            continue
         key, (values[key],) = axis(name.strip(), [value.strip()], "--set")
     plan = Plan.load(args.source_plan)
     hardware = options.hardware_of(args.source_plan, plan.hardware)
@@ -213,7 +219,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
     _refuse_unread(plan, values)
-    choice = assess(plan, cost_model(hardware, plan.model, plan.workload))
+    choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
     args.policy = plan.policy
     if before is not None:
         print(

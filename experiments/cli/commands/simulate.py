@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         options.check_writable(args.trace)
     plan = Plan.load(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
-    schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload)
+    schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload, plan.gpus)
     timeline = simulate(schedule, costs)
     if args.trace:
         save_trace(args.trace, [timeline], schedule)
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
     evaluation_seconds = (
-        None if find(plan.policy).prediction_only else makespan_ns(evaluation(plan), costs) / 1e9
+        None
+        if find(plan.policy).prediction_only or plan.gpus > 1
+        else makespan_ns(evaluation(plan), costs) / 1e9
     )
     if args.json:
         report = as_json(summarize(choice, hardware)) | {

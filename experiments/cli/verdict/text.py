@@ -35,6 +35,7 @@ WAITS = {
     "host_optimizer": "for the optimizer on the CPU",
     "device_optimizer": "for the optimizer on the GPU",
     "copies": "for copies",
+    "other_gpus": "for the other GPUs",
     "nothing_else": "between operations",
 }
 """What compute waits for -> its name in the text."""
@@ -116,6 +117,8 @@ def where(verdict: Verdict, assumed: str = "assumed; give yours by --host-memory
     """Returns the machine and its memory. If nobody stated its RAM, `assumed` says so."""
     unnamed = verdict.machine.startswith("machine ")
     machine = verdict.machine if unnamed else f"one {verdict.machine}"
+    if verdict.gpus > 1:
+        machine = f"{verdict.gpus} GPUs of {verdict.machine}, each"
     if verdict.unified:
         return f"{machine} with {layout.size(verdict.device_limit_bytes)} of memory"
     return (

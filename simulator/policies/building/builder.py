@@ -39,6 +39,7 @@ class Traits(TypedDict, total=False):
     staging: bool
     scales_with_tokens: bool
     per_gpu: bool
+    sharded: bool
     knob: str
 
 

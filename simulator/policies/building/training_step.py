@@ -192,7 +192,7 @@ class _Compute:
         }
         """(layer, place of the micro-batch in its group) -> the buffer with its input."""
         token_bytes = work.token_rows * 8 * work.tokens
-        micros = [str(micro) for micro in range(work.accumulation)]
+        micros = [str(micro) for micro in range(plan.micro_batches)]
         self.tokens = [
             builder.persistent(
                 "device.tokens", micro, token_bytes, "tokens", scales_with_tokens=True
@@ -281,7 +281,7 @@ class _Compute:
 
     def head(self, micro: int, x: str) -> str:
         """Emits head and loss, forward and backward. Returns the gradient of the head's input."""
-        model, work = self.plan.model, self.plan.workload
+        model = self.plan.model
         weights, (gradient, adding) = (
             self.storage.weights(model.head, "h", micro),
             self.storage.gradient(model.head, "h", micro),
@@ -290,7 +290,7 @@ class _Compute:
         reads = [weights, x, self.tokens[micro]] + ([gradient] if adding else [])
         self.emit("head", "", micro, reads, [gradient, dx, self.losses[micro]])
         self.builder.release(x)
-        if micro == work.accumulation - 1:
+        if micro == self.plan.micro_batches - 1:
             self.storage.losses_written(self.losses)
         self.storage.gradient_written(model.head, "h", micro, gradient)
         return dx
@@ -368,7 +368,7 @@ class _Compute:
 def compute(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
     """Emits the compute ops of one step with the buffers of `storage`, then the update."""
     step = _Compute(builder, plan, storage)
-    for first in range(0, plan.workload.accumulation, step.group):
+    for first in range(0, plan.micro_batches, step.group):
         step.micro_batches(range(first, first + step.group))
     storage.update()
 

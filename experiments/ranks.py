@@ -1,0 +1,90 @@
+"""Runs steps of a plan for several GPUs, from random weights and on random tokens:
+
+    torchrun --standalone --nproc-per-node 2 -m megatrain.experiments.ranks PLAN --steps 3
+
+torchrun starts one process, a rank, for each GPU of the plan. A plan for one GPU is run without
+torchrun. Rank 0 prints a line of JSON for each step, and at the end one with a digest of the fp32
+masters of the whole model, which all numbers of GPUs have in common. Without CUDA the ranks run on
+the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from megatrain.runtime.batch import Batch
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import joined
+from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.schedule.plan import Plan
+
+
+def batches_of(plan: Plan, number: int) -> list[Batch]:
+    """Returns the random micro-batches of step `number`, those of all ranks."""
+    work, generator = plan.workload, torch.Generator().manual_seed(number)
+    made = []
+    for _ in range(work.accumulation):
+        pair = torch.randint(
+            plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
+        )
+        made.append(Batch(pair[0], pair[1]))
+    return made
+
+
+def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) -> None:
+    """Runs the steps. Raises what `joined` and `Executor` raise."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    with joined(plan, device, settings, timeout_s=timeout_s) as ranks:
+        show = ranks is None or ranks.rank == 0
+        with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
+            executor.state.load(random_weights(0))
+            for number in range(1, steps + 1):
+                result = executor.step(batches_of(plan, number), rate=rate, number=number)
+                if show:
+                    loss, norm = result.loss, result.gradient_norm
+                    row = {"step": number, "loss": loss, "norm": norm, "seconds": result.seconds}
+                    print(json.dumps(row), flush=True)
+            digest = hashlib.sha256()
+            for layer in plan.model.stack.values():
+                for tensor in executor.state.masters(layer).values():
+                    digest.update(tensor.cpu().contiguous().numpy().tobytes())
+            if show:
+                print(json.dumps({"masters": digest.hexdigest()}), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 if the run stopped, or 2 for a mistake of the user."""
+    parser = argparse.ArgumentParser(prog="megatrain.experiments.ranks", description=__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=1e-2, help="the learning rate")
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds that a rank waits for the others"
+    )
+    args = parser.parse_args(arguments)
+    settings = AdamW(max_norm=0.05, weight_decay=0.1)
+    try:
+        run(Plan.load(args.plan), args.steps, args.rate, settings, args.timeout)
+    except (UserError, RunError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return getattr(error, "status", 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""ShardedStore: the `ParameterStore` of a plan for several GPUs of one host.
+
+Each GPU has a process of its own, a rank, and all ranks execute the same schedule. Rank r owns part
+r of each layer: weights, low halves, moments and gradients of one N-th of its elements, in its own
+host memory (`part_elements`). A step is:
+
+    for each layer, first to last:
+        the update that the step before deferred, of the rank's own part, chunk by chunk:
+            load_state, update, save_state; the new weights go to the rank's place in a slot
+        gather_weights: the other parts, from the other ranks
+        forward
+    head with loss, forward and backward
+    for each layer, last to first:
+        load_weights and gather_weights, if the layer is no longer in a slot
+        recompute, backward
+        exchange_gradients: sends each rank its part, and adds the parts that arrive, rank 0's first
+        sum_rows of the sum, and a copy of it to host memory
+    exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
+    clip: the coefficient, from the norms
+
+The result has the bits of one GPU. Ranks take the groups of micro-batches that are summed first
+(`Workload.sum_group`) in turn, so the exchange adds them in the order of the step. A part is a
+whole number of `NORM_ROW` elements, so the sums of rows are those of the whole layer, and every
+rank adds them in the same order.
+
+All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot wait
+for each other in a circle. A rank's schedule is proved free of races by itself: a collective has
+ended on a rank when the rank's own buffers can be used again.
+"""
+
+from __future__ import annotations
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.clipping import Clipping
+from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule.arithmetic import (
+    NORM_ROW,
+    SCALAR_BYTES,
+    STATE,
+    UPDATED,
+    StateClass,
+    layer_state,
+    micro_batch_of,
+    part_elements,
+)
+from megatrain.simulator.schedule.plan import Plan
+
+_PLACED = ("weights", "master_low", "moments", "gradients", "host_updated")
+
+
+def refuse_sharded(plan: Plan) -> None:
+    """Raises UserError, which names what is not possible with several GPUs yet."""
+    work, knobs, model = plan.workload, plan.knobs, plan.model
+    routes = model.active_parameters != model.parameters
+    for where, found, only, fix in (
+        ("workload: clipping", work.clipping, "global", "clip by global"),
+        ("workload: optimizer", work.optimizer, "adamw", "use optimizer adamw"),
+        ("workload: state", work.state, "exact", "use state exact"),
+        ("workload: gradients", work.gradients, "exact", "use gradients exact"),
+        ("workload: fp8", work.fp8, None, "use --dtype bf16"),
+        ("model: tied embeddings", model.tied, False, "use a model with a head of its own"),
+        ("model: experts", routes, False, "use a model without experts"),
+        *(
+            (
+                f"knobs.placement: {name}",
+                getattr(knobs.placement, name) or None,
+                None,
+                "leave it empty",
+            )
+            for name in _PLACED
+        ),
+        (
+            "knobs: micro_batch_group",
+            knobs.micro_batch_group,
+            work.sum_group,
+            f"set micro_batch_group = {work.sum_group}, the workload's sum_group",
+        ),
+        (
+            "knobs: checkpoint_interval",
+            knobs.checkpoint_interval if work.sum_group > 1 else 1,
+            1,
+            "set checkpoint_interval = 1",
+        ),
+    ):
+        if found != only:
+            raise UserError(
+                f"plan for {plan.gpus} GPUs: {where}",
+                found=found,
+                allowed="nothing" if only is None else only,
+                fix=f"{fix}, or plan for one GPU",
+            )
+
+
+class ShardedStore:
+    """The parameter store of one rank's step."""
+
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        refuse_sharded(plan)
+        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
+        self.width = DTYPE_BYTES[plan.workload.dtype]
+        self.group = plan.workload.sum_group
+        self.sent_width = 4 if self.group > 1 else self.width
+        """Bytes of an element of the gradients that are exchanged. A sum of several is fp32."""
+        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        """Parameters of a chunk."""
+        self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
+        self.state = {layer: layer_state(plan, layer) for layer in self.stack}
+        self.clipping = Clipping(builder, plan, "device", "update", "update")
+        self.home: dict[tuple[StateClass, str], str] = {}
+        """(class, layer) -> the buffer in host memory with the rank's part."""
+        for name in STATE:
+            for layer, elements in self.parts.items():
+                part = self.state[layer][name]
+                if part.bytes:
+                    self.home[name, layer] = builder.persistent(
+                        f"host.{name}",
+                        layer,
+                        part.of(elements),
+                        name,
+                        part.dtype,
+                        sharded=True,
+                        per_gpu=True,
+                    )
+        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
+        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
+        self._make_slots()
+        rows = {layer: elements // NORM_ROW for layer, elements in self.parts.items()}
+        self.row_sums = {
+            layer: builder.persistent("device.row_sums", layer, 4 * count, "row_sums")
+            for layer, count in rows.items()
+        }
+        self.losses = {
+            micro: builder.persistent("device.all_losses", f"all.{micro}", SCALAR_BYTES, "losses")
+            for micro in range(plan.workload.accumulation)
+        }
+        """Micro-batch of the step -> the buffer with its loss, whichever rank computed it."""
+        scalars = sum(rows.values()) + plan.micro_batches
+        self.sums_bytes = 4 * scalars
+        """Bytes that a rank sends in `exchange_sums`."""
+        largest = max(self.parts.values())
+        self.workspace = builder.persistent(
+            "device.exchange_workspace",
+            "all",
+            max(plan.gpus * self.sent_width * largest, (plan.gpus + 1) * self.sums_bytes),
+            "workspace",
+        )
+        """What a collective receives, before it is added."""
+        self.own_losses: list[str] = []
+        self.updated: set[str] = set()
+        """Layers whose deferred update this step has applied."""
+        self.summing: dict[str, str] = {}
+        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
+
+    def _make_slots(self) -> None:
+        """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
+        knobs, work, slots = self.plan.knobs, self.plan.workload, self.builder.slots
+        longest = min(self.chunk, max(self.parts.values()))
+        for name in STATE:
+            part = next(iter(self.state.values()))[name]
+            if part.bytes:
+                slots(
+                    f"device.{name}_chunks",
+                    knobs.state_slots,
+                    part.of(longest),
+                    name,
+                    part.dtype,
+                    chunk=True,
+                    knob="state_slots",
+                )
+        for suffix, decoder, counts, named in (
+            ("", True, (knobs.weight_slots, knobs.gradient_slots), True),
+            ("_vocabulary", False, (1, 1), False),
+        ):
+            largest = max(
+                self.parts[layer]
+                for layer, spec in self.stack.items()
+                if (spec.kind == "decoder") == decoder
+            )
+            whole = self.plan.gpus * largest
+            dtype, pool = work.dtype, self.decoders.pool if decoder else self.vocabulary.pool
+            slots(
+                pool,
+                counts[0],
+                self.width * whole,
+                "weights",
+                dtype,
+                knob="weight_slots" if named else "",
+            )
+            knob = "gradient_slots" if named else ""
+            slots(
+                f"device.streamed_gradients{suffix}",
+                counts[1],
+                self.sent_width * whole,
+                "gradients",
+                "fp32" if self.group > 1 else dtype,
+                knob=knob,
+            )
+            slots(
+                f"device.gradient_parts{suffix}",
+                counts[1],
+                4 * largest,
+                "gradients",
+                "fp32",
+                sharded=True,
+                knob=knob,
+            )
+
+    def _pool(self, name: str, layer: str) -> str:
+        return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
+
+    def _cache(self, layer: str) -> SlotCache:
+        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
+
+    def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
+        """Returns the chunks of the layer's part: (number, first parameter, parameters)."""
+        total = self.parts[layer]
+        return [
+            (number, first, min(self.chunk, total - first))
+            for number, first in enumerate(range(0, total, self.chunk))
+        ]
+
+    def _received(self, layer: str, width: int) -> int:
+        """Returns the bytes that a rank receives if it exchanges the layer."""
+        return (self.plan.gpus - 1) * self.parts[layer] * width
+
+    def _copies(
+        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
+    ) -> None:
+        """Copies the rank's part of a layer to or from the host, chunk by chunk."""
+        up = source.startswith("host.")
+        for number, first, count in self._chunks(layer):
+            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
+            self.builder.op(
+                OpId(kind, layer, phase, micro, number),
+                "h2d" if up else "d2h",
+                [read],
+                [written],
+                offset=int(width * first),
+                bytes=int(width * count),
+            )
+
+    def weights(self, layer: str, phase: str, micro: int) -> str:
+        cache = self._cache(layer)
+        found = cache.find(layer)
+        if found is not None:
+            return found
+        slot = cache.take(layer)
+        if layer in self.updated:
+            home = self.home["weights", layer]
+            self._copies("load_weights", layer, phase, micro, home, slot, self.width)
+        else:
+            self.updated.add(layer)
+            self.apply(layer, slot)
+        self.builder.op(
+            OpId("gather_weights", layer, phase, micro),
+            "exchange",
+            [slot],
+            [slot],
+            bytes=self._received(layer, self.width),
+            parameters=self.parts[layer],
+        )
+        return slot
+
+    def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
+        if layer in self.summing:
+            return self.summing.pop(layer), True
+        return self.builder.acquire(self._pool("device.streamed_gradients", layer)), False
+
+    def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
+        """Exchanges the sum of a group of micro-batches, and adds what arrives to that of earlier
+        groups.
+        """
+        if (micro + 1) % self.group:
+            self.summing[layer] = buffer
+            return
+        home, adding = self.home["gradients", layer], micro >= self.group
+        part = self.builder.acquire(self._pool("device.gradient_parts", layer))
+        if adding:
+            self._copies("load_gradients", layer, phase, micro, home, part, 4)
+        self.builder.op(
+            OpId("exchange_gradients", layer, phase, micro),
+            "exchange",
+            [buffer, part] if adding else [buffer],
+            [part, self.workspace],
+            bytes=self._received(layer, self.sent_width),
+            parameters=self.parts[layer],
+        )
+        self.builder.release(buffer)
+        if micro == self.plan.micro_batches - 1:
+            self.builder.op(
+                OpId("sum_rows", layer),
+                "update",
+                [part],
+                [self.row_sums[layer]],
+                parameters=self.parts[layer],
+            )
+        self._copies("save_gradients", layer, phase, micro, part, home, 4)
+        self.builder.release(part)
+
+    def losses_written(self, losses: list[str]) -> None:
+        self.own_losses = losses
+
+    def update(self) -> None:
+        """Ends the step: computes the clip coefficient for the next step."""
+        self.decoders.clear()
+        self.vocabulary.clear()
+        plan, norms = self.plan, self.clipping.norm
+        self.builder.op(
+            OpId("exchange_sums"),
+            "exchange",
+            [*self.row_sums.values(), *self.own_losses],
+            [*norms.values(), *self.losses.values(), self.workspace],
+            bytes=(plan.gpus - 1) * self.sums_bytes,
+        )
+        self.clipping.losses = list(self.losses.values())
+        self.clipping.finish()
+
+    def apply(self, layer: str, slot: str | None = None) -> None:
+        """Emits AdamW on the rank's part of `layer`, chunk by chunk. The new weights are also
+        written to `slot`, where the rank's part of the layer is.
+        """
+        homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
+        widths = {name: self.state[layer][name].bytes for name in homes}
+        saved: list[StateClass] = [name for name in UPDATED if name in homes]
+        for number, first, count in self._chunks(layer):
+            slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in homes}
+            for_chunk = {"offset": first, "parameters": count}
+            self.builder.op(
+                OpId("load_state", layer, chunk=number),
+                "h2d",
+                [f"{homes[name]}#{number}" for name in homes],
+                slots.values(),
+                bytes=int(count * sum(widths.values())),
+                **for_chunk,
+            )
+            self.builder.op(
+                OpId("update", layer, chunk=number),
+                "update",
+                [slots["gradients"], self.clipping.factor(layer)],
+                [*[slots[name] for name in saved], *([slot] if slot else [])],
+                **for_chunk,
+            )
+            self.builder.op(
+                OpId("save_state", layer, chunk=number),
+                "d2h",
+                [slots[name] for name in saved],
+                [f"{homes[name]}#{number}" for name in saved],
+                bytes=int(count * sum(widths[name] for name in saved)),
+                **for_chunk,
+            )
+            for each in slots.values():
+                self.builder.release(each)
+
+
+def order_of_losses(plan: Plan) -> list[tuple[int, int]]:
+    """Returns (rank, its micro-batch) of each micro-batch of the step, in the order of the step."""
+    pairs = [(rank, micro) for rank in range(plan.gpus) for micro in range(plan.micro_batches)]
+    return sorted(pairs, key=lambda pair: micro_batch_of(plan, *pair))

@@ -1,0 +1,318 @@
+"""Tests of plans for several GPUs, executed by ranks on the CPU with gloo: the bits of one GPU,
+refusals, and ranks that are killed or stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_step import Reference
+
+from megatrain.experiments.ranks import batches_of, main
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer.adamw import row_sums, sum_of_rows, sum_of_squares
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import Ranks, identity, joined
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.policies import evaluation
+from megatrain.simulator.schedule.arithmetic import NORM_ROW
+from megatrain.simulator.schedule.plan import Placement, Plan
+
+CPU = torch.device("cpu")
+SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1)
+"""Those of `megatrain.experiments.ranks`, and of the sessions."""
+CASES: dict[str, dict[str, Any]] = {
+    "in their order": {"accumulation": 4, "dtype": "fp32"},
+    "groups": {"accumulation": 8, "sum_group": 2, "micro_batch_group": 2, "dtype": "fp32"},
+    "one group a rank": {
+        "accumulation": 4,
+        "sum_group": 2,
+        "micro_batch_group": 2,
+        "weight_slots": 1,
+        "gradient_slots": 3,
+        "state_slots": 1,
+        "chunk_bytes": 2**14,
+    },
+    "other layers": {
+        "accumulation": 2,
+        "family": "qwen2",
+        "vocabulary": 272,
+        "documents": True,
+        "checkpoint_interval": 2,
+        "placement": Placement(saved_activations="0", offloaded_inputs="all"),
+    },
+}
+FOR_ALL_COUNTS = ("in their order", "groups")
+
+
+class Driver:
+    """Starts ranks through `rank_driver.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs, self._out = folder, 0, list[Path]()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rank_driver.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _ask(self, line: str) -> list[int]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer: list[int] = json.loads(self._answer())
+        return answer
+
+    def start(self, runs: list[list[list[str]]]) -> list[int]:
+        """Starts for each rank its runs, one after the other. Returns the process ids."""
+        self._runs += 1
+        self._out = [self._folder / f"{self._runs}.{rank}" for rank in range(len(runs))]
+        with contextlib.ExitStack() as held:
+            sockets = [held.enter_context(socket.socket()) for _ in runs[0]]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            ports = [each.getsockname()[1] for each in sockets]
+        request = {"runs": runs, "ports": ports, "out": [str(path) for path in self._out]}
+        return self._ask(json.dumps(request))
+
+    def printed(self, rank: int) -> str:
+        """Returns what a rank has printed so far."""
+        return self._out[rank].read_text() if self._out[rank].exists() else ""
+
+    def wait(self) -> list[int]:
+        """Returns the exit statuses of the ranks."""
+        return self._ask("")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    made = Driver(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def saved_plan(executable: Callable[..., Plan], tmp_path: Path) -> Callable[..., str]:
+    """Returns a function that saves a plan of `overlapped` and returns its path."""
+
+    def make(name: str, **changes: Any) -> str:
+        path = tmp_path / f"{name}.toml"
+        executable("overlapped", **{"layers": 3, **changes}).save(path)
+        return str(path)
+
+    return make
+
+
+def results(text: str) -> list[dict[str, Any]]:
+    """Returns the rows of JSON that a run prints, without times."""
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_give_the_bits_of_one_gpu(
+    driver: Driver, saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    """Losses, norms and masters of three steps have the same bits, whatever the number of ranks."""
+    names = CASES if count == 2 else FOR_ALL_COUNTS
+    plans = [saved_plan(f"{count}-{name}", gpus=count, **CASES[name]) for name in names]
+    driver.start([[[plan] for plan in plans]] * count)
+    for name in names:
+        assert main([saved_plan(name, **CASES[name])]) == 0
+    alone = results(capsys.readouterr().out)
+    assert driver.wait() == [0] * count
+    assert results(driver.printed(0)) == alone
+    assert len({row["masters"] for row in alone if "masters" in row}) == len(names)
+    assert "step" not in driver.printed(1), "one rank reports"
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_the_ranks(
+    saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES["in their order"]
+    assert main([saved_plan("one", **case)]) == 0
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    outcome = subprocess.run(
+        [sys.executable, *words, "megatrain.experiments.ranks", saved_plan("two", gpus=2, **case)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert results(outcome.stdout) == results(capsys.readouterr().out)
+
+
+def test_a_rank_with_another_plan_is_refused(
+    driver: Driver, saved_plan: Callable[..., str]
+) -> None:
+    """Every rank refuses in one line, before it allocates anything."""
+    plan = saved_plan("plan", gpus=2, accumulation=2)
+    other = saved_plan("other", gpus=2, accumulation=2, loss_chunk=13)
+    driver.start([[[plan]], [[other]]])
+    assert driver.wait() == [2, 2]
+    for rank in range(2):
+        assert results(driver.printed(rank)) == []
+        lines = [line for line in driver.printed(rank).splitlines() if line.startswith("error")]
+        assert lines == [
+            f"error: ranks: plan: found {identity(Plan.load(Path(other)), SETTINGS)} on rank 1;"
+            f" allowed: {identity(Plan.load(Path(plan)), SETTINGS)}, as on rank 0; fix: start all"
+            " ranks with the same plan, settings and version"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "timeout_s", "state"),
+    [(signal.SIGKILL, 60, "has ended"), (signal.SIGSTOP, 2, "is stopped")],
+)
+def test_a_lost_rank_ends_the_others_with_one_line(
+    driver: Driver, saved_plan: Callable[..., str], sent: signal.Signals, timeout_s: int, state: str
+) -> None:
+    """The line names the rank, the op and the lane. A rank that is stopped is noticed after the
+    time that a collective may take.
+    """
+    plan = saved_plan("plan", gpus=2, accumulation=2)
+    run = [[plan, "--steps", "1000000", "--timeout", str(timeout_s)]]
+    processes = driver.start([run, run])
+    try:
+        while not results(driver.printed(0)):
+            time.sleep(0.02)
+        os.kill(processes[1], sent)
+        end = time.monotonic() + 60
+        while "error" not in driver.printed(0):
+            assert time.monotonic() < end, "the other rank does not end"
+            time.sleep(0.02)
+    finally:
+        os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    (line,) = [line for line in driver.printed(0).splitlines() if line.startswith("error")]
+    lost = rf"error: \S+ on lane exchange of rank 0: rank 1 \(process {processes[1]}\) {state}"
+    assert re.fullmatch(lost, line)
+
+
+def test_a_plan_for_several_gpus_needs_its_ranks(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = executable("overlapped"), executable("overlapped", gpus=2, accumulation=2)
+    with (
+        pytest.raises(UserError, match=r"ranks: found 1; allowed: 2, .*--nproc-per-node 2"),
+        joined(two, CPU),
+    ):
+        pass
+    with pytest.raises(UserError, match="plan: gpus: found 2; allowed: 1 in a single process"):
+        Executor(two, config_of(two.model), SETTINGS, CPU)
+    with pytest.raises(UserError, match="plan: gpus: found 2; allowed: 1 in a single process"):
+        preflight(two, SETTINGS, CPU)
+    preflight(two, SETTINGS, None)
+    with pytest.raises(UserError, match="evaluation: gpus: found 2"):
+        evaluation(two)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(UserError, match=r"ranks: found 2; allowed: 1, .*without torchrun"),
+        joined(one, CPU),
+    ):
+        pass
+
+
+def test_ranks_that_do_not_come_together_are_refused(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("RANK", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", str(port)),
+    ):
+        monkeypatch.setenv(name, value)
+    plan = executable("overlapped", gpus=2, accumulation=2)
+    with (
+        pytest.raises(UserError, match=r"ranks: found not all of 2 ranks came together"),
+        joined(plan, CPU, timeout_s=0.5),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_gpu_sums_groups_first_as_the_reference(
+    executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
+) -> None:
+    """Groups of two, then the groups in order: other bits than one after the other."""
+    changes = {"layers": 2, "accumulation": 6, "micro_batch_group": 2, "dtype": dtype}
+    plan = executable("overlapped", sum_group=2, **changes)
+    weights = random_weights(0)
+    masters = {
+        layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
+        for layer in plan.model.stack.values()
+    }
+    config = config_of(plan.model)
+    reference = Reference(plan.model, plan.workload, config, SETTINGS, masters, CPU)
+    with session(plan) as grouped, session(executable("overlapped", **changes)) as plain:
+        for number in (1, 2):
+            batches = batches_of(plan, number)
+            result = grouped.executor.step(batches, rate=1e-2, number=number)
+            plain.executor.step(batches, rate=1e-2, number=number)
+            found = (result.loss, result.gradient_norm)
+            assert found == reference.step(batches, rate=1e-2, number=number)
+        # sums of a few bf16 values are mostly exact in fp32
+        assert dtype == "bf16" or grouped.masters() != plain.masters()
+        for layer in plan.model.stack.values():
+            for name, master in grouped.state.masters(layer).items():
+                assert torch.equal(master, reference.masters[layer.name][name])
+
+
+@pytest.mark.parametrize("elements", [1, NORM_ROW, 5 * NORM_ROW + 64, 8 * NORM_ROW])
+def test_rows_of_parts_sum_to_the_squares_of_the_whole(elements: int) -> None:
+    whole = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    part = 2 * NORM_ROW
+    sums = []
+    for own in whole.split(part):
+        rows = torch.zeros(2)
+        row_sums(own, rows)
+        sums.append(rows)
+    rows = torch.cat(sums)[: -(-elements // NORM_ROW)]
+    assert sum_of_rows(rows) == sum_of_squares(whole)
+
+
+def test_state_that_no_rank_has_whole_is_not_saved(executable: Callable[..., Plan]) -> None:
+    plan = executable("overlapped", gpus=2, accumulation=2)
+    ranks = Ranks(0, 2, [os.getpid(), os.getpid()])
+    with (
+        Executor(plan, config_of(plan.model), SETTINGS, CPU, ranks=ranks) as executor,
+        pytest.raises(UserError, match="checkpoint: found a plan for 2 GPUs; allowed: a plan for"),
+    ):
+        executor.state.tensors()
+
+
+def test_only_ranks_that_are_gone_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.1)
+    assert Ranks(0, 2, [os.getpid(), os.getpid()]).lost("NX") is None

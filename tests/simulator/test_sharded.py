@@ -1,0 +1,295 @@
+"""Tests of plans for several GPUs: the schedule of a rank, its proof, its costs, and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.several_gpus import link_share
+from megatrain.simulator.engine.discrete_event import makespan_ns, play, simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.metrics import mfu
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.search import assess
+from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
+from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of, part_elements
+from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.verdict.verdict import _shares, summarize
+
+H200 = HardwareSpec.load("h200")
+Make = Callable[..., Plan]
+COLLECTIVES = ("gather_weights", "exchange_gradients", "exchange_sums")
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws the fields of a plan for several GPUs."""
+    gpus, group = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([1, 2, 3]))
+    return {
+        "gpus": gpus,
+        "sum_group": group,
+        "micro_batch_group": group,
+        "accumulation": gpus * group * draw(st.integers(1, 3)),
+        "checkpoint_interval": draw(st.integers(1, 3)) if group == 1 else 1,
+        "weight_slots": draw(st.integers(1, 4)),
+        "gradient_slots": draw(st.integers(1, 3)),
+        "state_slots": draw(st.integers(1, 3)),
+        "chunk_bytes": draw(st.sampled_from([4096, 2**15, 2**20])),
+        "dtype": draw(st.sampled_from(["bf16", "fp32"])),
+        "layers": draw(st.integers(1, 4)),
+        "placement": Placement(
+            saved_activations=draw(st.sampled_from(["", "0", "all"])),
+            offloaded_inputs=draw(st.sampled_from(["", "all"])),
+        ),
+    }
+
+
+@settings(max_examples=40)
+@given(drawn())
+def test_any_plan_is_proved_and_does_each_part_of_a_step_once(
+    make_plan: Make, changes: dict[str, Any]
+) -> None:
+    plan = make_plan("overlapped", **changes)
+    schedule = policies.lower(plan)
+    schedule.check()
+    flush = policies.flush_update(plan)
+    assert flush is not None
+    flush.check()
+    costs = cost_model(H200, plan.model, plan.workload, plan.gpus)
+    assert simulate(schedule, costs) == play(schedule, costs)
+    assert policies.timed(plan).compiled.lanes == schedule.compiled.lanes
+    assert makespan_ns(policies.timed(plan), costs) == makespan_ns(schedule, costs)
+    assert policies.outline(plan).buffers == schedule.buffers
+    micros, model = plan.micro_batches, plan.model
+    turns = micros // plan.workload.sum_group
+    count: dict[str, Counter[str]] = {}
+    updated, moved = Counter[str](), Counter[str]()
+    for op in schedule.ops:
+        count.setdefault(op.kind, Counter())[op.layer] += 1
+        assert (op.lane == "exchange") == (op.kind in COLLECTIVES)
+        if op.kind == "update":
+            assert op.offset == updated[op.layer]
+            updated[op.layer] += op.parameters
+        if op.kind == "exchange_gradients":
+            moved[op.layer] += op.bytes
+    assert count["forward"] == {str(index): micros for index in range(model.layers)}
+    assert count["exchange_gradients"] == dict.fromkeys(model.stack, turns)
+    assert count["sum_rows"] == dict.fromkeys(model.stack, 1)
+    assert count["exchange_sums"] == count["clip"] == {"": 1}
+    width = 4 if plan.workload.sum_group > 1 or plan.workload.dtype == "fp32" else 2
+    for layer in model.stack:
+        part = part_elements(plan, layer)
+        assert updated[layer] == part
+        assert moved[layer] == turns * (plan.gpus - 1) * part * width
+        gathers, loads = (
+            count["gather_weights"][layer],
+            [op for op in schedule.ops if (op.kind, op.layer) == ("load_weights", layer)],
+        )
+        assert sum(op.bytes for op in loads) == (gathers - 1) * part * (
+            2 if plan.workload.dtype == "bf16" else 4
+        )
+
+
+def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:
+    for gpus in (2, 3, 4):
+        plan = make_plan("overlapped", gpus=gpus, accumulation=gpus)
+        for name, layer in plan.model.stack.items():
+            part = part_elements(plan, name)
+            assert part % NORM_ROW == 0
+            assert layer.elements <= gpus * part < layer.elements + gpus * NORM_ROW
+    alone = make_plan("overlapped")
+    assert part_elements(alone, "0") == alone.model.stack["0"].elements
+
+
+def test_ranks_take_groups_in_turn(make_plan: Make) -> None:
+    plan = make_plan("overlapped", gpus=2, accumulation=12, sum_group=3, micro_batch_group=3)
+    taken = [[micro_batch_of(plan, rank, micro) for micro in range(6)] for rank in range(2)]
+    assert taken == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+
+
+def without(schedule: Schedule, op: str, other_kind: str) -> Schedule:
+    """Returns the schedule in which an op does not wait for ops of a kind."""
+    ops = [
+        msgspec.structs.replace(
+            each,
+            after=tuple(name for name in each.after if schedule.by_id[name].kind != other_kind),
+        )
+        if each.id == op
+        else each
+        for each in schedule.ops
+    ]
+    return msgspec.structs.replace(schedule, ops=tuple(ops))
+
+
+@pytest.mark.parametrize(
+    ("op", "waits_for"),
+    [
+        ("GW1f.m0", "update"),
+        ("F1.m0", "gather_weights"),
+        ("GX1b.m0", "backward"),
+        ("GX1b.m1", "load_gradients"),
+        ("G1b.m1.c0", "exchange_gradients"),
+        ("NX", "sum_rows"),
+        ("C", "exchange_sums"),
+    ],
+)
+def test_a_collective_that_does_not_wait_is_a_race(
+    make_plan: Make, op: str, waits_for: str
+) -> None:
+    plan = make_plan("overlapped", gpus=2, accumulation=4, layers=2)
+    schedule = policies.lower(plan)
+    assert any(schedule.by_id[name].kind == waits_for for name in schedule.by_id[op].after)
+    with pytest.raises(ScheduleError, match="race on "):
+        without(schedule, op, waits_for).check()
+
+
+def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
+    schedule = policies.lower(make_plan("overlapped", gpus=2, accumulation=2))
+    target = base_buffer(schedule.by_id["GX1b.m0"].writes[0])
+    for changes, refused in (
+        ({"sharded": False}, "GX.*: .* is not the fp32 part that a rank owns"),
+        ({"bytes": 4}, "GX.*: needs .* bytes of .*, which has 4"),
+    ):
+        buffers = [
+            msgspec.structs.replace(buffer, **changes) if buffer.id == target else buffer
+            for buffer in schedule.buffers
+        ]
+        with pytest.raises(ScheduleError, match=refused):
+            msgspec.structs.replace(schedule, buffers=tuple(buffers)).check()
+    workspace = [
+        msgspec.structs.replace(buffer, bytes=64) if buffer.data == "workspace" else buffer
+        for buffer in schedule.buffers
+    ]
+    with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
+        msgspec.structs.replace(schedule, buffers=tuple(workspace)).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (
+            {"clipping": "layer"},
+            "plan for 2 GPUs: workload: clipping: found layer; allowed: global",
+        ),
+        ({"optimizer": "muon"}, "plan for 2 GPUs: workload: optimizer: found muon"),
+        ({"state": "master24"}, "plan for 2 GPUs: workload: state: found master24"),
+        ({"fp8": "rowwise"}, "plan for 2 GPUs: workload: fp8: found rowwise; allowed: nothing"),
+        ({"tied": True}, "plan for 2 GPUs: model: tied embeddings: found True"),
+        (
+            {"placement": Placement(moments="0")},
+            "plan for 2 GPUs: knobs.placement: moments: found 0; allowed: nothing; fix: leave it",
+        ),
+        ({"placement": Placement(host_updated="all")}, "knobs.placement: host_updated: found all"),
+        ({"micro_batch_group": 2}, "micro_batch_group: found 2; allowed: 1"),
+        (
+            {"sum_group": 2, "micro_batch_group": 2, "checkpoint_interval": 2},
+            "checkpoint_interval: found 2; allowed: 1",
+        ),
+        ({"policy": "k_buffer"}, "policy k_buffer: gpus: found 2; allowed: 1: only overlapped"),
+        ({"policy": "resident"}, "policy resident: gpus: found 2"),
+        ({"accumulation": 3}, "plan: gpus: found 2; allowed: 1 to 16, and a divisor of the 3"),
+        ({"gpus": 32, "accumulation": 32}, "plan: gpus: found 32; allowed: 1 to 16"),
+        ({"sum_group": 3}, "workload: sum_group: found 3; allowed: a divisor of the accum.* 4"),
+    ],
+)
+def test_what_several_gpus_cannot_do_is_refused_by_name(
+    make_plan: Make, changes: dict[str, Any], refused: str
+) -> None:
+    with pytest.raises(UserError, match=refused):
+        policies.lower(
+            make_plan(**{"policy": "overlapped", "gpus": 2, "accumulation": 4, **changes})
+        )
+
+
+def test_experts_are_refused(make_plan: Make) -> None:
+    model = ModelSpec.load("mixtral-8x7b").shortest(1)
+    with pytest.raises(UserError, match="plan for 2 GPUs: model: experts: found True"):
+        policies.lower(make_plan("overlapped", model=model, gpus=2, accumulation=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"clipping": "none"}, "sum_group 2: workload: clipping: found none; allowed: global"),
+        ({"tied": True, "micro_batch_group": 1}, "sum_group 2: model: tied embeddings"),
+        ({"micro_batch_group": 4}, "sum_group 2: knobs: micro_batch_group: found 4; allowed: 2"),
+        ({"placement": Placement(gradients="0")}, "knobs.placement: gradients: found 0"),
+        ({"policy": "resident"}, "policy resident: sum_group: found 2; allowed: 1 or 4"),
+    ],
+)
+def test_groups_that_one_gpu_cannot_sum_first_are_refused(
+    make_plan: Make, changes: dict[str, Any], refused: str
+) -> None:
+    given_ = {"policy": "overlapped", "accumulation": 4, "sum_group": 2, "micro_batch_group": 2}
+    with pytest.raises(UserError, match=refused):
+        policies.lower(make_plan(**{**given_, **changes}))
+
+
+def test_one_group_of_all_is_the_order_of_micro_batches(make_plan: Make) -> None:
+    one, all_ = (make_plan("k_buffer", accumulation=4, sum_group=group) for group in (1, 4))
+    assert policies.lower(one).digest == policies.lower(all_).digest
+
+
+def test_a_file_names_the_gpus_only_if_there_are_several(make_plan: Make, tmp_path: Path) -> None:
+    for gpus in (1, 2):
+        plan = make_plan("overlapped", gpus=gpus, accumulation=2)
+        plan.save(tmp_path / "plan.toml")
+        text = (tmp_path / "plan.toml").read_text()
+        assert ("gpus" in text, "sum_group" in text) == (gpus > 1, False)
+        assert Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
+    plan = make_plan("overlapped", gpus=4, accumulation=4)
+    schedule = policies.lower(plan)
+    costs = cost_model(H200, plan.model, plan.workload)
+    gather, exchange = schedule.by_id["GW1f.m0"], schedule.by_id["GX1b.m0"]
+    assert H200.peer_gb_per_s == 310
+    part = part_elements(plan, "1")
+    arrives = 3 * 2 * part / 310
+    assert costs.duration_ns(gather) == pytest.approx(9000 + arrives, abs=1)
+    sums = (4 * 2 * part + 7 * 4 * part) / H200.device_gb_per_s
+    assert costs.duration_ns(exchange) == pytest.approx(9000 + arrives + sums, abs=1)
+    slow = msgspec.structs.replace(H200, peer_gb_per_s=None)
+    over_host = cost_model(slow, plan.model, plan.workload)
+    assert over_host.duration_ns(gather) == pytest.approx(9000 + 3 * 2 * part / 55.3, abs=1)
+
+
+def test_several_gpus_share_the_links_of_a_host(make_plan: Make) -> None:
+    plan = make_plan("overlapped", gpus=4, accumulation=4)
+    load = next(op for op in policies.lower(plan).ops if op.kind == "load_state")
+    one, four = (cost_model(H200, plan.model, plan.workload, gpus) for gpus in (1, 4))
+    slower = link_share(H200, 4).slower
+    assert slower > 1.2
+    assert four.duration_ns(load) == round(slower * one.duration_ns(load))
+
+
+def test_a_verdict_is_about_all_gpus(make_plan: Make) -> None:
+    work = Workload(batch=2, sequence=16, accumulation=2)
+    plan = make_plan("overlapped", gpus=2, accumulation=2)
+    choice = assess(plan, cost_model(H200, plan.model, plan.workload, 2))
+    verdict = summarize(choice, H200)
+    assert verdict.gpus == 2
+    assert verdict.tokens_per_second == pytest.approx(64 / choice.step_seconds)
+    assert verdict.mfu == mfu(plan.model, work, choice.step_seconds, 2 * 989.0)
+    shares = _shares({"exchange": 2e8, "waiting": 0.0}, 10**9, 1.0)
+    assert shares == {"compute": 0.8, "other_gpus": 0.2, "nothing_else": 0.0}
+
+
+def test_a_shortened_plan_keeps_its_gpus(make_plan: Make) -> None:
+    plan = make_plan("overlapped", gpus=2, accumulation=24, sum_group=4, micro_batch_group=4)
+    few = with_knobs(plan, groups=2)
+    assert (few.gpus, few.workload.accumulation, few.workload.sum_group) == (2, 8, 2)
+    policies.lower(few).check()
