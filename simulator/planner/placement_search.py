@@ -195,6 +195,14 @@ class PlacementSearch:
             default=math.inf,
         )
 
+    def bound_ns(self) -> float:
+        """Returns the lowest bound, in ns, of the plans that `best` ranks first. Infinity if none
+        of them fits.
+        """
+        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        coarse = (with_knobs(plan, chunk_bytes=self.coarse) for plan in fitting)
+        return min(map(self.lower_bound.step_ns, coarse), default=math.inf)
+
     def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
         """Returns the candidates with these slots and bytes of a copy. All of them fit."""
         candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))
