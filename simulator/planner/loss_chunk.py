@@ -41,7 +41,7 @@ from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.schedule.plan import Plan
 
 _FIRST = 2048
-_USUAL = tuple(2**power for power in range(10, 15))
+_USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
 """Chunks that are tried only if no plan fits with the usual ones, the largest first."""
 _WHOLE = 2**31  # as many tokens as a loss chunk may have
@@ -124,7 +124,7 @@ class _ChunkSearch:
     def best(self) -> int:
         """Returns the chosen chunk, or that of the workload if no plan fits with any."""
         work = self._plans[0].workload
-        below = [chunk for chunk in _USUAL if chunk < work.tokens]
+        below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
         whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
         chunks = sorted({*below, whole, *self._measured})
         index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)

@@ -20,6 +20,7 @@ from megatrain.simulator.planner.loss_chunk import with_loss_chunk
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--batch", "8", "--seq", "1024")
+SHORT = SMALL.shortest(3)
 MODEL = ("config.json", "--hardware", "rtx4090")
 
 
@@ -27,7 +28,7 @@ MODEL = ("config.json", "--hardware", "rtx4090")
 def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of few layers, whose plans are found in a fraction of a second."""
     monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(SMALL.config))
+    Path("config.json").write_text(json.dumps(SHORT.config))
 
 
 def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -50,7 +51,7 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     expected = with_loss_chunk(
-        SMALL, HardwareSpec.load("rtx4090"), Workload(batch=8, sequence=1024, documents=True)
+        SHORT, HardwareSpec.load("rtx4090"), Workload(batch=8, sequence=1024, documents=True)
     )
     verdict = checked(capsys, *WORK)
     assert verdict["workload"] == msgspec.to_builtins(expected)
@@ -59,7 +60,7 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
     out(capsys, "plan", *MODEL, *WORK, "--out", str(plan))
     assert Plan.load(plan).workload == expected
     assert f"loss_chunk = {expected.loss_chunk}" in plan.read_text()
-    asked = {"config": json.dumps(SMALL.config), "hardware": "rtx4090", "batch": "8"}
+    asked = {"config": json.dumps(SHORT.config), "hardware": "rtx4090", "batch": "8"}
     outlook, (_, page), *_ = answer(Question.read(asked))
     assert page
     assert page["verdict"]["workload"] == verdict["workload"]
@@ -67,16 +68,12 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
     assert outlook[0] == "outlook"
 
 
-@pytest.mark.parametrize("chunk", [1024, 300])
-def test_a_chunk_that_is_named_is_kept(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, chunk: int
-) -> None:
+def test_a_chunk_that_is_named_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chunk = 1024
     words = (*WORK, "--loss-chunk", str(chunk))
     verdict = checked(capsys, *words)
     assert (verdict["workload"]["loss_chunk"], verdict["chunk_chosen"]) == (chunk, False)
     plan = tmp_path / "plan.toml"
-    out(capsys, "plan", *MODEL, *words, "--out", str(plan))
-    assert Plan.load(plan).workload.loss_chunk == chunk
     out(capsys, "plan", *MODEL, *words, "--tokens-per-step", "8192", "--out", str(plan))
     assert Plan.load(plan).workload.loss_chunk == chunk
     printed = out(capsys, "check", *MODEL, *words)
@@ -86,7 +83,7 @@ def test_a_chunk_that_is_named_is_kept(
 
 
 @pytest.mark.parametrize(
-    "words", [(), WORK, ("--tokens-per-step", "8192")], ids=["nothing", "batch", "tokens"]
+    "words", [("--seq", "256"), ("--tokens-per-step", "8192")], ids=["batch", "tokens"]
 )
 def test_the_next_command_writes_the_plan_of_the_verdict(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
@@ -105,7 +102,7 @@ def test_the_next_command_writes_the_plan_of_the_verdict(
 def test_a_model_that_fits_with_small_chunks_only_is_planned_with_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = ("--device-memory", "1.25GiB", "--batch", "2")
+    small = ("--device-memory", "1.1GiB", "--batch", "2")
     verdict = checked(capsys, *small)
     assert verdict["feasible"]
     assert verdict["workload"]["loss_chunk"] < 1024
