@@ -30,6 +30,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -81,7 +82,7 @@ def with_loss_chunk(
         )
         if not policy_library.find(plan.policy).prediction_only
     ]
-    measured = _measured(hardware)
+    measured = _measured(hardware, model, workload)
     if not plans or measured == {0}:
         return workload
     try:
@@ -99,17 +100,16 @@ def least_chunks(workload: Workload, hardware: HardwareSpec) -> tuple[Workload, 
     calibrated machine only `workload` is returned, because the bytes of other chunks were not
     measured.
     """
-    if _measured(hardware):
+    if hardware.costs and hardware.costs.compute.get("head"):
         return (workload,)
     return tuple(
         msgspec.structs.replace(workload, loss_chunk=chunk) for chunk in (_SMALLER[-1], _WHOLE)
     )
 
 
-def _measured(hardware: HardwareSpec) -> set[int]:
-    """Returns the chunks with which the machine's heads were measured. 0 is an unknown one."""
-    table = hardware.costs
-    return {table.loss_chunk} if table is not None and table.compute.get("head") else set()
+def _measured(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> set[int]:
+    """Returns the chunks with which the machine's head was measured. 0 is an unknown one."""
+    return measured_chunks(hardware.costs, model, workload) if hardware.costs else set()
 
 
 class _ChunkSearch:

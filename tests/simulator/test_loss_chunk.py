@@ -107,6 +107,21 @@ def test_a_chunk_that_was_measured_is_preferred_to_a_derived_one() -> None:
     assert with_loss_chunk(model, calibrated(128), work).loss_chunk >= 1024
 
 
+@pytest.mark.parametrize(("factor", "expected"), [(0.9, 1024), (1.1, 2048)])
+def test_of_two_measured_chunks_the_faster_is_chosen(factor: float, expected: int) -> None:
+    """The measurement counts, and not what the datasheet says of the head."""
+    model, hardware = ModelSpec.load("qwen2.5-3b"), calibrated(2048)
+    work = Workload(batch=12, sequence=2048)
+    shape = f"{model.shape}/{work.shape}"
+    assert hardware.costs
+    duration = round(factor * hardware.costs.compute["head"][shape][1])
+    head = hardware.costs.workspace[shape].head
+    heads = {shape: ((1024, duration, head), (4096, 2 * duration, head))}
+    costs = msgspec.structs.replace(hardware.costs, heads=heads)
+    measured = msgspec.structs.replace(hardware, costs=costs)
+    assert with_loss_chunk(model, measured, work).loss_chunk == expected
+
+
 def test_a_calibration_that_does_not_say_its_chunk_keeps_the_default() -> None:
     model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
     assert with_loss_chunk(model, calibrated(0), work) == work
