@@ -326,7 +326,7 @@ def add_workload(
         type=whole("--loss-chunk"),
         default=loss_chunk,
         help="number of tokens whose logits exist at one time (default:"
-        f" {loss_chunk or 'the fastest, by bounds of the step time'})",
+        f" {loss_chunk or 'the planner chooses'})",
     )
     group.add_argument(
         "--compile",

@@ -7,8 +7,8 @@ of two from 1,024 to 16,384 and the whole micro-batch:
 1. Begin with 2,048 tokens, and go to the next larger chunk as long as that is faster. If it is not,
    go to the next smaller one as long as that is faster. Few chunks are tried, because the time
    falls and then rises with the chunk.
-2. The time of a chunk is the lowest bound of the plans from which the search of placements begins
-   (`PlacementSearch.bound_ns`). It considers both the time of the head and its memory. For policies
+2. The time of a chunk is that of the plan from which the search of placements would go on
+   (`PlacementSearch.first_ns`). It considers both the time of the head and its memory. For policies
    that do not place state, it is the step time that their search finds.
 3. If no plan fits with any of these chunks, take the largest smaller chunk with which one does.
 
@@ -16,7 +16,7 @@ A calibrated machine has measured the head with some chunks. The time with anoth
 (`costs/calibrated.py`), so it is taken only if it is faster by 1 % or more, or if nothing else
 fits. A calibration that does not say what chunk it measured cannot be scaled, so the default stays.
 
-The chosen chunk is not the best in every case, because bounds are compared and not whole searches.
+The chosen chunk is not the best in every case, because whole searches are not compared.
 """
 
 from __future__ import annotations
@@ -127,11 +127,14 @@ class _ChunkSearch:
         below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
         whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
         chunks = sorted({*below, whole, *self._measured})
+        if len(chunks) == 1 and self._may_fit(chunks[0]):
+            return chunks[0]
         index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)
         for step in (1, -1):
-            while 0 <= index + step < len(chunks) and self._time(chunks[index + step]) < self._time(
-                chunks[index]
-            ):
+            while 0 <= index + step < len(chunks):
+                limit = self._time(chunks[index])
+                if self._time(chunks[index + step], limit) >= limit:
+                    break
                 index += step
         if self._time(chunks[index]) < math.inf:
             return chunks[index]
@@ -140,18 +143,31 @@ class _ChunkSearch:
         fast = (chunk for chunk in _SMALLER if self._time(chunk) < math.inf)
         return next(itertools.chain(fast, filter(self._fits, (*chunks, *_SMALLER))))
 
-    def _time(self, chunk: int) -> float:
-        """Returns a step time in ns to compare chunks by. Infinity if no plan was found to fit."""
+    def _time(self, chunk: int, limit: float = math.inf) -> float:
+        """Returns a step time in ns to compare chunks by. Infinity if no plan was found to fit, or
+        if none comes near `limit`.
+        """
         if chunk not in self._times:
+            derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
             work = msgspec.structs.replace(self._plans[0].workload, loss_chunk=chunk)
             costs = cost_model(self._hardware, self._plans[0].model, work)
             times = [
-                _bound_ns(msgspec.structs.replace(plan, workload=work), costs)
+                _step_ns(msgspec.structs.replace(plan, workload=work), costs, limit / derived)
                 for plan in self._fastest
             ]
-            derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
             self._times[chunk] = derived * min(times)
         return self._times[chunk]
+
+    def _may_fit(self, chunk: int) -> bool:
+        """Returns whether the search of placements finds a plan with this chunk. It takes less time
+        than to compare chunks.
+        """
+        plan = self._fastest[0]
+        work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
+        costs = cost_model(self._hardware, plan.model, work)
+        places = policy_library.find(plan.policy).places_state
+        plan = msgspec.structs.replace(plan, workload=work)
+        return places and PlacementSearch(plan, costs).may_fit()
 
     def _fits(self, chunk: int) -> bool:
         """Returns whether a plan that needs the least memory fits with this chunk."""
@@ -163,13 +179,13 @@ class _ChunkSearch:
         return any(each.account().fits for each in usable(plan, self._hardware, costs, names))
 
 
-def _bound_ns(plan: Plan, costs: CostModel) -> float:
-    """Returns a step time of the policy of `plan`, in ns, or a bound of it."""
+def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
+    """Returns a step time of the policy of `plan` in ns. Infinity as in `_ChunkSearch._time`."""
     if not policy_library.find(plan.policy).places_state:
         found = SlotSearch(plan, costs).best()
         return found.step_seconds * 1e9 if found.feasible else math.inf
-    sizes = group_sizes(plan)
-    return min(
-        PlacementSearch(with_knobs(plan, micro_batch_group=size), costs).bound_ns()
-        for size in {sizes[0], sizes[-1]}
-    )
+    sizes, best = group_sizes(plan), math.inf
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+        best = min(best, search.first_ns(min(limit, best)))
+    return best

@@ -195,13 +195,13 @@ class PlacementSearch:
             default=math.inf,
         )
 
-    def bound_ns(self) -> float:
-        """Returns the lowest bound, in ns, of the plans that `best` ranks first. Infinity if none
-        of them fits.
+    def first_ns(self, limit_ns: float = math.inf) -> float:
+        """Returns the step time, in ns, of the fastest plan that `best` refines. Infinity if none
+        fits, or if none comes near `limit_ns`.
         """
         fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
-        coarse = (with_knobs(plan, chunk_bytes=self.coarse) for plan in fitting)
-        return min(map(self.lower_bound.step_ns, coarse), default=math.inf)
+        ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
+        return min(map(self.time, ranked), default=math.inf)
 
     def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
         """Returns the candidates with these slots and bytes of a copy. All of them fit."""

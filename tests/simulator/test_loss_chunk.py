@@ -48,6 +48,14 @@ def test_no_other_chunk_is_faster_under_a_full_search(seed: int) -> None:
     assert seconds(chosen.loss_chunk) <= 1.01 * best
 
 
+def test_memory_that_a_plan_needs_is_worth_more_than_a_faster_head() -> None:
+    """With 2,048 tokens, the lowest bound of all placements is lower, but no plan comes near it."""
+    model, machine = ModelSpec.load("gemma-2-9b"), HardwareSpec.load("rtx4090")
+    work = Workload(batch=16, sequence=1024, documents=True)
+    chosen = with_loss_chunk(model, machine, work, host_limit=192 * GIB, policies=["overlapped"])
+    assert chosen.loss_chunk == 1024
+
+
 @pytest.mark.parametrize(("tokens", "batch"), [(8192, 1), (1024, 2)], ids=["long", "short"])
 def test_a_plan_fits_wherever_one_fits_with_the_smallest_chunk(tokens: int, batch: int) -> None:
     """With less and less device memory the chunk becomes smaller, until nothing fits."""
