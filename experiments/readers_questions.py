@@ -23,6 +23,7 @@ from megatrain.simulator.model import specs
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.capacity import largest_batch, least_memory_plans
+from megatrain.simulator.planner.loss_chunk import least_chunks
 from megatrain.simulator.policies import contenders
 from megatrain.simulator.schedule.plan import Plan
 
@@ -82,7 +83,8 @@ def largest(words: list[str]) -> str:
             device_limit_bytes=hardware.device_bytes,
             host_limit_bytes=host,
         )
-        if largest_batch(least_memory_plans(plan, cost_model(hardware, model, work), names), work):
+        footprints = least_memory_plans(plan, cost_model(hardware, model, work), names)
+        if any(largest_batch(footprints, each) for each in least_chunks(work, hardware)):
             return model.name
     return "none"
 

@@ -49,6 +49,8 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd",
 Subsystem for Linux, of AMD, and of Jetson."""
 FP8 = "fp8"
 """The value of `--dtype` for bf16 layers with fp8 matrix products."""
+LOSS_CHUNK = 1024
+"""The default of `--loss-chunk` where it is not chosen."""
 _SOLD_AS = 1.1
 """The memory that a GPU is sold with, at most, by what programs can use of it."""
 
@@ -239,10 +241,13 @@ def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
     return min(limit, hardware.device_bytes)
 
 
-def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> None:
+def add_workload(
+    parser: argparse.ArgumentParser, *, batch: int | None = 32, loss_chunk: int | None = LOSS_CHUNK
+) -> None:
     """Adds the options from which `workload` makes a Workload.
 
-    `batch` is the default of `--batch`. With None, the command finds one that fits.
+    `batch` is the default of `--batch`. With None, the command finds one that fits. `loss_chunk` is
+    that of `--loss-chunk`. With None, the command chooses it.
     """
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -319,8 +324,9 @@ def add_workload(parser: argparse.ArgumentParser, *, batch: int | None = 32) -> 
     group.add_argument(
         "--loss-chunk",
         type=whole("--loss-chunk"),
-        default=1024,
-        help="number of tokens whose logits exist at one time (default 1024)",
+        default=loss_chunk,
+        help="number of tokens whose logits exist at one time (default:"
+        f" {loss_chunk or 'the planner chooses'})",
     )
     group.add_argument(
         "--compile",
@@ -405,7 +411,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         dtype="bf16" if fp8 else args.dtype,
         fp8=(args.fp8_scaling or "rowwise") if fp8 else None,
         clipping=args.clipping,
-        loss_chunk=args.loss_chunk,
+        loss_chunk=args.loss_chunk or LOSS_CHUNK,
         compiled=args.compile,
         attention=args.attention,
         documents=args.documents is not False and not obstacle,

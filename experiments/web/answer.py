@@ -48,7 +48,12 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
         chosen = _choices(fitted, question, model, hardware)
         best = chosen[0]
         verdict = from_options.explained(
-            fitted, best, hardware, batch_chosen=args.batch is None, advise=False
+            fitted,
+            best,
+            hardware,
+            batch_chosen=args.batch is None,
+            chunk_chosen=args.loss_chunk is None,
+            advise=False,
         )
         yield (
             "verdict",
@@ -98,9 +103,13 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns the options with the page's tokens, and with a micro-batch if they name none."""
+    """Returns the options with the page's tokens, and with a micro-batch and a loss chunk if they
+    name none.
+    """
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
-    return from_options.with_fitting_batch(args, hardware, model) if args.batch is None else args
+    if args.batch is None:
+        args = from_options.with_fitting_batch(args, hardware, model)
+    return from_options.with_loss_chunk(args, hardware, model)
 
 
 def _choices(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,8 @@ whatever the limit of host memory. With fewer, the result would depend on Python
 _QUICK_TOKENS = 4096
 """The most tokens of a micro-batch if only the optimizer's ops are timed. They do not depend on the
 tokens, nor on compilation of the layers."""
+_LOSS_CHUNKS = (1024, 2048, 4096)
+"""Loss chunks with which the head of the first model is measured, besides that of the workload."""
 _UNCERTAINTY = 0.10
 """Uncertainty of times that are predicted from the rates instead of the table. It is low, because
 the layers and copies of this machine were measured."""
@@ -111,6 +114,7 @@ class _Bench:
     ) -> None:
         """`limits` are the bytes of device and host memory."""
         self.device, self.limits, self.progress = device, limits, progress
+        self._cuda = device.type == "cuda"
         self.memory = ReusablePinnedPool(registered=device.type == "cuda")
         self.samples: Samples = {}
         self.amounts: dict[tuple[str, str | int], int] = {}
@@ -190,7 +194,7 @@ class _Bench:
         `base` on, because its saving per token depends only on that length. With compiled layers, a
         loss without backward is one more program to compile, so it is measured at `base` only.
         """
-        small, cuda = subject.model.shortest(_LAYERS), self.device.type == "cuda"
+        small, cuda = subject.model.shortest(_LAYERS), self._cuda
         evaluates = workload == base or not workload.compiled
         # with this policy, the optimizer's ops on the device run while no other op does
         further = {"resident": OPTIMIZER_KINDS}
@@ -227,6 +231,44 @@ class _Bench:
             profile.saved_bytes,
             workspace(profile) if profile.peaks else None,
         )
+
+    def heads(
+        self, subject: Subject, works: Sequence[Workload], points: Sequence[GridPoint | None]
+    ) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """Measures the head with each of `_LOSS_CHUNKS` that is not the workload's own.
+
+        It is measured at the largest of the micro-batches `works` that fits, which are those of
+        `points`. A chunk is left out unless it is smaller than that, and if memory runs out.
+        Returns points as in `CostTable.heads`.
+        """
+        shape = subject.model.shape
+        fitting = [
+            work
+            for work, point in zip(works, points, strict=True)
+            if point and point.shape == f"{shape}/{work.shape}"
+        ]
+        if not fitting:
+            return {}
+        work = max(fitting, key=lambda each: each.tokens)
+        small, found = subject.model.shortest(1), list[tuple[int, int, int]]()
+        for chunk in _LOSS_CHUNKS:
+            if chunk == work.loss_chunk or max(chunk, work.loss_chunk) >= work.tokens:
+                continue
+            self.progress(f"the head with loss chunks of {chunk:,} tokens")
+            changed = msgspec.structs.replace(work, loss_chunk=chunk)
+            for policy in ("resident", "double_buffer") if self._cuda else ("sequential",):
+                with contextlib.suppress(UserError):
+                    profile = self.run(subject, self.plan(policy, small, changed), (), seconds=0)
+                    spans = [
+                        span.duration_ns
+                        for timeline in profile.timelines
+                        for span in timeline.spans
+                        if span.kind == "head"
+                    ]
+                    size = workspace(profile).head if profile.peaks else 0
+                    found.append((chunk, round(statistics.median(spans)), size))
+                    break
+        return {f"{shape}/{work.shape}": tuple(found)} if found else {}
 
 
 def calibrate(
@@ -316,6 +358,7 @@ def calibrate(
             progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
             points.append(bench.layers(each, point, workload))
         _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(wanted) // every))
+        heads = bench.heads(subject, [point for _, point in wanted], points)
         progress("attention alone")
         attention = {
             each.model.attention_shape(workload): attention_curve(each.model, workload, device)
@@ -336,6 +379,7 @@ def calibrate(
         [point for point in points if point],
         {shape: rows for shape, rows in attention.items() if len(rows) > 1},
         workload.loss_chunk,
+        heads,
         device,
     )
     rate = attention_rate(

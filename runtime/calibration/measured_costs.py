@@ -49,6 +49,7 @@ def cost_table(
     points: list[GridPoint],
     attention: dict[str, tuple[tuple[int, int, int], ...]],
     loss_chunk: int,
+    heads: dict[str, tuple[tuple[int, int, int], ...]],
     device: torch.device,
 ) -> CostTable:
     """Returns the cost table: the median of each measurement, and its spread.
@@ -63,6 +64,7 @@ def cost_table(
         points: Measurements at the workloads of the grid.
         attention: Points (S, forward_ns, backward_ns) of attention alone.
         loss_chunk: Tokens that the head computes at a time.
+        heads: The head with other loss chunks, as in `CostTable.heads`.
         device: The device that was measured.
     """
     curves: dict[str, list[tuple[int, int]]] = {
@@ -92,6 +94,7 @@ def cost_table(
         curves={kind: _ascending(points) for kind, points in curves.items()},
         compute=compute,
         loss_chunk=loss_chunk,
+        heads=heads,
         attention=attention,
         activations={
             point.shape: (point.tokens, point.saved_bytes) for point in points if point.workspace

@@ -151,11 +151,11 @@ class Calibrated(ContendedCosts):
                 self._known[key] = self._in_fp8(op, plain)
             else:
                 duration, beyond = self._compute(op, size)
-                chunks = self._other_chunks(op)
+                chunks, derived = self._other_chunks(op)
                 self._known[key] = (
                     # sums can move fewer bytes, and those are more than a scaled duration allows
                     max(math.ceil(chunks * duration) + self._summing_ns(op), 0),
-                    beyond or chunks != 1.0,
+                    beyond or derived,
                 )
         return self._known[key]
 
@@ -218,22 +218,28 @@ class Calibrated(ContendedCosts):
         share = sheet.share(op, msgspec.structs.replace(sheet.workload, fp8=None))
         return math.ceil(share * duration), True
 
-    def _other_chunks(self, op: Op) -> float:
+    def _other_chunks(self, op: Op) -> tuple[float, bool]:
         """Returns the factor by which a head takes longer because its loss chunks differ from those
-        that were measured. The datasheet's rates give it.
+        of `compute`, and whether it is derived from the datasheet's rates. It is measured if the
+        head was measured with both.
         """
         if (
             op.kind not in ("head", "loss")
             or self._datasheet is None
             or self.table.loss_chunk in (0, self._datasheet.workload.loss_chunk)
         ):
-            return 1.0
+            return 1.0, False
+        chunk = self._datasheet.workload.loss_chunk
+        if op.kind == "head" and (found := _other_head(self.table, op.shape, chunk)):
+            known, duration, _ = found
+            return duration / self.table.compute["head"][known][1], False
         measured = msgspec.structs.replace(
             self._datasheet.workload, loss_chunk=self.table.loss_chunk
         )
-        return self._datasheet.duration_ns(op) / Datasheet(
+        factor = self._datasheet.duration_ns(op) / Datasheet(
             self._datasheet.hardware, self._datasheet.model, measured
         ).duration_ns(op)
+        return factor, factor != 1.0
 
     def _attention_ns(self, kind: str, shape: str) -> int | None:
         """Returns the time of the attention of a recompute, in ns, from measured shapes of the same
@@ -427,11 +433,12 @@ class Calibrated(ContendedCosts):
         If no workload with fp8 products was measured, it is that without them plus
         `fp8_temporary_bytes`.
 
-        The result is None if another loss chunk was measured, because the logits of a chunk are
-        most of a head's bytes.
+        If the table has another loss chunk, and the head was measured with both, the difference of
+        its bytes is added. Otherwise the result is None, because the logits of a chunk are most of
+        a head's bytes.
         """
         if self.table.loss_chunk not in (0, workload.loss_chunk):
-            return None
+            return self._other_chunk_workspace(model, workload)
         shape = f"{model.shape}/{workload.shape}"
         found, other = (
             self._workspace(wanted, model, workload) for wanted in (shape, _other_packing(shape))
@@ -448,6 +455,19 @@ class Calibrated(ContendedCosts):
             msgspec.structs.replace(workload, documents=not workload.documents)
         )
         return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
+
+    def _other_chunk_workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
+        """Returns what `workspace` does, for a loss chunk other than the table's."""
+        shape = f"{model.shape}/{workload.shape}"
+        found = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
+            self.table, _other_packing(shape), workload.loss_chunk
+        )
+        measured = msgspec.structs.replace(workload, loss_chunk=self.table.loss_chunk)
+        then = self.workspace(model, measured)
+        if not found or then is None or not found[2] or found[0] not in self.table.workspace:
+            return None
+        more = found[2] - self.table.workspace[found[0]].head
+        return msgspec.structs.replace(then, head=max(then.head + more, 0))
 
     def _workspace(self, shape: str, model: ModelSpec, workload: Workload) -> Workspace | None:
         """Returns the workspace of `shape`, measured or interpolated over tokens, or None."""
@@ -473,6 +493,42 @@ class Calibrated(ContendedCosts):
             **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
         )
         return msgspec.structs.replace(found, head=_head_bytes(line["head"], model, workload))
+
+
+def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:
+    """Returns the loss chunks with which the head of `model` was measured. 0 is one that the table
+    does not say. It is empty if no head was measured.
+    """
+    if not table.compute.get("head"):
+        return set()
+    shape = f"{model.shape}/{workload.shape}"
+    others = {point[0] for points in table.heads.values() for point in points}
+    return {table.loss_chunk} | {
+        chunk
+        for chunk in others
+        for each in (shape, _other_packing(shape))
+        if _other_head(table, each, chunk)
+    }
+
+
+def _other_head(table: CostTable, shape: str, chunk: int) -> tuple[str, int, int] | None:
+    """Returns (shape, duration in ns, bytes) of a measured head of the same layer and dtype with
+    this loss chunk, or None.
+
+    Micro-batches of one chunk differ from those of several, whose gradients are summed. So the
+    micro-batches of both shapes must be larger than this chunk and that of the table.
+    """
+    most = max(chunk, table.loss_chunk)
+    for known, points in table.heads.items():
+        if (
+            (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
+            and known in table.compute.get("head", {})
+            and min(_tokens(known)[0], _tokens(shape)[0]) > most
+        ):
+            for other, duration, size in points:
+                if other == chunk:
+                    return known, duration, size
+    return None
 
 
 def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:

@@ -182,6 +182,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     workspace: dict[str, Workspace] = {}
     """Peak device bytes in addition to the pools and the saved activations, by
     `MODEL_SHAPE/WORKLOAD_SHAPE`."""
+    heads: dict[str, tuple[tuple[int, int, int], ...]] = {}
+    """Points (loss chunk, duration_ns, bytes as in `Workspace.head`) of the head with other loss
+    chunks than `loss_chunk`, by `MODEL_SHAPE/WORKLOAD_SHAPE`. Chunks ascend. The bytes are 0 if
+    they are unknown. `compute` and `workspace` have the same shape with `loss_chunk`."""
     spread: dict[str, float] = {}
     """Interquartile range over median of a measured number. The key is `KIND SIZE` for a curve,
     `KIND SHAPE` for compute, or the path of a field of this table or of HardwareSpec, such as
@@ -238,6 +242,21 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for shape, workspace in self.workspace.items():
             for field in workspace.__struct_fields__:
                 at_least(f"costs.workspace.{shape}.{field}", getattr(workspace, field), 0)
+        for shape, heads in self.heads.items():
+            where = f"costs.heads.{shape}"
+            for head in heads:
+                for name, value, least in zip(
+                    ("loss_chunk", "duration_ns", "bytes"), head, (1, 1, 0), strict=True
+                ):
+                    at_least(f"{where}: {name}", value, least)
+            for (left, *_), (right, *_) in itertools.pairwise(heads):
+                if left >= right:
+                    raise UserError(
+                        where,
+                        found=f"loss chunk {right} after {left}",
+                        allowed="ascending loss chunks",
+                        fix=CALIBRATE_AGAIN,
+                    )
         at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
         at_least("costs.process_bytes", self.process_bytes, 0)
         check_lanes("costs", self.contention, self.dispatch_ns)

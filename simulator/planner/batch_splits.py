@@ -36,6 +36,7 @@ from megatrain.simulator.planner.assessment import (
     with_knobs,
 )
 from megatrain.simulator.planner.filling import last
+from megatrain.simulator.planner.loss_chunk import with_loss_chunk
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, rank
@@ -90,12 +91,14 @@ def best_split(
     device_limit: int | None = None,
     host_limit: int | None = None,
     policies: list[str] | None = None,
+    choose_chunk: bool = False,
 ) -> list[Choice]:
     """Returns the `candidates` of the fastest split of `step_tokens` tokens, the best plan first.
 
-    The batch and accumulation of `workload` are ignored. The other arguments are those of
-    `candidates`. If no split fits in memory, the smallest batch is searched, so that the result
-    names what it lacks. Raises UserError as `candidates` and `splits` do.
+    The batch and accumulation of `workload` are ignored. With `choose_chunk`, the splits that are
+    searched in full have the loss chunk that `with_loss_chunk` chooses for each. The other
+    arguments are those of `candidates`. If no split fits in memory, the smallest batch is searched,
+    so that the result names what it lacks. Raises UserError as `candidates` and `splits` do.
     """
     tried = splits(workload, step_tokens)
     names = (
@@ -137,6 +140,10 @@ def best_split(
         tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
     ] or [tried[-1]]
     limits = {"device_limit": device_limit, "host_limit": host_limit}
+    if choose_chunk:
+        chosen = [
+            with_loss_chunk(model, hardware, work, policies=policies, **limits) for work in chosen
+        ]
 
     def searched(work: Workload, names: list[str] | None) -> list[Choice]:
         return candidates(

@@ -200,6 +200,14 @@ class PlacementSearch:
             default=math.inf,
         )
 
+    def first_ns(self, limit_ns: float = math.inf) -> float:
+        """Returns the step time, in ns, of the fastest plan that `best` refines. Infinity if none
+        fits, or if none comes near `limit_ns`.
+        """
+        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
+        return min(map(self.time, ranked), default=math.inf)
+
     def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
         """Returns the candidates with these slots and bytes of a copy. All of them fit."""
         candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))

@@ -34,6 +34,7 @@ from megatrain.simulator.planner.capacity import (
     longest_context,
     usable,
 )
+from megatrain.simulator.planner.loss_chunk import least_chunks
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.advice import Adviser
@@ -95,6 +96,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Knobs that the policy reads, with their values. Empty for a policy of another system."""
     batch_chosen: bool = False
     """Whether the micro-batch was chosen because none was named."""
+    chunk_chosen: bool = False
+    """Whether the loss chunk was chosen because none was named."""
     prediction_only: bool
     """Whether the policy is that of another system, which the runtime cannot execute."""
     feasible: bool
@@ -449,6 +452,7 @@ def explain(
     gpus: int = 1,
     tokens: int | None = None,
     advise: bool = True,
+    chunk_chosen: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice, including what has to be simulated or tried.
 
@@ -459,6 +463,8 @@ def explain(
         gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
+        chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
+            batch are then those with any chunk that it may choose.
 
     Raises UserError if a host cannot have so many GPUs.
     """
@@ -475,6 +481,7 @@ def explain(
     exposed = exposed_ns(timeline)
     names = policy_library.contenders() if names is None else names
     footprints = _footprints(choice, hardware, costs, names)
+    works = least_chunks(plan.workload, hardware) if chunk_chosen else (plan.workload,)
     verdict = msgspec.structs.replace(
         verdict,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
@@ -483,8 +490,13 @@ def explain(
         extrapolated=dict(flagged),
         one_more_gib=one_more_gib(choice, hardware, costs),
         reason="" if choice.feasible else _lacking(verdict),
-        longest_context=longest_context(footprints, plan.workload) if footprints else None,
-        largest_batch=largest_batch(footprints, plan.workload) if footprints else None,
+        chunk_chosen=chunk_chosen,
+        longest_context=(
+            max(longest_context(footprints, work) for work in works) if footprints else None
+        ),
+        largest_batch=(
+            max(largest_batch(footprints, work) for work in works) if footprints else None
+        ),
         multi_gpu=(
             estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
             if gpus != 1

@@ -58,7 +58,10 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
-    plan = executable(vocabulary=300)
+    plan = executable(vocabulary=300, loss_chunk=13)
+    chunk, most = plan.workload.loss_chunk, plan.workload.tokens
+    assert 8 < chunk < most
+    monkeypatch.setattr(module, "_LOSS_CHUNKS", (8, chunk, most - 1, most))
     messages: list[str] = []
     hardware = module.calibrate(
         "here",
@@ -92,6 +95,11 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         "encode_gradients"
     }
     shape = f"{plan.model.shape}/{plan.workload.shape}"
+    # The head is also measured with the other loss chunks that are smaller than the micro-batch.
+    assert {key: [head[0] for head in heads] for key, heads in table.heads.items()} == {
+        shape: [8, most - 1]
+    }
+    assert all(duration > 0 == size for _, duration, size in table.heads[shape])
     assert table.compute.keys() == {*COMPUTE_KINDS, *EVALUATION_KINDS}
     kept = shape.replace("/", f"{SAVED_ATTENTION_SUFFIX}/")
     assert all(

@@ -14,6 +14,7 @@ from small_table import SHAPE, load, table
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
+from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
@@ -175,6 +176,44 @@ def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagge
         model, Workload(batch=8, sequence=1024, loss_chunk=1024)
     ) == Workspace(layer=1, head=1)
     assert costs(4096).workspace(model, Workload(batch=8, sequence=1024, loss_chunk=4096)) is None
+
+
+def test_a_head_that_was_measured_with_two_chunks_needs_no_datasheet_for_them() -> None:
+    """Other micro-batches have the measured ratio of times and difference of bytes."""
+    model = ModelSpec.load("qwen2.5-3b")
+    shapes = [f"{model.shape}/{batch}x1024-bf16" for batch in (8, 4, 2)]
+    measured = table(
+        compute={"head": {shapes[0]: (80, 1_000_000), shapes[1]: (40, 600_000)}},
+        workspace={shape: Workspace(layer=1, head=500) for shape in shapes},
+        heads={shapes[0]: ((2048, 800_000, 700),)},
+        loss_chunk=1024,
+    )
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), costs=measured)
+    assert measured_chunks(measured, model, Workload(batch=8, sequence=1024)) == {1024, 2048}
+    documents = Workload(batch=8, sequence=1024, documents=True)
+    assert measured_chunks(measured, model, documents) == {1024, 2048}
+    for batch, chunk, expected in ((8, 2048, 800_000), (4, 2048, 480_000), (2, 2048, None)):
+        work = Workload(batch=batch, sequence=1024, loss_chunk=chunk)
+        costs, shape = cost_model(hardware, model, work), f"{model.shape}/{work.shape}"
+        head = Op(id="H.m0", lane="compute", flops=10 * batch, shape=shape)
+        if expected:
+            assert (costs.duration_ns(head), costs.extrapolated(head)) == (expected, False)
+            assert costs.workspace(model, work) == Workspace(layer=1, head=700)
+        else:  # a micro-batch of one chunk is derived
+            assert chunk not in measured_chunks(measured, model, work)
+            assert costs.extrapolated(head)
+            assert costs.workspace(model, work) is None
+    other = Workload(batch=8, sequence=1024, loss_chunk=4096)
+    assert 4096 not in measured_chunks(measured, model, other)
+    assert cost_model(hardware, model, other).workspace(model, other) is None
+
+
+@pytest.mark.parametrize(
+    ("points", "found"), [(((0, 1, 1),), "0; allowed"), (((2, 1, 0), (2, 1, 0)), "2 after 2")]
+)
+def test_heads_of_a_cost_table_are_checked(points: Any, found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        table(heads={SHAPE.format(8): points})
 
 
 def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:

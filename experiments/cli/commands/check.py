@@ -30,7 +30,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="processor cores of the host (default: as in the hardware file); the speed of the CPU"
         " optimizer is proportional to them",
     )
-    options.add_workload(parser, batch=None)
+    options.add_workload(parser, batch=None, loss_chunk=None)
     options.add_step_tokens(parser)
     parser.add_argument(
         "--tokens",
@@ -78,9 +78,11 @@ def run(args: argparse.Namespace) -> int:
         return list_what_fits(args, hardware)
     args = from_options.with_fitting_state(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
+    chunk_chosen = args.loss_chunk is None
     if chosen:
         args = from_options.with_fitting_batch(args, hardware, model)
     args.batch = args.batch or 1
+    args = from_options.with_loss_chunk(args, hardware, model)
     found = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
     if args.policy == "all":
         verdicts = [summarize(choice, hardware, tokens=args.tokens) for choice in found]
@@ -91,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         )
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else DoesNotFit.status
-    verdict = from_options.explained(args, found[0], hardware, batch_chosen=chosen)
+    verdict = from_options.explained(
+        args, found[0], hardware, batch_chosen=chosen, chunk_chosen=chunk_chosen
+    )
     print(
         json.dumps(from_options.as_json(verdict))
         if args.json

@@ -35,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     options.add_hardware(parser, required=False)
     options.add_policy(parser)
-    options.add_workload(parser)
+    options.add_workload(parser, loss_chunk=None)
     options.add_step_tokens(parser)
     parser.add_argument(
         "--from",
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     # Advice is a search for another plan, which the user of --from does not want.
     verdict = verdicts[0]
     if best.plan.gpus == 1:
-        verdict = explain(best, hardware, names, advise=not args.source_plan)
+        chosen = args.loss_chunk is None and not args.source_plan
+        verdict = explain(best, hardware, names, advise=not args.source_plan, chunk_chosen=chosen)
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
     if len(found) > 1:
@@ -181,7 +182,9 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
-    args = from_options.with_fitting_state(args, hardware, ModelSpec.load(args.model))
+    model = ModelSpec.load(args.model)
+    args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_loss_chunk(args, hardware, model)
     return from_options.choices(args, hardware, source, named), hardware
 
 

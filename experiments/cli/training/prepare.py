@@ -63,7 +63,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_limits(parser)
     options.add_policy(parser)
     options.add_step_tokens(parser)
-    options.add_workload(parser)
+    options.add_workload(parser, loss_chunk=None)
     parser.set_defaults(batch=None, seq=None, accumulation=None, dtype=None)
     added = parser._actions[others:]
     for action in added:
@@ -214,6 +214,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     asked.state = args.state
     with without_garbage_collection():
         asked = from_options.with_fitting_state(asked, hardware, model)
+        asked = from_options.with_loss_chunk(asked, hardware, model)
         best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config))
     if not best.feasible:

@@ -90,6 +90,7 @@ def choices(
         source=source,
         hardware_name=hardware_name,
         policies=policies(args.policy),
+        choose_chunk=args.loss_chunk is None,
         **limits,
     )
 
@@ -141,7 +142,30 @@ def with_fitting_state(
     able = tuple(FORMATS) if coded else (EXACT,)
     tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
-    return next((each for each in tried if _fitting(each, hardware, model, batches)[0]), tried[-1])
+    fitting = (each for each in tried if _fitting(each, hardware, model, batches, least=True)[0])
+    return next(fitting, tried[-1])
+
+
+def with_loss_chunk(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns `args` with the loss chunk that the planner chooses, if none is named.
+
+    With `--tokens-per-step` it depends on the batch, so `choices` chooses it later.
+    """
+    if args.loss_chunk is not None or getattr(args, "tokens_per_step", None) is not None:
+        return args
+    from megatrain.simulator.planner.loss_chunk import with_loss_chunk as with_chunk
+
+    chosen = with_chunk(
+        model,
+        hardware,
+        options.workload(args, model, quiet=True),
+        device_limit=options.device_limit(args.device_memory, hardware),
+        host_limit=args.host_memory,
+        policies=policies(args.policy),
+    )
+    return argparse.Namespace(**{**vars(args), "loss_chunk": chosen.loss_chunk})
 
 
 def with_fitting_batch(
@@ -157,11 +181,21 @@ def with_fitting_batch(
 
 
 def _fitting(
-    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, batches: tuple[int, ...]
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    model: ModelSpec,
+    batches: tuple[int, ...],
+    *,
+    least: bool = False,
 ) -> tuple[list[argparse.Namespace], list[argparse.Namespace]]:
     """Returns `args` with the first of `batches` that fits, or nothing; and with the last of them
     that the machine has costs for, or the first if it has none.
+
+    With `least`, and if no loss chunk is named, it fits with a chunk that the planner may choose.
     """
+    import msgspec
+
+    from megatrain.simulator.planner.loss_chunk import least_chunks
     from megatrain.simulator.policies import find
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.alternatives import fits
@@ -171,17 +205,21 @@ def _fitting(
     sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in batches]
     priced = sized[:1]
     for tried in sized if names else ():
+        work = options.workload(tried, model, quiet=True)
+        chosen = least and args.loss_chunk is None
+        works = least_chunks(work, hardware) if chosen else (work,)
         plan = Plan(
             policy=names[0],
             hardware=hardware.name,
             source=model.name,
             model=model,
-            workload=options.workload(tried, model, quiet=True),
+            workload=work,
             device_limit_bytes=limit,
             host_limit_bytes=args.host_memory or hardware.host_bytes,
         )
         try:
-            if fits(plan, hardware, names):
+            plans = (msgspec.structs.replace(plan, workload=each) for each in works)
+            if any(fits(each, hardware, names) for each in plans):
                 return [tried], [tried]
         except UserError:
             continue
@@ -204,12 +242,14 @@ def explained(
     hardware: HardwareSpec,
     *,
     batch_chosen: bool,
+    chunk_chosen: bool,
     advise: bool = True,
 ) -> Verdict:
     """Returns the verdict on a choice for the options of `args`.
 
     Args:
         batch_chosen: whether the micro-batch was chosen because none was named.
+        chunk_chosen: whether the loss chunk was chosen because none was named.
         advise: whether to try changes that would help.
     """
     import msgspec
@@ -217,7 +257,13 @@ def explained(
     from megatrain.simulator.verdict.verdict import explain
 
     verdict = explain(
-        choice, hardware, policies(args.policy), gpus=args.gpus, tokens=args.tokens, advise=advise
+        choice,
+        hardware,
+        policies(args.policy),
+        gpus=args.gpus,
+        tokens=args.tokens,
+        advise=advise,
+        chunk_chosen=chunk_chosen,
     )
     return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
 

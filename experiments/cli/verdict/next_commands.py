@@ -73,13 +73,16 @@ def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
 
 
 def _size(verdict: Verdict) -> list[str]:
-    """Returns the options of the size of a step. `train` chooses it from the data."""
+    """Returns the options of the size of a step, and the loss chunk if it was chosen for this size.
+    `train` chooses the size from the data.
+    """
     work = verdict.workload
     return _options(
         {
             "batch": (work.batch, None),
             "seq": (work.sequence, None),
             "accumulation": (work.accumulation, 1),
+            "loss-chunk": (work.loss_chunk if verdict.chunk_chosen else None, None),
         }
     )
 
@@ -97,7 +100,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "state": (work.state, "exact"),
         "gradients": (work.gradients, "exact"),
         "attention": (work.attention, None),
-        "loss-chunk": (work.loss_chunk, 1024),
+        "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),
     }
     flags = {
         "--compile": work.compiled,

@@ -33,7 +33,12 @@ PLACEMENT_LABELS = {
 
 def reasons(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines of `check --why`, wrapped at `width` columns."""
-    known = "another system, prediction only" if verdict.prediction_only else _knobs(verdict)
+    logits = f"logits of {verdict.workload.loss_chunk:,} tokens at a time"
+    known = (
+        "another system, prediction only"
+        if verdict.prediction_only
+        else f"{_knobs(verdict)}, {logits}"
+    )
     lines = layout.labelled("Plan", f"policy {verdict.policy}: {known}", width)
     if verdict.feasible:
         lines += layout.labelled("Lanes", _lanes(verdict), width)

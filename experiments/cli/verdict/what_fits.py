@@ -70,6 +70,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     args = from_options.with_fitting_state(args, hardware, model)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
+    args = from_options.with_loss_chunk(args, hardware, model)
     usual = args.policy in ("best", "all")
     names = usual_policies(hardware) if usual else [args.policy]
     found = candidates(

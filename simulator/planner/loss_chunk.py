@@ -1,0 +1,191 @@
+"""Chooses the loss chunk, the number of tokens whose logits exist at one time.
+
+A larger chunk reads the head's matrix, and sums its gradient, fewer times. Its logits take more
+device memory, which then holds less state and fewer saved activations. The choice is among powers
+of two from 1,024 to 16,384 and the whole micro-batch:
+
+1. Begin with 2,048 tokens, and go to the next larger chunk as long as that is faster. If it is not,
+   go to the next smaller one as long as that is faster. Few chunks are tried, because the time
+   falls and then rises with the chunk.
+2. The time of a chunk is that of the plan from which the search of placements would go on
+   (`PlacementSearch.first_ns`). It considers both the time of the head and its memory. For policies
+   that do not place state, it is the step time that their search finds.
+3. If no plan fits with any of these chunks, take the largest smaller chunk with which one does.
+
+A calibrated machine has measured the head with some chunks. The time with another chunk is derived
+(`costs/calibrated.py`), so it is taken only if it is faster by 1 % or more, or if nothing else
+fits. A calibration that does not say what chunk it measured cannot be scaled, so the default stays.
+
+The chosen chunk is not the best in every case, because whole searches are not compared.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs.calibrated import measured_chunks
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import group_sizes, with_knobs
+from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.search import plans_of
+from megatrain.simulator.planner.slot_search import SlotSearch
+from megatrain.simulator.schedule.plan import Plan
+
+_FIRST = 2048
+_USUAL = (1024, 2048, 4096, 8192, 16384)
+_SMALLER = (512, 256, 128)
+"""Chunks that are tried only if no plan fits with the usual ones, the largest first."""
+_WHOLE = 2**31  # as many tokens as a loss chunk may have
+_DERIVED = 1.01  # a chunk that was not measured has to be faster by this factor
+
+
+def with_loss_chunk(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+) -> Workload:
+    """Returns `workload` with the loss chunk that the planner chooses.
+
+    The loss chunk of `workload` is kept in these cases: no plan fits with any chunk, the machine
+    has no costs for the workload, its calibration does not say what chunk it measured, or all
+    policies are those of other systems. The arguments are those of `candidates`.
+
+    Raises UserError for an unknown policy, as `candidates` does.
+    """
+    if hardware.unified:
+        device_limit = host_limit = min(
+            device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
+        )
+    plans = [
+        plan
+        for plan in plans_of(
+            model,
+            hardware,
+            workload,
+            device_limit=device_limit,
+            host_limit=host_limit,
+            policies=policies,
+        )
+        if not policy_library.find(plan.policy).prediction_only
+    ]
+    measured = _measured(hardware, model, workload)
+    if not plans or measured == {0}:
+        return workload
+    try:
+        chunk = _ChunkSearch(plans, hardware, measured).best()
+    except UserError:  # the search of plans raises it again
+        return workload
+    return msgspec.structs.replace(workload, loss_chunk=chunk)
+
+
+def least_chunks(workload: Workload, hardware: HardwareSpec) -> tuple[Workload, ...]:
+    """Returns `workload` with the loss chunks that may need the least memory of all that the
+    planner may choose: the smallest, and one as large as any micro-batch.
+
+    One chunk can need less than several, because gradients of several are summed in fp32. On a
+    calibrated machine only `workload` is returned, because the bytes of other chunks were not
+    measured.
+    """
+    if hardware.costs and hardware.costs.compute.get("head"):
+        return (workload,)
+    return tuple(
+        msgspec.structs.replace(workload, loss_chunk=chunk) for chunk in (_SMALLER[-1], _WHOLE)
+    )
+
+
+def _measured(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> set[int]:
+    """Returns the chunks with which the machine's head was measured. 0 is an unknown one."""
+    return measured_chunks(hardware.costs, model, workload) if hardware.costs else set()
+
+
+class _ChunkSearch:
+    """Compares loss chunks for one workload, which may be planned by any policy of `plans`."""
+
+    def __init__(self, plans: list[Plan], hardware: HardwareSpec, measured: set[int]) -> None:
+        placing = [plan for plan in plans if policy_library.find(plan.policy).places_state]
+        self._plans, self._fastest = plans, placing[:1] or plans
+        self._hardware, self._measured = hardware, measured
+        self._times: dict[int, float] = {}
+
+    def best(self) -> int:
+        """Returns the chosen chunk, or that of the workload if no plan fits with any."""
+        work = self._plans[0].workload
+        below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
+        whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
+        chunks = sorted({*below, whole, *self._measured})
+        if len(chunks) == 1 and self._may_fit(chunks[0]):
+            return chunks[0]
+        index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)
+        for step in (1, -1):
+            while 0 <= index + step < len(chunks):
+                limit = self._time(chunks[index])
+                if self._time(chunks[index + step], limit) >= limit:
+                    break
+                index += step
+        if self._time(chunks[index]) < math.inf:
+            return chunks[index]
+        if not any(map(self._fits, (whole, _SMALLER[-1]))):
+            return work.loss_chunk
+        fast = (chunk for chunk in _SMALLER if self._time(chunk) < math.inf)
+        return next(itertools.chain(fast, filter(self._fits, (*chunks, *_SMALLER))))
+
+    def _time(self, chunk: int, limit: float = math.inf) -> float:
+        """Returns a step time in ns to compare chunks by. Infinity if no plan was found to fit, or
+        if none comes near `limit`.
+        """
+        if chunk not in self._times:
+            derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
+            work = msgspec.structs.replace(self._plans[0].workload, loss_chunk=chunk)
+            costs = cost_model(self._hardware, self._plans[0].model, work)
+            times = [
+                _step_ns(msgspec.structs.replace(plan, workload=work), costs, limit / derived)
+                for plan in self._fastest
+            ]
+            self._times[chunk] = derived * min(times)
+        return self._times[chunk]
+
+    def _may_fit(self, chunk: int) -> bool:
+        """Returns whether the search of placements finds a plan with this chunk. It takes less time
+        than to compare chunks.
+        """
+        plan = self._fastest[0]
+        work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
+        costs = cost_model(self._hardware, plan.model, work)
+        places = policy_library.find(plan.policy).places_state
+        plan = msgspec.structs.replace(plan, workload=work)
+        return places and PlacementSearch(plan, costs).may_fit()
+
+    def _fits(self, chunk: int) -> bool:
+        """Returns whether a plan that needs the least memory fits with this chunk."""
+        first = self._plans[0]
+        work = msgspec.structs.replace(first.workload, loss_chunk=chunk)
+        costs = cost_model(self._hardware, first.model, work)
+        names = [plan.policy for plan in self._plans]
+        plan = msgspec.structs.replace(first, workload=work)
+        return any(each.account().fits for each in usable(plan, self._hardware, costs, names))
+
+
+def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
+    """Returns a step time of the policy of `plan` in ns. Infinity as in `_ChunkSearch._time`."""
+    if not policy_library.find(plan.policy).places_state:
+        found = SlotSearch(plan, costs).best()
+        return found.step_seconds * 1e9 if found.feasible else math.inf
+    sizes, best = group_sizes(plan), math.inf
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+        best = min(best, search.first_ns(min(limit, best)))
+    return best

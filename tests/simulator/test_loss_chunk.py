@@ -1,0 +1,179 @@
+"""Tests of the choice of the loss chunk: how good it is, that it fits, and what is measured."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.batch_splits import best_split
+from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.loss_chunk import least_chunks, with_loss_chunk
+from megatrain.simulator.planner.search import candidates, plans_of
+from megatrain.simulator.verdict.verdict import explain, judge
+
+GIB = 2**30
+HALF = ModelSpec.load("qwen2.5-0.5b")
+H200 = HardwareSpec.load("h200")
+MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen3-0.6b")
+MACHINES = ("h200", "rtx4090", "rtx3080-10gb", "a100-40")
+
+
+def with_chunk(work: Workload, chunk: int) -> Workload:
+    return msgspec.structs.replace(work, loss_chunk=chunk)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_chunk_is_faster_under_a_full_search(seed: int) -> None:
+    """The choice compares bounds, so a hundredth is allowed."""
+    draw = random.Random(seed)
+    model = ModelSpec.load(draw.choice(MODELS))
+    hardware = HardwareSpec.load(draw.choice(MACHINES))
+    rows = draw.choice((2, 4, 8))
+    work = Workload(batch=rows, sequence=1024, accumulation=draw.choice((1, 1, 3)))
+    limit = round(hardware.device_bytes * draw.choice((0.3, 0.6, 1)))
+    chosen = with_loss_chunk(model, hardware, work, device_limit=limit)
+
+    def seconds(chunk: int) -> float:
+        found = candidates(model, hardware, with_chunk(work, chunk), device_limit=limit)[0]
+        return found.step_seconds if found.feasible else float("inf")
+
+    best = min(seconds(2**power) for power in range(10, 14) if 2**power < 2 * work.tokens)
+    assert seconds(chosen.loss_chunk) <= 1.01 * best
+
+
+def test_memory_that_a_plan_needs_is_worth_more_than_a_faster_head() -> None:
+    """With 2,048 tokens, the lowest bound of all placements is lower, but no plan comes near it."""
+    model, machine = ModelSpec.load("gemma-2-9b"), HardwareSpec.load("rtx4090")
+    work = Workload(batch=16, sequence=1024, documents=True)
+    chosen = with_loss_chunk(model, machine, work, host_limit=192 * GIB, policies=["overlapped"])
+    assert chosen.loss_chunk == 1024
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(8192, 1), (1024, 2)], ids=["long", "short"])
+def test_a_plan_fits_wherever_one_fits_with_the_smallest_chunk(tokens: int, batch: int) -> None:
+    """With less and less device memory the chunk becomes smaller, until nothing fits."""
+    work, seen = Workload(batch=batch, sequence=tokens), []
+    for size in (4 * GIB, 5 * GIB // 2, 2 * GIB):
+        fits = []
+        for small in least_chunks(work, H200):
+            (plan,) = plans_of(HALF, H200, small, device_limit=size, policies=["overlapped"])
+            footprints = usable(plan, H200, cost_model(H200, HALF, small), ["overlapped"])
+            fits += [footprint.account().fits for footprint in footprints]
+        chosen = with_loss_chunk(HALF, H200, work, device_limit=size, policies=["overlapped"])
+        found = candidates(HALF, H200, chosen, device_limit=size, policies=["overlapped"])[0]
+        assert found.feasible == any(fits)
+        assert found.feasible or chosen == work
+        seen.append((found.feasible, chosen.loss_chunk))
+    assert seen == [(True, 1024), (True, 256), (False, 1024)]
+
+
+def test_a_micro_batch_in_one_chunk_may_need_less_memory_than_in_small_ones() -> None:
+    """Several chunks sum their gradients in fp32."""
+    mac, model = HardwareSpec.load("ryzen-ai-max-395-128gb"), ModelSpec.load("qwen3-8b")
+    verdict = judge(model, mac, Workload(batch=1, sequence=1024, loss_chunk=128), advise=False)
+    assert not verdict.feasible
+    chosen = with_loss_chunk(model, mac, Workload(batch=1, sequence=1024, loss_chunk=128))
+    choice = candidates(model, mac, chosen)[0]
+    assert choice.feasible
+    assert (explain(choice, mac, advise=False, chunk_chosen=True).longest_context or 0) >= 1024
+
+
+def test_more_memory_is_used_for_a_larger_chunk() -> None:
+    work = Workload(batch=16, sequence=1024)
+    sizes = (HALF.parameters * factor for factor in (8, 40, 200))
+    chunks = [with_loss_chunk(HALF, H200, work, device_limit=size).loss_chunk for size in sizes]
+    assert chunks == sorted(chunks)
+    assert chunks[0] < chunks[-1]
+
+
+CALIBRATED = "experiments/results/h200-heldout/hardware.toml"
+
+
+def calibrated(chunk: int) -> HardwareSpec:
+    """An H200 that was measured with loss chunks of so many tokens. 0 if that is unknown."""
+    hardware = HardwareSpec.load(CALIBRATED)
+    assert hardware.costs
+    assert hardware.costs.loss_chunk == 2048
+    costs = msgspec.structs.replace(hardware.costs, loss_chunk=chunk)
+    return msgspec.structs.replace(hardware, costs=costs)
+
+
+def test_a_chunk_that_was_measured_is_preferred_to_a_derived_one() -> None:
+    model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
+    for chunk in (2048, 4096):
+        assert with_loss_chunk(model, calibrated(chunk), work).loss_chunk == chunk
+    # but where nothing fits with it, or where it is much slower
+    small = with_loss_chunk(model, calibrated(2**20), work, device_limit=16 * GIB)
+    assert small.loss_chunk < 2**15
+    assert with_loss_chunk(model, calibrated(128), work).loss_chunk >= 1024
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.9, 1024), (1.1, 2048)])
+def test_of_two_measured_chunks_the_faster_is_chosen(factor: float, expected: int) -> None:
+    """The measurement counts, and not what the datasheet says of the head."""
+    model, hardware = ModelSpec.load("qwen2.5-3b"), calibrated(2048)
+    work = Workload(batch=12, sequence=2048)
+    shape = f"{model.shape}/{work.shape}"
+    assert hardware.costs
+    duration = round(factor * hardware.costs.compute["head"][shape][1])
+    head = hardware.costs.workspace[shape].head
+    heads = {shape: ((1024, duration, head), (4096, 2 * duration, head))}
+    costs = msgspec.structs.replace(hardware.costs, heads=heads)
+    measured = msgspec.structs.replace(hardware, costs=costs)
+    assert with_loss_chunk(model, measured, work).loss_chunk == expected
+
+
+def test_a_calibration_that_does_not_say_its_chunk_keeps_the_default() -> None:
+    model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
+    assert with_loss_chunk(model, calibrated(0), work) == work
+
+
+def test_of_a_short_micro_batch_the_chunk_is_the_whole() -> None:
+    work = Workload(batch=1, sequence=100)
+    assert with_loss_chunk(HALF, H200, work).loss_chunk == work.loss_chunk >= work.tokens
+
+
+def test_a_policy_of_another_system_keeps_the_chunk() -> None:
+    work = Workload(batch=16, sequence=1024, loss_chunk=300)
+    assert with_loss_chunk(HALF, H200, work, policies=["zero3_offload"]) == work
+
+
+@pytest.mark.parametrize("policy", ["k_buffer", "resident"])
+def test_a_policy_that_does_not_place_state_takes_the_fastest_chunk(policy: str) -> None:
+    work = Workload(batch=8, sequence=1024)
+    chosen = with_loss_chunk(HALF, H200, work, policies=[policy])
+    times = {
+        chunk: candidates(HALF, H200, with_chunk(work, chunk), policies=[policy])[0].step_seconds
+        for chunk in (1024, chosen.loss_chunk)
+    }
+    assert chosen.loss_chunk > 1024
+    assert times[chosen.loss_chunk] == min(times.values())
+
+
+def test_one_memory_has_the_lower_of_both_limits() -> None:
+    mac, work = HardwareSpec.load("apple-m4-max"), Workload(batch=8, sequence=1024)
+    limits = [{"device_limit": 16 * GIB}, {"host_limit": 16 * GIB}]
+    found = {with_loss_chunk(HALF, mac, work, **each).loss_chunk for each in limits}
+    assert len(found) == 1
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(UserError, match="fastest"):
+        with_loss_chunk(HALF, H200, Workload(batch=1, sequence=64), policies=["fastest"])
+
+
+def test_every_split_gets_its_own_chunk() -> None:
+    work = Workload(batch=1, sequence=1024)
+    given = best_split(HALF, H200, work, 8192, policies=["overlapped"])[0]
+    found = best_split(HALF, H200, work, 8192, policies=["overlapped"], choose_chunk=True)[0]
+    assert given.plan.workload.loss_chunk == work.loss_chunk
+    again = with_loss_chunk(HALF, H200, found.plan.workload, policies=["overlapped"])
+    assert found.plan.workload == again
+    assert found.step_seconds <= given.step_seconds
