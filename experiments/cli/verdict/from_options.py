@@ -21,6 +21,11 @@ BATCHES = (32, 16, 8, 4, 2, 1)
 memory."""
 
 
+PIECES = tuple(2**power for power in range(11, 17))
+"""Tokens of a piece to try where none is named and the model does not fit without pieces. Smaller
+pieces take more time, and larger ones seldom less."""
+
+
 def policies(named: str) -> list[str]:
     """Returns the names of the policies that `--policy` selects.
 
@@ -141,6 +146,32 @@ def with_fitting_state(
     tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
     return next((each for each in tried if _fitting(each, hardware, model, batches)[0]), tried[-1])
+
+
+def with_fitting_piece(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns `args` with a number of tokens for `--token-piece` if it is not named, if the model
+    does not fit without it, and if it fits with it: the one with the fastest plan. A micro-batch
+    that is not named then has one sequence.
+    """
+    if args.token_piece is not None or args.compile or args.dtype == options.FP8:
+        return args
+    batches = BATCHES[::-1] if args.batch is None else (args.batch,)
+    if model.pieces_obstacle() or _fitting(args, hardware, model, batches)[0]:
+        return args
+    least = argparse.Namespace(**{**vars(args), "batch": batches[0]})
+    sized = [argparse.Namespace(**{**vars(least), "token_piece": piece}) for piece in PIECES]
+    found = {
+        choice.step_seconds: each.token_piece
+        for each in sized
+        if _fitting(each, hardware, model, (each.batch,))[0]
+        for choice in choices(each, hardware, args.model, args.hardware or hardware.name, model)[:1]
+        if choice.feasible
+    }
+    if not found:
+        return args
+    return argparse.Namespace(**{**vars(least), "token_piece": found[min(found)]})
 
 
 def with_fitting_batch(

@@ -98,6 +98,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "gradients": (work.gradients, "exact"),
         "attention": (work.attention, None),
         "loss-chunk": (work.loss_chunk, 1024),
+        "token-piece": (work.token_piece, None),
     }
     flags = {
         "--compile": work.compiled,
