@@ -27,13 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import (
-    attention,
-    fp8_linear,
-    lengths,
-    linear_documents,
-    token_pieces,
-)
+from megatrain.runtime.layers import attention, fp8_linear, lengths, linear_documents, token_pieces
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments

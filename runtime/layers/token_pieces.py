@@ -66,23 +66,19 @@ class _InPieces(torch.autograd.Function):
         ctx.save_for_backward(x, *tensors)
         ctx.chain, ctx.names = chain, names
         if chain.left_out:
-            return x.new_full((), torch.nan).expand_as(x)
-        flat = x.reshape(-1, x.shape[-1])
-        made: torch.Tensor | None = None
+            return torch.full_like(x, torch.nan)
+        # A layer may change the output in place, so that it is no view.
+        made, flat = torch.empty_like(x, memory_format=torch.contiguous_format), x.flatten(0, -2)
         for rows in chain.rows(flat):
-            piece = chain(dict(zip(names, tensors, strict=True)), flat[rows])
-            if made is None:
-                made = piece.new_empty(flat.shape)
-            made[rows] = piece
-        assert made is not None
-        return made.view_as(x)
+            made.view_as(flat)[rows] = chain(dict(zip(names, tensors, strict=True)), flat[rows])
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, *tensors = ctx.saved_tensors
         chain: Chain = ctx.chain
-        flat, upper = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        dx = torch.empty_like(flat)
+        flat, upper = x.flatten(0, -2), gradient.flatten(0, -2)
+        dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
         tensors = [
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
@@ -98,8 +94,8 @@ class _InPieces(torch.autograd.Function):
             if not sums:
                 sums = [each.float() for each in found]
             else:
-                for total, each in zip(sums, found, strict=True):
-                    total += each
+                for total in sums:
+                    total += found.pop(0)  # which frees it
             del found
         sums.reverse()
         gradients = [

@@ -56,12 +56,7 @@ from megatrain.simulator.memory.formulas import (
     workspace_estimate,
 )
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import (
-    DOCUMENTS,
-    Workload,
-    without_fp8,
-    without_pieces,
-)
+from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8, without_pieces
 from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
     WHOLE_SUFFIX,

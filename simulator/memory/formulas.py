@@ -22,9 +22,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     With fp8 products, they also save the fp8 weights (`fp8_saved_bytes`).
     """
     return (
-        model.max_saved_bytes(
-            workload.tokens, workload.sequence, workload.dtype, workload.piece
-        )
+        model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype, workload.piece)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )

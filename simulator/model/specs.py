@@ -646,8 +646,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           of the gradients of weights, 4 P', and those of the piece, P' b. Of the piece it has what
           the first three of the four above say, in tokens of p, and its input, its output and their
           gradients, 4 p d b.
-        * In attention, and in the norm before it, all weight gradients exist, P b, those of this
-          norm also in fp32, what `Part.late` holds, and two gradients of the residual, 2 T d b.
+        * In attention, and in the norm before it, all weight gradients exist, P b, and what
+          `Part.late` holds. The gradient of the residual takes the place of the saved input of the
+          MLP. If no norm belongs to its chain, there are two such gradients, 2 T d b.
         * A norm after the MLP, or after attention, is not computed in pieces. It comes on top of
           the saved activations and of all weight gradients, with two gradients, 2 T d b.
 
@@ -692,10 +693,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in_piece = (
             chain.kept.bytes(width)
             + max(
-                held(*chain.early),
-                held(chain.middle),
-                held(*chain.between) - held(chain.freed),
-                0,
+                held(*chain.early), held(chain.middle), held(*chain.between) - held(chain.freed), 0
             )
             + 4 * row
         )
@@ -703,7 +701,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         norms = tuple(each for each in part.early if each not in chain.early)
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
-            width * layer.elements + tokens * (held(*part.late) + 2 * row),
+            width * layer.elements + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row)),
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )
         return (

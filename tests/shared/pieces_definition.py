@@ -67,9 +67,7 @@ class _Calls(torch.nn.Module):
 
 class _Definition(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, whole: _Whole, x: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, whole: _Whole, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.whole = whole
         ctx.save_for_backward(x, *weights)
         runs = x.flatten(0, 1).split(whole.piece)
@@ -91,7 +89,5 @@ class _Definition(torch.autograd.Function):
             dx, *found = torch.autograd.grad(made, leaves, upper)
             below.append(dx)
             sums = [total + each.float() for total, each in zip(sums, found, strict=True)]
-        rounded = [
-            total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)
-        ]
+        rounded = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
         return None, torch.cat(below).view_as(x), *rounded

@@ -178,7 +178,9 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
-    args = from_options.with_fitting_state(args, hardware, ModelSpec.load(args.model))
+    model = ModelSpec.load(args.model)
+    args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_fitting_piece(args, hardware, model)
     return from_options.choices(args, hardware, source, named), hardware
 
 

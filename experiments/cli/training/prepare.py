@@ -214,6 +214,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     asked.state = args.state
     with without_garbage_collection():
         asked = from_options.with_fitting_state(asked, hardware, model)
+        asked = from_options.with_fitting_piece(asked, hardware, model)
         best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config))
     if not best.feasible:

@@ -152,26 +152,22 @@ def with_fitting_piece(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
     """Returns `args` with a number of tokens for `--token-piece` if it is not named, if the model
-    does not fit without it, and if it fits with it: the one with the fastest plan. A micro-batch
-    that is not named then has one sequence.
+    does not fit with one sequence, and if it fits with pieces: the number with the fastest plan. A
+    micro-batch that is not named then has one sequence.
     """
-    if args.token_piece is not None or args.compile or args.dtype == options.FP8:
+    one = argparse.Namespace(**{**vars(args), "batch": 1})
+    sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
+    able = not (args.compile or args.dtype == options.FP8 or model.pieces_obstacle())
+    if args.token_piece or not (able and sizes) or _fitting(one, hardware, model, (1,))[0]:
         return args
-    batches = BATCHES[::-1] if args.batch is None else (args.batch,)
-    if model.pieces_obstacle() or _fitting(args, hardware, model, batches)[0]:
-        return args
-    least = argparse.Namespace(**{**vars(args), "batch": batches[0]})
-    sized = [argparse.Namespace(**{**vars(least), "token_piece": piece}) for piece in PIECES]
-    found = {
-        choice.step_seconds: each.token_piece
-        for each in sized
-        if _fitting(each, hardware, model, (each.batch,))[0]
-        for choice in choices(each, hardware, args.model, args.hardware or hardware.name, model)[:1]
-        if choice.feasible
-    }
-    if not found:
-        return args
-    return argparse.Namespace(**{**vars(least), "token_piece": found[min(found)]})
+    found: dict[float, argparse.Namespace] = {}
+    for piece in sizes:
+        tried = argparse.Namespace(**{**vars(args), "batch": args.batch or 1, "token_piece": piece})
+        if _fitting(tried, hardware, model, (tried.batch,))[0]:
+            best = choices(tried, hardware, model.name, hardware.name, model)[0]
+            if best.feasible:
+                found.setdefault(best.step_seconds, tried)
+    return found[min(found)] if found else args
 
 
 def with_fitting_batch(
