@@ -115,8 +115,8 @@ def _in_pieces(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@functools.cache
-def _changed(kind: type, *, last: bool) -> type:
+@functools.cache  # layers are of the same kind only if their classes are the same
+def _changed(kind: Any, *, last: bool) -> type:
     """Returns the class of a module that ends a chain, or of one that comes before in it."""
     forward = _in_pieces if last else _identity
     return type(f"{kind.__name__}InPieces", (kind,), {"forward": forward})

@@ -5,26 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 from family_sample import others_nightly
-from whole_models import (
-    SEQUENCE,
-    bound,
-    compare,
-    drawn,
-    model_of,
-    scale_of,
-    token_losses,
-    whole_model,
-)
+from whole_models import bound, compare, drawn, model_of, scale_of, token_losses, whole_model
 
-from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
-from megatrain.simulator.base.errors import UserError
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Placement
 
 ABLE = [family for family in FAMILIES if not model_of(family).pieces_obstacle()]
