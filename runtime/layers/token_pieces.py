@@ -1,7 +1,7 @@
 """Chains of modules of a decoder layer that compute a run of tokens at a time.
 
-A chain is the MLP with the norm before it, or the norm before attention (`LayerPieces`). It replaces
-the forward of its last module, and the modules before it return their input. The computation of a
+A chain is the MLP with the norm before it, or the norm before attention (`LayerPieces`). Its last
+module computes all of it, and the modules before that one return their input. The computation of a
 token is that of transformers' modules.
 
 Autograd saves only the input of a chain. The backward pass goes through the pieces in order. It
@@ -115,9 +115,11 @@ def _in_pieces(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@functools.cache  # layers are of the same kind only if their classes are the same
+@functools.cache
 def _changed(kind: Any, *, last: bool) -> type:
-    """Returns the class of a module that ends a chain, or of one that comes before in it."""
+    """Returns the class of a module that ends a chain, or of one that comes before in it. Equal
+    modules get the same class, so that their layers are still of the same kind.
+    """
     forward = _in_pieces if last else _identity
     return type(f"{kind.__name__}InPieces", (kind,), {"forward": forward})
 
@@ -128,7 +130,8 @@ def install(layer: torch.nn.Module, pieces: LayerPieces, piece: int) -> None:
         modules = [layer.get_submodule(name) for name in names]
         vars(modules[-1])["_chain"] = Chain(modules, piece)
         for module in modules:
-            module.__class__ = _changed(type(module), last=module is modules[-1])
+            kind: Any = type(module)
+            module.__class__ = _changed(kind, last=module is modules[-1])
     vars(layer)["_last_chain"] = vars(modules[-1])["_chain"]
 
 

@@ -5,8 +5,8 @@ placements and slots. For the other policies, `slot_search.py` searches their sl
 candidates instead of bisecting, because more slots or smaller copies can make a step slower when
 lanes slow each other.
 
-The workload (batch, dtype, clipping, loss chunk) is not searched, because it changes the result of
-training. A smaller batch is only suggested if nothing fits.
+The workload (batch, dtype, clipping, loss chunk, token piece) is not searched, because it changes
+the result of training. A smaller batch is only suggested if nothing fits.
 """
 
 from __future__ import annotations

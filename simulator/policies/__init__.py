@@ -135,9 +135,8 @@ def _policy(plan: Plan) -> Policy:
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, the state
     format is not `exact`, or products are in fp8. Raises it, too, if layers cannot be computed in
-    pieces of tokens, if the policy updates on the host
-    and the optimizer cannot, or if gradients are stored in 8 bits and the policy does not store
-    them, or adds several.
+    pieces of tokens, if the policy updates on the host and the optimizer cannot, or if gradients
+    are stored in 8 bits and the policy does not store them, or adds several.
     """
     policy = find(plan.policy)
     if plan.workload.gradients != "exact":

@@ -19,7 +19,6 @@ its kernels read and write, per element of the tensor.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -230,9 +229,8 @@ class LayerPieces(NamedTuple):
 
 
 def _module(part: Part) -> str:
-    """Returns the name of the module in a layer that has the parameters of `part`."""
-    names = [name.split(".")[:-1] for name, _ in part.tensors]
-    return ".".join(os.path.commonprefix(names))
+    """Returns the name of the module of a layer that has the parameters of `part`."""
+    return part.tensors[0][0].partition(".")[0]
 
 
 def layer_pieces(parts: tuple[Part, ...]) -> LayerPieces | None:
