@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.files.exported_models import newest_model
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 PIECE = ("--token-piece", 5)
@@ -64,3 +70,39 @@ def test_pieces_of_compiled_layers_are_refused(command: Command) -> None:
     outcome = command(*LONG, "--seq", 4096, "--token-piece", 2048, "--compile")
     assert outcome.status == 2
     assert "workload: token_piece: found 2048 with compiled layers" in outcome.err
+
+
+def test_a_calibration_has_no_pieces(command: Command) -> None:
+    outcome = command("calibrate", "tiny", *WORK, *PIECE, "--name", "here", "--out", "h.toml")
+    assert outcome.status == 2
+    assert "--token-piece: found 5" in outcome.err
+
+
+def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+    stored = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    hardware, model = (
+        HardwareSpec.load(str(stored / "hardware.toml")),
+        ModelSpec.load("qwen2.5-3b").with_layers(2),
+    )
+    times = {}
+    for piece in (None, 16384, 2048):
+        work = Workload(batch=1, sequence=32768, token_piece=piece)
+        costs = cost_model(hardware, model, work)
+        assert isinstance(costs, Calibrated)
+        plan = Plan(
+            policy="overlapped",
+            hardware="h200",
+            source="",
+            model=model,
+            workload=work,
+            knobs=Knobs(checkpoint_interval=1),
+            device_limit_bytes=2**40,
+            host_limit_bytes=2**40,
+        )
+        times[piece] = {
+            op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"
+        }
+    for op in ("F0.m0", "B0.m0"):
+        assert times[None][op] < times[16384][op] < times[2048][op]
+    assert times[16384]["R0.m0"] < times[None]["R0.m0"]
+    assert times[16384]["H.m0"] == times[None]["H.m0"]

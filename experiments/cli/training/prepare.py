@@ -328,11 +328,13 @@ def _hardware(
     """Returns what the plan names as its machine: a name of the library, or an absolute path."""
     if args.hardware:
         return os.path.abspath(args.hardware) if os.path.exists(args.hardware) else args.hardware
+    import msgspec
+
     from megatrain.experiments.cli.training.calibration_cache import calibration
 
     file = calibration(
         model,
-        workload,
+        msgspec.structs.replace(workload, token_piece=None),  # from which those in pieces follow
         device,
         device_bytes=args.device_memory,
         host_bytes=args.host_memory,
