@@ -192,6 +192,13 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             allowed="bf16, which is what other systems run",
             fix=f"use --dtype bf16, or name only {', '.join(OWN)} in --systems",
         )
+    if others and plan.workload.token_piece:
+        raise UserError(
+            "--token-piece",
+            found=f"{plan.workload.token_piece}, with {', '.join(others)}",
+            allowed="no pieces, which is what other systems run",
+            fix=f"leave out --token-piece, or name only {', '.join(OWN)} in --systems",
+        )
     if others and plan.workload.optimizer != ADAMW:
         raise UserError(
             "optimizer",

@@ -329,6 +329,14 @@ def add_workload(
         f" {loss_chunk or 'the planner chooses'})",
     )
     group.add_argument(
+        "--token-piece",
+        type=whole("--token-piece"),
+        metavar="N",
+        help="number of tokens that the MLP of a layer computes at one time, for long contexts"
+        " (default: all; `check`, `plan` and `train MODEL` choose a number if the model does not"
+        " fit otherwise)",
+    )
+    group.add_argument(
         "--compile",
         action="store_true",
         help=(
@@ -412,6 +420,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         fp8=(args.fp8_scaling or "rowwise") if fp8 else None,
         clipping=args.clipping,
         loss_chunk=args.loss_chunk or LOSS_CHUNK,
+        token_piece=args.token_piece,
         compiled=args.compile,
         attention=args.attention,
         documents=args.documents is not False and not obstacle,

@@ -35,7 +35,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.planner.capacity import resized
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.schedule import Op, Schedule, has_saved_attention
+from megatrain.simulator.schedule import Op, Schedule, has_saved_attention, is_whole
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
@@ -249,7 +249,14 @@ class _Resizing:
         kind = op.kind
         if kind in COMPUTE_KINDS:
             return msgspec.structs.replace(
-                op, **cost_keys(self.plan, kind, op.layer, kept=has_saved_attention(op.shape))
+                op,
+                **cost_keys(
+                    self.plan,
+                    kind,
+                    op.layer,
+                    kept=has_saved_attention(op.shape),
+                    read=is_whole(op.shape),
+                ),
             )
         return (
             msgspec.structs.replace(op, bytes=self._activation_bytes) if kind in _OFFLOADING else op

@@ -277,7 +277,7 @@ class Binder(BufferTensors):
 
         def run() -> None:
             self.state.saved[saved] = made = self.functional_layers.recompute(
-                self.arenas, layer, slot, self._hidden(source), micro, kept
+                self.arenas, layer, slot, self._hidden(source), micro, kept, read=output is not None
             )
             if output is not None:
                 output.copy_(made.output.detach())

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import attention, fp8_linear, lengths, linear_documents
+from megatrain.runtime.layers import attention, fp8_linear, lengths, linear_documents, token_pieces
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -147,6 +147,11 @@ class FunctionalLayers:
             # Not strict, because calibration plans fewer layers than the config has.
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
+        if workload.piece:
+            for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
+                pieces = model.layer_pieces(layer.name)
+                assert pieces is not None  # or the plan would have been refused
+                token_pieces.install(module, pieces, workload.piece)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))
@@ -464,6 +469,8 @@ class FunctionalLayers:
         x: torch.Tensor,
         micro: int = 0,
         kept: Attention | None = None,
+        *,
+        read: bool = True,
     ) -> SavedForBackward:
         """Runs a layer and keeps its graph for `backward`.
 
@@ -475,7 +482,10 @@ class FunctionalLayers:
             micro: index of the micro-batch.
             kept: saved attention results to use instead of computing attention. Their memory must
                 not be reused before the backward has finished.
+            read: whether somebody reads the output. If not, it may be NaN, because an MLP in pieces
+                of tokens is left out.
         """
+        left_out = not read and self.workload.piece and self.model.skips_mlp(layer.name)
         weights = {
             name: tensor.requires_grad_()
             for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()
@@ -486,6 +496,7 @@ class FunctionalLayers:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(*slot_hooks(arenas, where)),
             self._seeded(layer.name, micro),
+            self._kinds[int(layer.name)].without_mlp() if left_out else nullcontext(),
         ):
             output, logits = self._kinds[int(layer.name)].run(
                 weights | self.buffers[layer.name],

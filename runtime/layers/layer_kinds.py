@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
 from megatrain.runtime.layers.meta_model import kind_of
+from megatrain.runtime.layers.token_pieces import without_mlp
 
 _ROUTERS = "router_logits"
 """name of the routers' output in transformers' models"""
@@ -62,6 +64,12 @@ class LayerKind:
             else self._attend
         )
         """like `run`, but also returns the attention output and log-sum-exp of the layer"""
+
+    def without_mlp(self) -> AbstractContextManager[None]:
+        """Returns a context in which `run` leaves out an MLP in pieces of tokens. The output of the
+        layer is then NaN.
+        """
+        return without_mlp(self._module)
 
     def train(self, mode: bool) -> None:
         """Sets whether layers draw random numbers. If not, a router chooses the best experts."""

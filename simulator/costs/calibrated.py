@@ -17,7 +17,8 @@ datasheet times of both.
 If a layer was measured only with documents, or only without, the other duration is scaled by the
 ratio of the datasheet times of both.
 
-If a layer was measured only in bf16 and multiplies in fp8, its duration is scaled in the same way.
+If a layer was measured only in bf16 and multiplies in fp8, its duration is scaled in the same way,
+and so is that of a layer in pieces of tokens if only layers without pieces were measured.
 Other compute ops do not depend on fp8, and take their durations in bf16.
 
 A duration outside the measured sizes or shapes is flagged as extrapolated.
@@ -29,6 +30,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -55,8 +57,13 @@ from megatrain.simulator.memory.formulas import (
     workspace_estimate,
 )
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8
-from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
+from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8, without_pieces
+from megatrain.simulator.schedule import (
+    SAVED_ATTENTION_SUFFIX,
+    WHOLE_SUFFIX,
+    Op,
+    has_saved_attention,
+)
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 
@@ -126,6 +133,9 @@ class Calibrated(ContendedCosts):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
+            elif (plain := without_pieces(size)) != size and not self._has(kind, size):
+                plain = plain.replace(WHOLE_SUFFIX, "")
+                self._known[key] = self._changed(op, plain, token_piece=None)
             elif (
                 (other := _other_packing(size))
                 and not self._has(kind, size)
@@ -148,7 +158,7 @@ class Calibrated(ContendedCosts):
                     else (math.ceil(share * duration), True)
                 )
             elif (plain := without_fp8(size)) != size and not self._has(kind, size):
-                self._known[key] = self._in_fp8(op, plain)
+                self._known[key] = self._changed(op, plain, fp8=None)
             else:
                 duration, beyond = self._compute(op, size)
                 chunks, derived = self._other_chunks(op)
@@ -207,15 +217,15 @@ class Calibrated(ContendedCosts):
         )
         return math.ceil(share * duration), True
 
-    def _in_fp8(self, op: Op, shape: str) -> tuple[int, bool]:
-        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape
-        without fp8 products. Only decoder layers differ.
+    def _changed(self, op: Op, shape: str, **changes: Any) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape for
+        a workload with `changes`. Only decoder layers differ.
         """
         duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
         sheet = self._datasheet
         if op.kind not in LAYER_KINDS or sheet is None:
             return duration, outside
-        share = sheet.share(op, msgspec.structs.replace(sheet.workload, fp8=None))
+        share = sheet.share(op, msgspec.structs.replace(sheet.workload, **changes))
         return math.ceil(share * duration), True
 
     def _other_chunks(self, op: Op) -> tuple[float, bool]:

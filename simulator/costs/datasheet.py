@@ -55,7 +55,7 @@ from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention, is_whole
 
 _ADAM_BYTES = 22
 """Bytes per parameter that the AdamW of `cpu_adam_per_s` reads and writes: bf16 weight 2 + 2, bf16
@@ -243,7 +243,7 @@ class Datasheet(EstimatedCosts):
         that has as many tokens.
         """
         other, kept = Datasheet(self.hardware, self.model, workload), has_saved_attention(op.shape)
-        return self._compute_ns(op.kind, op.layer, kept=kept) / other._compute_ns(
+        return self._compute_ns(_work_of(op), op.layer, kept=kept) / other._compute_ns(
             op.kind, op.layer, kept=kept
         )
 
@@ -258,7 +258,7 @@ class Datasheet(EstimatedCosts):
         if kind in COPY_KINDS:
             return self._copy(op)[0]
         if kind in COMPUTE_KINDS + EVALUATION_KINDS:
-            return self._compute_ns(kind, op.layer, kept=has_saved_attention(op.shape))
+            return self._compute_ns(_work_of(op), op.layer, kept=has_saved_attention(op.shape))
         if kind in EXCHANGE_KINDS:
             return self._exchange_ns(op)
         if kind == "clip":
@@ -299,6 +299,13 @@ class Datasheet(EstimatedCosts):
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products, from their FLOPs."""
         return math.ceil(op.flops / self._products_per_ns) if op.flops else 0
+
+
+def _work_of(op: Op) -> str:
+    """Returns the kind of op whose work a compute op does. A recompute in pieces of tokens that
+    computes the MLP does that of a forward pass.
+    """
+    return "forward" if is_whole(op.shape) else op.kind
 
 
 def measured_row(

@@ -22,7 +22,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     With fp8 products, they also save the fp8 weights (`fp8_saved_bytes`).
     """
     return (
-        model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype)
+        model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype, workload.piece)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
@@ -97,7 +97,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         + (model.carried - model.hidden) * chunk * width
     )
     layer = (
-        model.transient_bytes(tokens, workload.sequence, workload.dtype)
+        model.transient_bytes(tokens, workload.sequence, workload.dtype, workload.piece)
         + model.mask_bytes(workload)
         + fp8_temporary_bytes(model, workload)
     )

@@ -28,6 +28,7 @@ from megatrain.simulator.model.families import (
     WIDE_HEADS,
     Architecture,
     Kept,
+    LayerPieces,
     Part,
     Tensors,
     cut,
@@ -112,6 +113,11 @@ class Heads(NamedTuple):
     """The number of key-value heads."""
     size: int
     """The elements of a head: the largest of a query, a key and a value."""
+
+
+def elements_of(part: Part) -> int:
+    """Returns the number of parameters of `part`."""
+    return sum(math.prod(shape) for _, shape in part.tensors)
 
 
 class Work(NamedTuple):
@@ -308,6 +314,32 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _part(self, layer: str) -> Part:
         return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
+    def layer_pieces(self, layer: str) -> LayerPieces | None:
+        """Returns the parts of a decoder layer that can be computed in pieces of tokens, or None if
+        its MLP cannot.
+        """
+        return self._architecture.pieces[self._architecture.kinds[int(layer)]]
+
+    def pieces_obstacle(self) -> str | None:
+        """Returns why decoder layers cannot be computed in pieces of tokens, or None if they can.
+
+        They can if the MLP of each is one module that computes each token by itself.
+        """
+        if self._architecture.family.carried:
+            return f"{self.family}, whose layers carry more than one row for each token"
+        layers = {layer.signature: layer.name for layer in self.decoders}
+        if all(self.layer_pieces(name) for name in layers.values()):
+            return None
+        return f"{self.family}, in which the MLP of some layer is not dense, or not one module"
+
+    def skips_mlp(self, layer: str) -> bool:
+        """Checks whether a recompute in pieces can leave out the MLP of a decoder layer, because
+        nothing saves or reads its output but the sum that is the output of the layer. A norm after
+        the MLP reads it.
+        """
+        pieces = self.layer_pieces(layer)
+        return pieces is not None and len(self._part(layer).early) == len(pieces.mlp.early)
+
     def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
         """Returns the weights of a decoder layer whose products can be in fp8, with their shapes,
         [out, in].
@@ -409,11 +441,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         * `forward`: the forward FLOPs. Traffic: T times the forward traffic of the layer's parts
           (`families/parts.py`), T S times that of written-out scores, and P b for the weights.
-        * `recompute`: the same as `forward`.
+        * `recompute`: the same as `forward`, less the MLP if it is computed in pieces.
         * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
           and
           2 P b for the weights read and the gradients written.
-          With fp8 products, these three also have the traffic of the casts (`_fp8_bytes`).
+          With fp8 products, these three also have the traffic of the casts (`_fp8_bytes`), and
+          with pieces of tokens what `_in_pieces` says.
         * `head`: three times the forward FLOPs. Traffic: T times both traffics of the norm;
           T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
           the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
@@ -469,16 +502,50 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if kind == "backward"
             else (part.forward, part.scores.forward)
         )
+        more_flops, more_bytes = self._in_pieces(kind, layer, workload)
         return Work(
-            passes * 2 * tokens * part.active,
+            passes * 2 * tokens * part.active + more_flops,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
             + passes * width * self.stack[layer].parameters
-            + self._fp8_bytes(kind, layer, workload),
+            + self._fp8_bytes(kind, layer, workload)
+            + more_bytes,
             passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
         )
 
-    def saved_bytes(self, layer: str, tokens: int, sequence: int, dtype: Dtype) -> int:
+    def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int]:
+        """Returns what is added to the linear FLOPs and to the traffic of an op of a decoder layer
+        because its tokens are computed in pieces.
+
+        With n pieces and the P parameters of what is computed in pieces, b bytes each:
+
+        * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b.
+        * `recompute` leaves out the MLP, if `skips_mlp`.
+        * `backward` runs the forward pass of the pieces first. The gradients of weights are written
+          n times, P b. Their fp32 sum is written once, read and written n - 1 times, and read for
+          the result, which is written in the compute dtype: 8 n P bytes, and P b.
+        """
+        pieces = self.layer_pieces(layer)
+        if not workload.piece or pieces is None:
+            return 0, 0
+        tokens, width, count = workload.tokens, DTYPE_BYTES[workload.dtype], workload.pieces
+        chain, first = pieces.chain, pieces.first
+        weights = elements_of(chain) + (elements_of(first) if first else 0)
+        if kind == "recompute" and self.skips_mlp(layer):
+            left_out = tokens * chain.forward.bytes(width) + width * elements_of(chain)
+            again = (count - 1) * width * (weights - elements_of(chain))
+            return -2 * tokens * chain.active, again - left_out
+        if kind != "backward":
+            return 0, (count - 1) * width * weights
+        once_more = tokens * (
+            chain.forward.bytes(width) + (first.forward.bytes(width) if first else 0)
+        )
+        read, written = (2 * count - 1) * width, (count - 1) * width
+        return 2 * tokens * chain.active, once_more + weights * (read + written + 8 * count + width)
+
+    def saved_bytes(
+        self, layer: str, tokens: int, sequence: int, dtype: Dtype, piece: int = 0
+    ) -> int:
         """Returns the bytes that autograd saves in a decoder layer from its forward to its
         backward, for an eager layer.
 
@@ -486,9 +553,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
         its output, and its score matrix only if the family writes it out. A gated MLP saves gate,
         up, the activation and their product.
+
+        With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
+        norm before attention only its output, which projections read.
         """
         part, width = self._part(layer), DTYPE_BYTES[dtype]
-        return tokens * (part.kept.bytes(width) + sequence * part.scores.kept.bytes(width))
+        saved = part.kept.bytes(width)
+        if piece and (pieces := self.layer_pieces(layer)):
+            hidden = self.hidden * width
+            saved -= pieces.chain.kept.bytes(width) - (hidden if pieces.norm else 0)
+            saved -= pieces.first.kept.bytes(width) - hidden if pieces.first else 0
+        return tokens * (saved + sequence * part.scores.kept.bytes(width))
 
     @functools.cached_property
     def writes_scores(self) -> bool:
@@ -523,28 +598,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attended = self._part(layer).attended
         return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
-    def max_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
+    def max_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0) -> int:
         """Returns the largest `saved_bytes` of all decoder layers."""
         return max(
-            self.saved_bytes(layer.name, tokens, sequence, dtype)
+            self.saved_bytes(layer.name, tokens, sequence, dtype, piece)
             for layer in {layer.signature: layer for layer in self.decoders}.values()
         )
 
-    def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype) -> int:
+    def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0) -> int:
         """Returns the bytes of temporary tensors in the backward pass of a decoder layer, in
         addition to the saved activations of the layer that saves most. It is for the layer that
         needs most.
         """
-        most = self.max_saved_bytes(tokens, sequence, dtype)
+        most = self.max_saved_bytes(tokens, sequence, dtype, piece)
         return (
             max(
-                self.backward_bytes(layer, tokens, sequence, dtype)
+                self.backward_bytes(layer, tokens, sequence, dtype, piece)
                 for layer in {layer.signature: layer for layer in self.decoders}.values()
             )
             - most
         )
 
-    def backward_bytes(self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype) -> int:
+    def backward_bytes(
+        self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype, piece: int = 0
+    ) -> int:
         """Returns the peak of a decoder layer's backward pass, saved activations included.
 
         With P parameters, T tokens and b bytes per element, it is the largest of four:
@@ -562,9 +639,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         their temporary tensors are added to the largest, because compiled layers do not free in
         the order of these parts.
 
+        With pieces of p tokens, the MLP and the norm before it have P' parameters, and the gradient
+        of their input is T d b:
+
+        * In a piece, the layer has its saved activations, the gradient of the input, the fp32 sums
+          of the gradients of weights, 4 P', and those of the piece, P' b. Of the piece it has what
+          the first three of the four above say, in tokens of p, and its input, its output and their
+          gradients, 4 p d b.
+        * In attention, and in the norm before it, all weight gradients exist, P b, and what
+          `Part.late` holds. The gradient of the residual takes the place of the saved input of the
+          MLP. If no norm belongs to its chain, there are two such gradients, 2 T d b.
+        * A norm after the MLP, or after attention, is not computed in pieces. It comes on top of
+          the saved activations and of all weight gradients, with two gradients, 2 T d b.
+
         tests/simulator/test_counted_memory.py compares it with the runtime's layers.
         """
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
+        if piece and self.layer_pieces(layer.name):
+            return self._backward_in_pieces(layer, tokens, sequence, dtype, piece)
 
         def held(*some: Kept) -> int:
             return tokens * max((each.bytes(width) for each in some), default=0)
@@ -582,6 +674,39 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype)
             + max(parts)
+            + tokens * written
+            + 24 * sequence * self.heads.size
+        )
+
+    def _backward_in_pieces(
+        self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype, piece: int
+    ) -> int:
+        """Returns what `backward_bytes` does, for a layer in pieces of `piece` tokens."""
+        part, width = self._part(layer.name), DTYPE_BYTES[dtype]
+        pieces = self.layer_pieces(layer.name)
+        assert pieces is not None
+        chain, row = pieces.chain, self.hidden * width
+
+        def held(*some: Kept) -> int:
+            return max((each.bytes(width) for each in some), default=0)
+
+        in_piece = (
+            chain.kept.bytes(width)
+            + max(
+                held(*chain.early), held(chain.middle), held(*chain.between) - held(chain.freed), 0
+            )
+            + 4 * row
+        )
+        parameters, written = elements_of(chain), sequence * part.scores.held.bytes(width)
+        norms = tuple(each for each in part.early if each not in chain.early)
+        around = max(
+            tokens * row + piece * in_piece + (4 + width) * parameters,
+            width * layer.elements + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row)),
+            width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
+        )
+        return (
+            self.saved_bytes(layer.name, tokens, sequence, dtype, piece)
+            + around
             + tokens * written
             + 24 * sequence * self.heads.size
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -21,6 +22,8 @@ BY_TENSOR: tuple[Clipping, ...] = ("update", "adagc")
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
 _FP8 = "-fp8-"
+_PIECES = "-pieces"
+_MOST_PIECE = 2**24
 FP8_MULTIPLE = 16
 """The sizes of fp8 matrix products are multiples of this."""
 
@@ -71,6 +74,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss_chunk: int = 1024
     """Tokens whose logits exist at one time. It changes the result, because the head's gradient is
     summed chunk by chunk."""
+    token_piece: int | None = None
+    """Tokens of a micro-batch that the MLP of a decoder layer computes at one time, with the norms
+    before it and before attention (`runtime/layers/token_pieces.py`). It changes the result,
+    because the gradients of their weights are summed piece by piece. None means all tokens."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
     It is False by default, because not every model and kernel can do that
@@ -99,6 +106,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self._refuse_state()
         self._refuse_gradients()
         self._refuse_fp8()
+        self._refuse_pieces()
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
@@ -166,6 +174,39 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 fix="use dtype bf16",
             )
 
+    def _refuse_pieces(self) -> None:
+        """Raises UserError if layers cannot be computed in pieces of tokens."""
+        if self.token_piece is None:
+            return
+        if not 1 <= self.token_piece <= _MOST_PIECE:
+            raise UserError(
+                "workload: token_piece",
+                found=self.token_piece,
+                allowed=f"1 to {_MOST_PIECE}",
+                fix="set token_piece within this range",
+            )
+        for found, fix in (
+            ("compiled layers" if self.compiled else "", "leave out --compile"),
+            ("fp8 products" if self.fp8 else "", "use --dtype bf16"),
+        ):
+            if found:
+                raise UserError(
+                    "workload: token_piece",
+                    found=f"{self.token_piece} with {found}",
+                    allowed="layers that are not compiled, with products in bf16 or fp32",
+                    fix=f"{fix}, or leave out --token-piece",
+                )
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a piece, or 0 if all tokens of a micro-batch are one piece."""
+        return self.token_piece if self.token_piece and self.token_piece < self.tokens else 0
+
+    @property
+    def pieces(self) -> int:
+        """Pieces per micro-batch."""
+        return -(-self.tokens // self.piece) if self.piece else 1
+
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
@@ -198,9 +239,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "-compiled" if self.compiled else "",
             f"-{self.attention}" if self.attention else "",
         )
-        return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}" + (
+        pieces = f"{_PIECES}{self.piece}" if self.piece else ""
+        return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}{pieces}" + (
             DOCUMENTS if self.documents else ""
         )
+
+
+def without_pieces(shape: str) -> str:
+    """Returns the shape of the same op whose tokens are not computed in pieces."""
+    return re.sub(rf"{_PIECES}\d+", "", shape)
 
 
 def without_fp8(shape: str) -> str:

@@ -5,9 +5,9 @@ placements and slots. For the other policies, `slot_search.py` searches their sl
 candidates instead of bisecting, because more slots or smaller copies can make a step slower when
 lanes slow each other.
 
-The workload (batch, dtype, clipping, loss chunk) is not searched, because it changes the result of
-training. A smaller batch is only suggested if nothing fits. Commands whose user names no batch or
-no loss chunk choose them before this search (`batch_splits.py`, `loss_chunk.py`).
+The workload (batch, dtype, clipping, loss chunk, token piece) is not searched, because it changes
+the result of training. A smaller batch is only suggested if nothing fits. Commands whose user names
+no batch or no loss chunk choose them before this search (`batch_splits.py`, `loss_chunk.py`).
 """
 
 from __future__ import annotations

@@ -134,9 +134,9 @@ def _policy(plan: Plan) -> Policy:
     """Returns the policy of `plan`.
 
     Raises UserError if the policy is another system's and the optimizer is not AdamW, the state
-    format is not `exact`, or products are in fp8. Raises it, too, if the policy updates on the host
-    and the optimizer cannot, or if gradients are stored in 8 bits and the policy does not store
-    them, or adds several.
+    format is not `exact`, or products are in fp8. Raises it, too, if layers cannot be computed in
+    pieces of tokens, if the policy updates on the host and the optimizer cannot, or if gradients
+    are stored in 8 bits and the policy does not store them, or adds several.
     """
     policy = find(plan.policy)
     _refuse_groups(plan, policy)
@@ -156,6 +156,8 @@ def _policy(plan: Plan) -> Policy:
             allowed="products in bf16, as that system was described",
             fix="use another policy, or --dtype bf16",
         )
+    if plan.workload.token_piece:
+        _refuse_pieces(plan, policy)
     if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
         raise UserError(
             f"policy {plan.policy}: optimizer",
@@ -187,6 +189,20 @@ def _refuse_groups(plan: Plan, policy: Policy) -> None:
             found=work.sum_group,
             allowed=f"1 or {work.accumulation}: only overlapped sums groups of micro-batches first",
             fix="use policy overlapped, or set sum_group = 1",
+        )
+
+
+def _refuse_pieces(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the layers of the model cannot be computed in pieces of tokens."""
+    obstacle = plan.model.pieces_obstacle()
+    if policy.prediction_only:
+        obstacle = f"{plan.policy}, a system that was described without pieces"
+    if obstacle:
+        raise UserError(
+            "workload: token_piece",
+            found=f"{plan.workload.token_piece} with {obstacle}",
+            allowed="a model of this project's policies whose layers each have one dense MLP",
+            fix="leave out --token-piece",
         )
 
 

@@ -68,11 +68,13 @@ from megatrain.simulator.schedule.op import (
     CODES,
     LANES,
     SAVED_ATTENTION_SUFFIX,
+    WHOLE_SUFFIX,
     Op,
     OpId,
     ScheduleError,
     base_buffer,
     has_saved_attention,
+    is_whole,
     parse_id,
 )
 from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted_to_kinds, serialized
@@ -80,6 +82,7 @@ from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted_to
 __all__ = [
     "CODES",
     "SAVED_ATTENTION_SUFFIX",
+    "WHOLE_SUFFIX",
     "LANES",
     "Buffer",
     "BufferDtype",
@@ -90,6 +93,7 @@ __all__ = [
     "ScheduleError",
     "Sizes",
     "has_saved_attention",
+    "is_whole",
     "parse_id",
     "restricted_to_kinds",
     "serialized",

@@ -20,7 +20,7 @@ from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
 from megatrain.simulator.model.workload import Dtype, Gradients
-from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, BufferDtype
+from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, WHOLE_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
 
@@ -189,18 +189,24 @@ def gradient_bytes(plan: Plan, layer: str) -> float:
     return layer_state(plan, layer)["gradients"].bytes
 
 
-def cost_keys(plan: Plan, kind: str, layer: str, *, kept: bool = False) -> dict[str, Any]:
+def cost_keys(
+    plan: Plan, kind: str, layer: str, *, kept: bool = False, read: bool = False
+) -> dict[str, Any]:
     """Returns the fields of a compute op that its duration depends on: `flops`, `elements` and
     `shape`. They are equal for all layers with the same signature.
 
     Args:
         layer: a decoder layer, or empty for an op of the embedding or the head.
         kept: True for a recompute that skips attention because the forward saved it.
+        read: True for a recompute whose output the recompute of the next layer reads.
     """
     model, work = plan.model, plan.workload
-    flops = model.work(kind, layer, work, kept=kept).flops
-    signature = (model.stack[layer].signature if layer else model.shape) + (
-        SAVED_ATTENTION_SUFFIX if kept else ""
+    whole = read and bool(work.piece)
+    flops = model.work("forward" if whole else kind, layer, work, kept=kept).flops
+    signature = (
+        (model.stack[layer].signature if layer else model.shape)
+        + (WHOLE_SUFFIX if whole else "")
+        + (SAVED_ATTENTION_SUFFIX if kept else "")
     )
     return {
         "flops": flops,

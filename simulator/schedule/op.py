@@ -48,6 +48,9 @@ CODES = {
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
+WHOLE_SUFFIX = "-whole"
+"""The suffix of the layer's part of `Op.shape`, before that for saved attention, for a recompute in
+pieces of tokens that computes the MLP, because the next layer reads its output."""
 _ID = re.compile(
     r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?"
 )
@@ -60,6 +63,16 @@ def has_saved_attention(shape: str) -> bool:
     True
     """
     return shape.partition("/")[0].endswith(SAVED_ATTENTION_SUFFIX)
+
+
+def is_whole(shape: str) -> bool:
+    """Checks whether `shape` is that of a recompute in pieces of tokens that computes the MLP.
+
+    >>> is_whole("qwen2-8x8-1:1x8-v9-whole-kept/1x8-bf16")
+    True
+    """
+    layer = shape.partition("/")[0]
+    return layer.removesuffix(SAVED_ATTENTION_SUFFIX).endswith(WHOLE_SUFFIX)
 
 
 class ScheduleError(ValueError):

@@ -231,6 +231,10 @@ def test_what_a_child_cannot_do_is_its_failure(
             ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
             "optimizer: found lion.py, with fsdp2; allowed: adamw, which is what other systems run",
         ),
+        (
+            ["tiny", "--token-piece", "5", "--systems", "ours,fsdp2"],
+            "--token-piece: found 5, with fsdp2; allowed: no pieces",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

@@ -358,6 +358,8 @@ def plans(draw: st.DrawFn) -> Plan:
         clipping=draw(st.sampled_from(CLIPPING)),
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
+    if not model.pieces_obstacle() and draw(st.booleans()):
+        work = msgspec.structs.replace(work, token_piece=draw(st.sampled_from([5, 8, 24])))
     policy = draw(st.sampled_from(policies.names()))
     stores_one = work.clipping == "global" and work.accumulation == 1 and not model.tied
     if policy == "overlapped" and stores_one and draw(st.booleans()):

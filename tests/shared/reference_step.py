@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from pieces_definition import in_pieces
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -116,6 +117,13 @@ class Reference:
         )
         widen_buffers(self.model)
         self._stack = DecoderStack.of(self.model)
+        if workload.piece:
+            for layer, module in zip(
+                model.decoders, self._stack.layers_of(self.model), strict=True
+            ):
+                pieces = model.layer_pieces(layer.name)
+                assert pieces is not None
+                in_pieces(module, pieces.modules, workload.piece)
         self._top = _within(self.model, self._stack.decoder, _PassThrough())
         self.masters = {
             layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}

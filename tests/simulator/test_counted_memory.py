@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from counted_memory import counted, counted_head
 from decoder_layers import different_layers
@@ -54,6 +55,9 @@ WIDENED = (
 """Families whose defaults are not those of a model. They have the widths of `WIDE`."""
 SAMPLE = ("llama", "olmo2", "mixtral")
 """Families of the normal tests: a plain layer, norms after the MLP, and experts."""
+IN_PIECES = ("llama", "phi", "olmo2")
+"""Families of the normal test of pieces: a norm before the MLP, an MLP beside attention, and norms
+after both."""
 
 
 def shares(family: str) -> Iterator[float]:
@@ -123,6 +127,25 @@ def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) ->
         assert measured.head <= predicted.head + libraries, shape
         if not shape.endswith("compiled") and saved > 2**30:
             assert saved + measured.layer >= 0.96 * (kept + predicted.layer), shape
+
+
+@pytest.mark.parametrize("family", others_nightly(FAMILIES, among=IN_PIECES))
+def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family: str) -> None:
+    config = config_of(family, **WIDE) if family in WIDENED else AutoConfig.for_model(family)
+    spec = ModelSpec.from_config(config.to_dict(), "config.json").shortest(1)
+    work = Workload(batch=1, sequence=16384, token_piece=2048)
+    if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work):
+        pytest.skip("not in pieces, or dominated by scores or by a mask")
+    plain, width = msgspec.structs.replace(work, token_piece=None), DTYPE_BYTES[work.dtype]
+    for layer in different_layers(spec):
+        found, whole = counted(spec, layer, work), counted(spec, layer, plain)
+        assert found.all < whole.all
+        sizes = work.tokens, work.sequence, work.dtype, work.piece
+        output = work.tokens * spec.carried * width
+        saved = spec.saved_bytes(layer.name, *sizes) + output
+        peak = spec.backward_bytes(layer, *sizes) + output
+        assert found.saved <= 1.15 * saved
+        assert found.all <= peak <= 1.4 * found.all
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Workload, without_pieces
 
 
 @pytest.mark.parametrize("field", ["batch", "sequence", "accumulation", "loss_chunk"])
@@ -15,3 +18,28 @@ def test_a_workload_out_of_range_is_one_line(field: str, value: int) -> None:
         UserError, match=rf"workload: {field}: found {value}; allowed: .*; fix: set {field} "
     ):
         Workload(**{"batch": 1, "sequence": 8, field: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**24 + 1])
+def test_a_piece_out_of_range_is_one_line(value: int) -> None:
+    with pytest.raises(UserError, match=f"workload: token_piece: found {value}; allowed: 1 to "):
+        Workload(batch=1, sequence=8, token_piece=value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"compiled": True}, "compiled layers"), ({"fp8": "rowwise"}, "fp8 products")],
+)
+def test_pieces_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"workload: token_piece: found 4 with {words}"):
+        Workload(batch=1, sequence=8, token_piece=4, **changes)
+
+
+def test_pieces_are_in_the_shape_if_there_are_several() -> None:
+    one, several = (Workload(batch=2, sequence=8, token_piece=size) for size in (16, 5))
+    plain = Workload(batch=2, sequence=8)
+    assert (one.pieces, several.pieces, plain.pieces) == (1, 4, 1)
+    assert one.shape == plain.shape
+    assert several.shape == f"{plain.shape}-pieces5"
+    packed = msgspec.structs.replace(several, documents=True).shape
+    assert without_pieces(packed) == msgspec.structs.replace(plain, documents=True).shape

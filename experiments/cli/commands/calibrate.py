@@ -127,6 +127,13 @@ def run(args: argparse.Namespace) -> int:
             allowed="exact, which is what is measured",
             fix="leave it out; a plan that stores them otherwise derives its costs from this file",
         )
+    if args.token_piece:
+        raise UserError(
+            "--token-piece",
+            found=args.token_piece,
+            allowed="nothing, since layers are measured without pieces",
+            fix="leave it out; a plan with pieces derives its costs from this file",
+        )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:
         raise UserError(

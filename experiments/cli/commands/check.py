@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         return list_what_fits(args, hardware)
     args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_fitting_piece(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
     chunk_chosen = args.loss_chunk is None
     if chosen:

@@ -184,6 +184,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     )
     model = ModelSpec.load(args.model)
     args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
     return from_options.choices(args, hardware, source, named), hardware
 

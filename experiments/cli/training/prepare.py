@@ -214,6 +214,7 @@ def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     asked.state = args.state
     with without_garbage_collection():
         asked = from_options.with_fitting_state(asked, hardware, model)
+        asked = from_options.with_fitting_piece(asked, hardware, model)
         asked = from_options.with_loss_chunk(asked, hardware, model)
         best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config))
@@ -328,11 +329,13 @@ def _hardware(
     """Returns what the plan names as its machine: a name of the library, or an absolute path."""
     if args.hardware:
         return os.path.abspath(args.hardware) if os.path.exists(args.hardware) else args.hardware
+    import msgspec
+
     from megatrain.experiments.cli.training.calibration_cache import calibration
 
     file = calibration(
         model,
-        workload,
+        msgspec.structs.replace(workload, token_piece=None),  # from which those in pieces follow
         device,
         device_bytes=args.device_memory,
         host_bytes=args.host_memory,

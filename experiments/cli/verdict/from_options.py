@@ -21,6 +21,11 @@ BATCHES = (32, 16, 8, 4, 2, 1)
 memory."""
 
 
+PIECES = tuple(2**power for power in range(11, 17))
+"""Tokens of a piece to try where none is named and the model does not fit without pieces. Smaller
+pieces take more time, and larger ones seldom less."""
+
+
 def policies(named: str) -> list[str]:
     """Returns the names of the policies that `--policy` selects.
 
@@ -166,6 +171,28 @@ def with_loss_chunk(
         policies=policies(args.policy),
     )
     return argparse.Namespace(**{**vars(args), "loss_chunk": chosen.loss_chunk})
+
+
+def with_fitting_piece(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> argparse.Namespace:
+    """Returns `args` with a number of tokens for `--token-piece` if it is not named, if the model
+    does not fit with one sequence, and if it fits with pieces: the number with the fastest plan. A
+    micro-batch that is not named then has one sequence.
+    """
+    one = argparse.Namespace(**{**vars(args), "batch": 1})
+    sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
+    able = not (args.compile or args.dtype == options.FP8 or model.pieces_obstacle())
+    if args.token_piece or not (able and sizes) or _fitting(one, hardware, model, (1,))[0]:
+        return args
+    found: dict[float, argparse.Namespace] = {}
+    for piece in sizes:
+        tried = argparse.Namespace(**{**vars(args), "batch": args.batch or 1, "token_piece": piece})
+        if _fitting(tried, hardware, model, (tried.batch,))[0]:
+            best = choices(tried, hardware, model.name, hardware.name, model)[0]
+            if best.feasible:
+                found.setdefault(best.step_seconds, tried)
+    return found[min(found)] if found else args
 
 
 def with_fitting_batch(

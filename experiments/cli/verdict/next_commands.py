@@ -101,6 +101,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "gradients": (work.gradients, "exact"),
         "attention": (work.attention, None),
         "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),
+        "token-piece": (work.token_piece, None),
     }
     flags = {
         "--compile": work.compiled,

@@ -249,6 +249,8 @@ def notes(verdict: Verdict) -> list[str]:
         found.append(f"documents: {verdict.documents}")
     if verdict.fp8:
         found.append(verdict.fp8)
+    if piece := verdict.workload.piece:
+        found.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
     if verdict.calibrated and verdict.extrapolated:
         found.append("some operations were not measured in this size; --why names them")
     return found

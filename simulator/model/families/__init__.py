@@ -28,7 +28,14 @@ from megatrain.simulator.model.families.installed import Families
 from megatrain.simulator.model.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.model.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.model.families.multimodal import INSIDE
-from megatrain.simulator.model.families.parts import Kept, Part, Tensors, merge_parts
+from megatrain.simulator.model.families.parts import (
+    Kept,
+    LayerPieces,
+    Part,
+    Tensors,
+    layer_pieces,
+    merge_parts,
+)
 from megatrain.simulator.model.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 from megatrain.simulator.model.families.shared_experts import SHARED_EXPERT_FAMILIES
 from megatrain.simulator.model.families.written import WRITTEN_FAMILIES
@@ -47,6 +54,7 @@ __all__ = [
     "Architecture",
     "Kept",
     "Kind",
+    "LayerPieces",
     "Part",
     "Tensors",
     "cut",
@@ -158,10 +166,12 @@ class Architecture:
         """Tables of learned positions that are added to the embedding's rows."""
         self.head_bias = c.is_on(self.family.head_bias)
         """Whether the output projection has a bias."""
-        self.decoders = {
-            kind: merge_parts(self.family.layer(c, kind)) for kind in dict.fromkeys(self.kinds)
-        }
+        parts = {kind: self.family.layer(c, kind) for kind in dict.fromkeys(self.kinds)}
+        self.decoders = {kind: merge_parts(each) for kind, each in parts.items()}
         """Kind -> the parts of such a decoder layer, joined."""
+        self.pieces = {kind: layer_pieces(each) for kind, each in parts.items()}
+        """Kind -> the parts of such a decoder layer that can be computed in pieces of tokens, or
+        None if its MLP cannot."""
 
     @functools.cached_property
     def scaled_from(self) -> int | None:

@@ -18,6 +18,7 @@ from megatrain.simulator.model.families.parts import (
     centred_norm,
     gated_mlp,
     layer_norm,
+    placed,
     plain_mlp,
     residual,
     rms_norm,
@@ -137,8 +138,8 @@ def pre_norms(
     `weight` is the dtype of the norms' weight product, as in `rms_norm`.
     """
     return lambda c, _: (
-        rms_norm(names[0], c.hidden, first=True, weight=weight),
-        rms_norm(names[1], c.hidden, weight=weight),
+        *placed("first", rms_norm(names[0], c.hidden, first=True, weight=weight)),
+        *placed("norm", rms_norm(names[1], c.hidden, weight=weight)),
         residual(c.hidden),
     )
 
@@ -168,9 +169,9 @@ def output_norms(*names: str, wanted: bool | str = True) -> Layer:
 def pre_and_post_norms(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns Gemma's norms before and after attention and MLP, and two residual sums."""
     return (
-        rms_norm("input_layernorm", c.hidden, first=True, weight="wide"),
+        *placed("first", rms_norm("input_layernorm", c.hidden, first=True, weight="wide")),
         rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
-        rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide"),
+        *placed("norm", rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide")),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
         residual(c.hidden),
     )
@@ -179,8 +180,8 @@ def pre_and_post_norms(c: ModelConfig, _kind: Kind) -> Parts:
 def layer_norms(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns layer norms before attention and before the MLP, and two residual sums."""
     return (
-        layer_norm("input_layernorm", c.hidden, first=True),
-        layer_norm("post_attention_layernorm", c.hidden),
+        *placed("first", layer_norm("input_layernorm", c.hidden, first=True)),
+        *placed("norm", layer_norm("post_attention_layernorm", c.hidden)),
         residual(c.hidden),
     )
 

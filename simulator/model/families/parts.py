@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -139,6 +139,11 @@ def sink_scores(c: ModelConfig) -> Scores:
     return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))
 
 
+Place = Literal["", "first", "norm", "mlp"]
+"""`first`: the norm at the beginning of a layer, `norm`: the norm before the MLP whose output
+nothing else reads, `mlp`: an MLP that is one module and computes each token by itself."""
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors and costs of one module of a decoder layer, or of several."""
 
@@ -193,6 +198,58 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A text that distinguishes this attention from others, for a layer's signature."""
     mlp: str = ""
     """A text that distinguishes this MLP from others, for a layer's signature."""
+    place: Place = ""
+    """What it is of a layer whose tokens are computed in pieces (`LayerPieces`)."""
+
+
+class LayerPieces(NamedTuple):
+    """The parts of a decoder layer that can be computed in pieces of tokens.
+
+    The MLP is one chain with the norm before it, if nothing else reads the output of that norm. The
+    norm at the beginning of the layer is a chain by itself.
+    """
+
+    first: Part | None
+    """The norm at the beginning of the layer. None if it is not computed in pieces."""
+    norm: Part | None
+    """The norm before the MLP. None if it is not computed in pieces."""
+    mlp: Part
+    """The MLP."""
+
+    @property
+    def chain(self) -> Part:
+        """The chain that ends with the MLP."""
+        return merge_parts((self.norm, self.mlp)) if self.norm else self.mlp
+
+    @property
+    def modules(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the modules of each chain, in the order in which a token passes them."""
+        last = (*((_module(self.norm),) if self.norm else ()), _module(self.mlp))
+        return (*(((_module(self.first),),) if self.first else ()), last)
+
+
+def _module(part: Part) -> str:
+    """Returns the name of the module of a layer that has the parameters of `part`."""
+    return part.tensors[0][0].partition(".")[0]
+
+
+def layer_pieces(parts: tuple[Part, ...]) -> LayerPieces | None:
+    """Returns what can be computed in pieces of the layer of these parts, or None if its MLP
+    cannot.
+    """
+    found = {
+        place: merge_parts(tuple(part for part in parts if part.place == place))
+        for place in ("first", "norm", "mlp")
+        if any(part.place == place and part.tensors for part in parts)
+    }
+    if "mlp" not in found:
+        return None
+    return LayerPieces(found.get("first"), found.get("norm"), found["mlp"])
+
+
+def placed(place: Place, *parts: Part) -> tuple[Part, ...]:
+    """Returns the parts with the field `place`."""
+    return tuple(msgspec.structs.replace(part, place=place) for part in parts)
 
 
 def merge_parts(parts: tuple[Part, ...]) -> Part:
@@ -536,13 +593,14 @@ def gated_mlp(
         inner=inner,
         mlp=str(inner) if label else "",
     )
-    return (
+    made = (
         *(linear(each, hidden, size, biased) for each, size in names),
         linear(f"{name}.down_proj", inner, hidden, biased),
         activation(c, inner, act),
         product,
         shared_input(hidden, len(names)),
     )
+    return placed("mlp", *made) if label and "." not in name else made
 
 
 def plain_mlp(
@@ -560,12 +618,13 @@ def plain_mlp(
     other arguments are those of `gated_mlp`.
     """
     inner, hidden, biased = inner or c.size("intermediate_size"), c.hidden, c.is_on(bias)
-    return (
+    made = (
         linear(up, hidden, inner, biased),
         linear(down, inner, hidden, biased),
         activation(c, inner, act),
         hidden_of_mlp(c, inner, act),
     )
+    return placed("mlp", *made) if "." in up else made
 
 
 def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:

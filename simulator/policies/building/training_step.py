@@ -127,7 +127,7 @@ class _Compute:
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
-        saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype)
+        saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype, work.piece)
         builder.slots(
             "device.checkpoints",
             # The inputs of one layer, and one output, are on the device even if they are offloaded.
@@ -202,7 +202,7 @@ class _Compute:
         self.losses = [
             builder.persistent("device.losses", micro, SCALAR_BYTES, "losses") for micro in micros
         ]
-        self.costs: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        self.costs: dict[tuple[str, str, bool, bool], dict[str, Any]] = {}
         """(kind, layer signature, kept) -> the fields of an op that its cost depends on."""
         self.inputs: dict[tuple[int, int], str] = {}
         """(layer, micro-batch) -> the buffer with its input."""
@@ -220,11 +220,14 @@ class _Compute:
         writes: list[str],
         *,
         kept: bool = False,
+        read: bool = False,
     ) -> None:
-        """Emits a compute op. With `kept` it does not compute attention again."""
-        key = kind, self.plan.model.stack[layer].signature if layer else "", kept
+        """Emits a compute op. With `kept` it does not compute attention again. `read` is as in
+        `cost_keys`.
+        """
+        key = kind, self.plan.model.stack[layer].signature if layer else "", kept, read
         if key not in self.costs:
-            self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept)
+            self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept, read=read)
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
     def offload_input(self, index: int, micro: int) -> None:
@@ -312,6 +315,7 @@ class _Compute:
                 [weights, x, *self._kept(index, micro)],
                 outputs,
                 kept=index in self.attended,
+                read=len(outputs) > 1,
             )
             x = outputs[-1]
 

@@ -1,0 +1,108 @@
+"""Tests of `--token-piece` from the verdict to the trained model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.runtime.files.exported_models import newest_model
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Knobs, Plan
+
+WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
+PIECE = ("--token-piece", 5)
+LONG = ("check", "qwen2.5-7b", "--hardware", "h200", "--host-memory", "512GiB")
+Command = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def good(outcome: Any) -> str:
+    assert (outcome.status, outcome.err) == (0, "")
+    return str(outcome.out)
+
+
+def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command) -> None:
+    words = ("plan", "tiny", "--hardware", "h200", *WORK)
+    planned = " ".join(good(command(*words, *PIECE, "--out", "p.toml")).split())
+    assert "layers compute 5 tokens at a time (--token-piece)" in planned
+    assert Plan.load(Path("p.toml")).workload.token_piece == 5
+    good(command(*words, "--token-piece", 7, "--out", "other.toml"))
+    train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
+    train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
+    good(command(*train, "--steps", 4, "--out", "straight"))
+    good(command(*train, "--steps", 2, "--out", "run"))
+    refused = command("train", "other.toml", "--resume", "run", "--steps", 4, "--device", "cpu")
+    assert refused.status == 2
+    assert "token_piece" in refused.err
+    good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
+    models = [
+        (folder / "model.safetensors").read_bytes()
+        for run in ("straight", "run")
+        if (folder := newest_model(Path(run)))
+    ]
+    assert models[0] == models[1]
+
+
+def test_pieces_are_chosen_only_if_one_sequence_does_not_fit(command: Command) -> None:
+    short, long, named = (
+        json.loads(good(command(*LONG, "--json", "--seq", *words)))
+        for words in ((131072,), (524288,), (131072, "--token-piece", 4096))
+    )
+    assert short["workload"]["token_piece"] is None
+    assert (long["feasible"], long["workload"]["batch"]) == (True, 1)
+    assert long["workload"]["token_piece"] >= 2048
+    assert named["workload"]["token_piece"] == 4096
+    assert named["longest_context"] > 524288 > short["longest_context"]
+    text = good(command(*LONG, "--seq", 524288))
+    assert text.replace("\\\n", "").count(f"--token-piece {long['workload']['token_piece']}") == 2
+
+
+def test_pieces_of_compiled_layers_are_refused(command: Command) -> None:
+    outcome = command(*LONG, "--seq", 4096, "--token-piece", 2048, "--compile")
+    assert outcome.status == 2
+    assert "workload: token_piece: found 2048 with compiled layers" in outcome.err
+
+
+def test_a_calibration_has_no_pieces(command: Command) -> None:
+    outcome = command("calibrate", "tiny", *WORK, *PIECE, "--name", "here", "--out", "h.toml")
+    assert outcome.status == 2
+    assert "--token-piece: found 5" in outcome.err
+
+
+def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+    stored = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    hardware, model = (
+        HardwareSpec.load(str(stored / "hardware.toml")),
+        ModelSpec.load("qwen2.5-3b").with_layers(2),
+    )
+    times = {}
+    for piece in (None, 16384, 2048):
+        work = Workload(batch=1, sequence=32768, token_piece=piece)
+        costs = cost_model(hardware, model, work)
+        assert isinstance(costs, Calibrated)
+        plan = Plan(
+            policy="overlapped",
+            hardware="h200",
+            source="",
+            model=model,
+            workload=work,
+            knobs=Knobs(checkpoint_interval=1),
+            device_limit_bytes=2**40,
+            host_limit_bytes=2**40,
+        )
+        times[piece] = {
+            op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"
+        }
+    for op in ("F0.m0", "B0.m0"):
+        assert times[None][op] < times[16384][op] < times[2048][op]
+    assert times[16384]["R0.m0"] < times[None]["R0.m0"]
+    assert times[16384]["H.m0"] == times[None]["H.m0"]
