@@ -31,6 +31,7 @@ from megatrain.simulator.model.families.kinds import (
     pattern,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -66,6 +67,7 @@ def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
         forward=Traffic(0, 2 * hidden, 2 * hidden),
         backward=Traffic(0, 3 * hidden, 2 * hidden),
         kept=Kept(hidden, 2 + (0 if first else hidden), hidden if first else 0),
+        compiled=Compiled(Kept(hidden * (1 if first else 2), 2)),
     )
 
 
