@@ -156,6 +156,9 @@ class KeptAttention(NamedTuple):
 
 
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
+_SEEDS = 2 * 512
+"""Bytes of the state of random numbers that an attention kernel returns: two blocks of PyTorch's
+allocator."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -492,16 +495,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         A `compiled` layer saves what the compiler's partitioner chooses. Kernels that only read and
         write elements run again in the backward pass, so that mainly the operands and results of
         matrix products are saved: input and output of a norm, and gate, up and product of a gated
-        MLP.
+        MLP. With S tokens per sequence and heads of size k, 4 S k bytes are added for what is
+        computed once from the positions.
 
         tests/simulator/test_compiled_memory.py compares it with the compiler's choice.
         """
         part, width = self._part(layer), DTYPE_BYTES[dtype]
-        kept, scores, cast = part.kept, part.scores.kept, 0
+        kept, scores, once = part.kept, part.scores.kept, 0
         if compiled:
             kept, scores = part.in_compiled.kept, part.scores.compiled[0]
-            cast = 4 * part.in_compiled.cast if width < 4 else 0
-        return tokens * (kept.bytes(width) + sequence * scores.bytes(width)) + cast
+            once = _SEEDS + 4 * sequence * self.heads.size
+            once += 4 * part.in_compiled.cast if width < 4 else 0
+        return tokens * (kept.bytes(width) + sequence * scores.bytes(width)) + once
 
     @functools.cached_property
     def writes_scores(self) -> bool:

@@ -76,10 +76,10 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **_: Any,
 ) -> torch.Tensor:
     """Replaces `scaled_dot_product_attention`, and calls the kernel that a GPU would choose."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:

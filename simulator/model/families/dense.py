@@ -159,6 +159,16 @@ def xielu_mlp(c: ModelConfig, _kind: Kind) -> Parts:
 _NEMOTRON = stacked(
     attends(bias="attention_bias"), plain("up_proj", "down_proj", "mlp_bias"), layer_norms
 )
+
+
+def _copied_output(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the copy of attention's output that a compiled layer saves, in the layout of the
+    projection. Queries and keys of which only a part is rotated are concatenated, and the output
+    has their layout.
+    """
+    return (Part(compiled=Compiled(Kept(c.heads * c.head_dim))),)
+
+
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 
 DENSE_FAMILIES: dict[str, Family] = {
@@ -233,7 +243,9 @@ DENSE_FAMILIES: dict[str, Family] = {
         layer=stacked(MISTRAL, scaled_queries), attention=one_window,
         defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128},
     ),
-    "nemotron": Family(layer=_NEMOTRON, norm=layer_norm, defaults={"hidden_act": "relu2"}),
+    "nemotron": Family(
+        layer=stacked(_NEMOTRON, _copied_output), norm=layer_norm, defaults={"hidden_act": "relu2"}
+    ),
     "olmo": Family(
         layer=stacked(attends(bias="attention_bias"), gated(), _olmo_norms), norm=no_norm,
         defaults=_SILU,
