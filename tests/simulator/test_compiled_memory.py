@@ -2,7 +2,7 @@
 
 `compiled_memory.toml` has two counts of each kind of layer of a family, in bytes, with 2 x 2,048
 tokens: what the layer saves with its output, and the highest peak of its passes, saved activations
-and weight gradients included (`counted_compiled.py`). Widths are those of `test_counted_memory.py`.
+and weight gradients included (`counted_compiled.py`). Widths are those of `wide_models.py`.
 The counts change if the code of transformers or PyTorch changes. To count all families again, which
 takes an hour, or some:
 
@@ -19,9 +19,7 @@ from pathlib import Path
 import pytest
 from counted_compiled import counted_compiled
 from decoder_layers import different_layers
-from test_counted_memory import WIDE, WIDENED
-from tiny_families import config_of
-from transformers import AutoConfig
+from wide_models import wide_model
 
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.families import FAMILIES
@@ -47,12 +45,6 @@ experiments/results/h200-qwen2.5-7b-batches/hardware.toml, and the peak of `torc
 machine on 2026-11-23, with the layer's output."""
 
 
-def model_of(family: str) -> ModelSpec:
-    """Returns the model whose layers are counted, with one layer of each kind."""
-    config = config_of(family, **WIDE) if family in WIDENED else AutoConfig.for_model(family)
-    return ModelSpec.from_config(config.to_dict(), "config.json").shortest(1)
-
-
 def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, int]:
     """Returns the predicted saved bytes, output included, and the predicted peak."""
     sizes = (work.tokens, work.sequence, work.dtype)
@@ -65,14 +57,14 @@ def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, i
 
 def shares(family: str) -> Iterator[tuple[float, float]]:
     """Returns predicted over counted bytes of each kind of layer: saved, and the peak."""
-    spec = model_of(family)
+    spec = wide_model(family)
     for layer, counts in zip(different_layers(spec), COUNTED[family], strict=True):
         saved, peak = predicted(spec, layer, WORKLOAD)
         yield saved / counts[0], peak / counts[1]
 
 
 def count(family: str) -> list[tuple[int, int]]:
-    spec = model_of(family)
+    spec = wide_model(family)
     found = [counted_compiled(spec, layer, WORKLOAD) for layer in different_layers(spec)]
     return [(each.saved, each.all) for each in found]
 
