@@ -22,7 +22,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     and the estimate is the bytes measured on an H200 for one of them. With fp8 products, the
     estimate is that of eager layers and the fp8 weights (`fp8_saved_bytes`).
     """
-    compiled = _compiled(workload)
+    compiled = _compiled(model, workload)
     return (
         model.max_saved_bytes(workload.tokens, workload.sequence, workload.dtype, compiled=compiled)
         + (model.saved_mask_bytes(workload) if compiled else 0)
@@ -31,9 +31,15 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     )
 
 
-def _compiled(workload: Workload) -> bool:
-    """Checks whether the formulas for compiled layers apply. They do not describe fp8 products."""
-    return workload.compiled and not workload.fp8
+def _compiled(model: ModelSpec, workload: Workload) -> bool:
+    """Checks whether the formulas for compiled layers apply.
+
+    They do not describe fp8 products. Neither are they used for linear attention and state-space
+    mixers: compiled layers of Qwen3-Next ran out of memory on an H200 where eager ones were
+    predicted to fit.
+    """
+    apart = any(layer.attention in ("linear_attention", "hybrid") for layer in model.decoders)
+    return workload.compiled and not workload.fp8 and not apart
 
 
 def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -106,7 +112,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     )
     layer = (
         model.transient_bytes(
-            tokens, workload.sequence, workload.dtype, compiled=_compiled(workload)
+            tokens, workload.sequence, workload.dtype, compiled=_compiled(model, workload)
         )
         + model.mask_bytes(workload)
         + fp8_temporary_bytes(model, workload)
