@@ -162,6 +162,9 @@ class KeptAttention(NamedTuple):
 
 
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
+_SEEDS = 2 * 512
+"""Bytes of the state of random numbers that an attention kernel returns: two blocks of PyTorch's
+allocator."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -544,10 +547,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return 2 * tokens * chain.active, once_more + weights * (read + written + 8 * count + width)
 
     def saved_bytes(
-        self, layer: str, tokens: int, sequence: int, dtype: Dtype, piece: int = 0
+        self,
+        layer: str,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int = 0,
+        *,
+        compiled: bool = False,
     ) -> int:
         """Returns the bytes that autograd saves in a decoder layer from its forward to its
-        backward, for an eager layer.
+        backward.
 
         They are the sum over the parts of the layer (`families/parts.py`). A norm saves its input
         in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
@@ -556,14 +566,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
         norm before attention only its output, which projections read.
+
+        A `compiled` layer saves what the compiler's partitioner chooses. Kernels that only read and
+        write elements run again in the backward pass, so that mainly the operands and results of
+        matrix products are saved: input and output of a norm, and gate, up and product of a gated
+        MLP. With S tokens per sequence and heads of size k, 4 S k bytes are added for what is
+        computed once from the positions.
+
+        tests/simulator/test_compiled_memory.py compares it with the compiler's choice.
         """
         part, width = self._part(layer), DTYPE_BYTES[dtype]
-        saved = part.kept.bytes(width)
+        kept, scores, once = part.kept, part.scores.kept, 0
+        if compiled:
+            kept, scores = part.in_compiled.kept, part.scores.compiled[0]
+            once = _SEEDS + 4 * sequence * self.heads.size
+            once += 4 * part.in_compiled.cast if width < 4 else 0
+        saved = kept.bytes(width)
         if piece and (pieces := self.layer_pieces(layer)):
             hidden = self.hidden * width
             saved -= pieces.chain.kept.bytes(width) - (hidden if pieces.norm else 0)
             saved -= pieces.first.kept.bytes(width) - hidden if pieces.first else 0
-        return tokens * (saved + sequence * part.scores.kept.bytes(width))
+        return tokens * (saved + sequence * scores.bytes(width)) + once
 
     @functools.cached_property
     def writes_scores(self) -> bool:
@@ -598,29 +621,40 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attended = self._part(layer).attended
         return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
-    def max_saved_bytes(self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0) -> int:
+    def max_saved_bytes(
+        self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
+    ) -> int:
         """Returns the largest `saved_bytes` of all decoder layers."""
         return max(
-            self.saved_bytes(layer.name, tokens, sequence, dtype, piece)
+            self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
             for layer in {layer.signature: layer for layer in self.decoders}.values()
         )
 
-    def transient_bytes(self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0) -> int:
+    def transient_bytes(
+        self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
+    ) -> int:
         """Returns the bytes of temporary tensors in the backward pass of a decoder layer, in
         addition to the saved activations of the layer that saves most. It is for the layer that
         needs most.
         """
-        most = self.max_saved_bytes(tokens, sequence, dtype, piece)
+        most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled)
         return (
             max(
-                self.backward_bytes(layer, tokens, sequence, dtype, piece)
+                self.backward_bytes(layer, tokens, sequence, dtype, piece, compiled=compiled)
                 for layer in {layer.signature: layer for layer in self.decoders}.values()
             )
             - most
         )
 
     def backward_bytes(
-        self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype, piece: int = 0
+        self,
+        layer: LayerSpec,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int = 0,
+        *,
+        compiled: bool = False,
     ) -> int:
         """Returns the peak of a decoder layer's backward pass, saved activations included.
 
@@ -652,7 +686,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * A norm after the MLP, or after attention, is not computed in pieces. It comes on top of
           the saved activations and of all weight gradients, with two gradients, 2 T d b.
 
-        tests/simulator/test_counted_memory.py compares it with the runtime's layers.
+        In a compiled layer, some gradients of norms' weights are computed last. So two gradients of
+        the hidden states exist longer, 2 T d b with hidden size d.
+
+        tests/simulator/test_counted_memory.py compares it with the runtime's layers, and
+        tests/simulator/test_compiled_memory.py with compiled ones.
         """
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
@@ -662,17 +700,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return tokens * max((each.bytes(width) for each in some), default=0)
 
         carried = self.carried - self.hidden
-        written = sequence * part.scores.held.bytes(width)
+        early, freed, scores, longer = part.early, part.freed, part.scores.held, 0
+        if compiled:
+            early, freed = part.in_compiled.early, part.in_compiled.freed
+            scores, longer = part.scores.compiled[1], 2 * tokens * self.hidden * width
+        written = sequence * scores.bytes(width)
         parts = [
-            width * part.down + held(*part.early),
+            width * part.down + held(*early),
             width * part.projections + held(part.middle),
-            width * part.projections + held(*part.between) - held(part.freed),
-            width * layer.elements + held(*part.late) - held(part.freed),
+            width * part.projections + held(*part.between) - held(freed),
+            width * layer.elements + held(*part.late) - held(freed) + longer,
         ]
-        if carried or written:
+        if carried or (written and not compiled):
             parts.append(width * layer.elements + 3 * tokens * max(carried, layer.inner) * width)
         return (
-            self.saved_bytes(layer.name, tokens, sequence, dtype)
+            self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled)
             + max(parts)
             + tokens * written
             + 24 * sequence * self.heads.size
@@ -750,22 +792,43 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compute dtype, which is added to the scores: B S S b. Written-out scores always have both.
         Linear attention and kernels that receive lengths have no mask.
         """
-        if workload.documents and self.document_attention(workload.dtype) == "lengths":
-            return 0
-        pairs, masks, added = (
-            workload.sequence**2,
+        masks, added = (
             dict[str, int](),
             workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype],
         )
         for layer in self.decoders:
-            windowed = 0 < self.window(layer.name) < workload.sequence
-            written = self._part(layer.name).scores.kept != Kept()
-            always = written or self.family in ALWAYS_MASKED
-            if layer.attention != "linear_attention" and (workload.documents or windowed or always):
-                masks[layer.attention] = pairs * (workload.batch if workload.documents else 1) + (
-                    added if written else 0
-                )
+            if self._masked(layer, workload):
+                written = self._part(layer.name).scores.kept != Kept()
+                masks[layer.attention] = workload.sequence**2 * (
+                    workload.batch if workload.documents else 1
+                ) + (added if written else 0)
         return sum(masks.values()) + (added if masks else 0)
+
+    def _masked(self, layer: LayerSpec, workload: Workload) -> bool:
+        """Checks whether the layer's attention has a mask."""
+        if layer.attention == "linear_attention":
+            return False
+        if workload.documents:
+            return self.document_attention(workload.dtype) == "mask"
+        written = self._part(layer.name).scores.kept != Kept()
+        windowed = 0 < self.window(layer.name) < workload.sequence
+        return windowed or written or self.family in ALWAYS_MASKED
+
+    def saved_mask_bytes(self, workload: Workload) -> int:
+        """Returns the most bytes that a compiled decoder layer saves in addition because a fused
+        attention kernel has a mask.
+
+        With B rows of S tokens and b bytes per element, these are the mask in the compute dtype,
+        B S S b, and a copy of keys and values for each query head that shares them.
+        """
+        heads, pairs, size = self.heads
+        masked = any(
+            self._masked(layer, workload) and self._part(layer.name).scores.kept == Kept()
+            for layer in self.decoders
+        )
+        copied = 2 * (heads - pairs) * size
+        width = DTYPE_BYTES[workload.dtype]
+        return workload.tokens * (workload.sequence + copied) * width if masked else 0
 
     def with_layers(self, layers: int) -> ModelSpec:
         """Returns the model with only its first `layers` decoder layers."""

@@ -345,10 +345,10 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
 def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
     """Returns what in compiled layers takes an amount of memory that is not known, in words.
 
-    The prediction is that of eager layers. Compiled layers that use fused kernels were measured to
-    need less. Those that compute linear attention, a state-space mixer or scores in PyTorch are
-    compiled to programs of their own. Empty if the machine was calibrated with them, and for a plan
-    that does not fit or that the runtime cannot execute.
+    The bytes of compiled layers that use fused kernels were counted and measured. Those that
+    compute linear attention, a state-space mixer or scores in PyTorch are compiled to programs of
+    their own. Empty if the machine was calibrated with them, and for a plan that does not fit or
+    that the runtime cannot execute.
     """
     plan = choice.plan
     model, work = plan.model, plan.workload

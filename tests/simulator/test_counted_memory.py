@@ -1,7 +1,7 @@
 """Tests of the predicted memory of a layer against the runtime's own layers, for every family.
 
-Widths are the defaults of transformers, which are those of a published model, or `WIDE`. Memory is
-counted without allocating it (`counted_memory.py`).
+Widths are the defaults of transformers, which are those of a published model, or the `WIDE` ones of
+`wide_models.py`. Memory is counted without allocating it (`counted_memory.py`).
 
 `counted_memory.toml` has the predicted peak over the counted one in percent, for each kind of layer
 of a family. A peak is that of the forward pass, recompute or backward pass, saved activations and
@@ -22,8 +22,7 @@ import pytest
 from counted_memory import counted, counted_head
 from decoder_layers import different_layers
 from family_sample import others_nightly
-from tiny_families import config_of
-from transformers import AutoConfig
+from wide_models import wide_model
 
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
@@ -34,25 +33,6 @@ from megatrain.simulator.model.workload import Workload
 FILE = Path(__file__).with_name("counted_memory.toml")
 STORED: dict[str, list[float]] = tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 WORKLOAD = Workload(batch=2, sequence=2048)
-WIDE = {
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 5632,
-}
-WIDENED = (
-    "dbrx",
-    "deepseek_v2",
-    "dots1",
-    "gemma4_text",
-    "glm4_moe",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "ministral",
-    "nemotron",
-)
-"""Families whose defaults are not those of a model. They have the widths of `WIDE`."""
 SAMPLE = ("llama", "olmo2", "mixtral")
 """Families of the normal tests: a plain layer, norms after the MLP, and experts."""
 IN_PIECES = ("llama", "phi", "olmo2")
@@ -62,9 +42,7 @@ after both."""
 
 def shares(family: str) -> Iterator[float]:
     """Returns the predicted peak over the counted one of each kind of layer, in percent."""
-    config = config_of(family, **WIDE) if family in WIDENED else AutoConfig.for_model(family)
-    whole = ModelSpec.from_config(config.to_dict(), "config.json")
-    spec, work = whole.shortest(1), WORKLOAD
+    spec, work = wide_model(family), WORKLOAD
     for layer in different_layers(spec):
         predicted = (
             spec.backward_bytes(layer, work.tokens, work.sequence, work.dtype)
@@ -131,8 +109,7 @@ def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) ->
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, among=IN_PIECES))
 def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family: str) -> None:
-    config = config_of(family, **WIDE) if family in WIDENED else AutoConfig.for_model(family)
-    spec = ModelSpec.from_config(config.to_dict(), "config.json").shortest(1)
+    spec = wide_model(family)
     work = Workload(batch=1, sequence=16384, token_piece=2048)
     if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work):
         pytest.skip("not in pieces, or dominated by scores or by a mask")

@@ -31,6 +31,7 @@ from megatrain.simulator.model.families.kinds import (
     pattern,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -66,6 +67,7 @@ def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
         forward=Traffic(0, 2 * hidden, 2 * hidden),
         backward=Traffic(0, 3 * hidden, 2 * hidden),
         kept=Kept(hidden, 2 + (0 if first else hidden), hidden if first else 0),
+        compiled=Compiled(Kept(hidden * (1 if first else 2), 2)),
     )
 
 
@@ -157,6 +159,16 @@ def xielu_mlp(c: ModelConfig, _kind: Kind) -> Parts:
 _NEMOTRON = stacked(
     attends(bias="attention_bias"), plain("up_proj", "down_proj", "mlp_bias"), layer_norms
 )
+
+
+def _copied_output(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the copy of attention's output that a compiled layer saves, in the layout of the
+    projection. Queries and keys of which only a part is rotated are concatenated, and the output
+    has their layout.
+    """
+    return (Part(compiled=Compiled(Kept(c.heads * c.head_dim))),)
+
+
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
 
 DENSE_FAMILIES: dict[str, Family] = {
@@ -231,7 +243,9 @@ DENSE_FAMILIES: dict[str, Family] = {
         layer=stacked(MISTRAL, scaled_queries), attention=one_window,
         defaults={**_SILU, "num_key_value_heads": 8, "head_dim": 128},
     ),
-    "nemotron": Family(layer=_NEMOTRON, norm=layer_norm, defaults={"hidden_act": "relu2"}),
+    "nemotron": Family(
+        layer=stacked(_NEMOTRON, _copied_output), norm=layer_norm, defaults={"hidden_act": "relu2"}
+    ),
     "olmo": Family(
         layer=stacked(attends(bias="attention_bias"), gated(), _olmo_norms), norm=no_norm,
         defaults=_SILU,

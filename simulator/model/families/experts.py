@@ -9,6 +9,7 @@ from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Layer, Parts, top_k
 from megatrain.simulator.model.families.kinds import Kind
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Tensors,
@@ -36,6 +37,9 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
         forward=Traffic(0, 4 * experts, experts),
         backward=Traffic(0, 6 * experts, experts),
         kept=Kept(0, experts, hidden if wide else 0),
+        compiled=Compiled(
+            Kept(0, experts + 2, hidden if wide else 0), cast=experts * hidden if wide else 0
+        ),
     )
 
 
@@ -81,6 +85,12 @@ def experts(
         tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
     rows, columns = chosen * hidden, chosen * inner
     clamped = 3 if bias else 0  # gpt-oss clamps gate and up and adds a sum
+    # At first, gradients of the weighted outputs, of the outputs, and of the weights before they
+    # are summed. Then the gradients of gate and up, and what a clamp adds.
+    early = (
+        Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
+        Kept((2 + clamped) * columns, 12 * chosen),
+    )
     return Part(
         tensors=tensors,
         active=3 * chosen * hidden * inner,
@@ -90,13 +100,13 @@ def experts(
         forward=Traffic(9 * rows + (5 + 3 * clamped) * columns),
         backward=Traffic(16 * rows + (15 + 3 * clamped) * columns),
         kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
-        freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
-        # At first, gradients of the weighted outputs, of the outputs, and of the weights before
-        # they are summed. Then the gradients of gate and up, and what a clamp adds.
-        early=(
-            Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
-            Kept((2 + clamped) * columns, 12 * chosen),
+        compiled=Compiled(
+            Kept(2 * rows + 3 * columns, 11 * chosen),
+            (Kept(3 * rows + hidden, 12 * chosen), early[1]),
+            Kept(2 * rows + 3 * columns),
         ),
+        freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
+        early=early,
         down=count * hidden * inner,
         projections=3 * count * hidden * inner,
     )

@@ -14,6 +14,7 @@ from megatrain.simulator.model.families.experts import experts
 from megatrain.simulator.model.families.family import Parts, pre_and_post_norms
 from megatrain.simulator.model.families.kinds import FULL, SLIDING, Kind
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -99,6 +100,7 @@ def unweighted(size: int, rows: int = 1, *, first: bool = False) -> Part:
         forward=Traffic(0, 5 * elements, 2 * elements),
         backward=Traffic(0, 17 * elements, 2 * elements),
         kept=Kept(0, rows + (0 if first else elements), elements if first else 0),
+        compiled=Compiled(Kept(0 if first else elements, rows)),
     )
 
 

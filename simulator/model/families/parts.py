@@ -81,6 +81,8 @@ class Scores(NamedTuple):
     """Elements read and written in the forward pass."""
     backward: Traffic = Traffic()
     """Elements read and written in the backward pass."""
+    compiled: tuple[Kept, Kept] = (Kept(), Kept())
+    """`kept` and `held` in a compiled layer."""
 
     def plus(self, other: Scores) -> Scores:
         return Scores(
@@ -88,16 +90,20 @@ class Scores(NamedTuple):
             self.held.plus(other.held),
             self.forward.plus(other.forward),
             self.backward.plus(other.backward),
+            (self.compiled[0].plus(other.compiled[0]), self.compiled[1].plus(other.compiled[1])),
         )
 
 
-def softmax_scores(c: ModelConfig, *, capped: bool = False) -> Scores:
+def softmax_scores(c: ModelConfig, *, capped: bool = False, wide: bool = False) -> Scores:
     """Returns the costs of scores with a softmax in fp32.
 
     Forward: the products of queries and keys are scaled (2), a mask is added (3), and softmax runs
     in fp32 (3) between two casts. Backward: scaling (2), softmax (5) and the casts. Autograd saves
     the softmax in fp32 and in the compute dtype. If the scores are `capped`, a division, a tanh and
     a product (2 each) are added, and the tanh is saved.
+
+    A compiled layer saves the softmax in the compute dtype, and the scores that it is computed
+    from again. These are in fp32 if queries and keys are multiplied in fp32 (`wide`).
     """
     heads = c.heads
     cap = 6 * heads if capped else 0
@@ -106,6 +112,10 @@ def softmax_scores(c: ModelConfig, *, capped: bool = False) -> Scores:
         Kept(2 * heads, 2 * heads),
         Traffic(5 * heads + cap, 3 * heads, 2 * heads),
         Traffic(2 * heads + cap, 5 * heads, 2 * heads),
+        (
+            Kept(heads, 0, heads) if wide else Kept(2 * heads),
+            Kept(heads) if capped else Kept(0, heads),
+        ),
     )
 
 
@@ -125,6 +135,7 @@ def scaled_scores(c: ModelConfig) -> Scores:
         Kept(3 * heads, 2 * heads),
         Traffic(6 * heads, 3 * heads, 2 * heads),
         Traffic(6 * heads, 5 * heads, 2 * heads),
+        (Kept(2 * heads), Kept(2 * heads)),
     )
 
 
@@ -134,9 +145,42 @@ def sink_scores(c: ModelConfig) -> Scores:
 
     The column is appended (2), the largest score is subtracted (3), softmax runs in the compute
     dtype, and the column is cut off (2).
+
+    A compiled layer saves the scores with this column, and the softmax. What it holds besides in
+    the backward pass was counted as 2, but is assumed to be as in eager layers: with 2, a step of
+    six layers of gpt-oss-20b would be predicted below what was measured on an H200.
     """
     heads = c.heads
-    return Scores(Kept(heads), Kept(4 * heads), Traffic(15 * heads), Traffic(18 * heads))
+    return Scores(
+        Kept(heads),
+        Kept(4 * heads),
+        Traffic(15 * heads),
+        Traffic(18 * heads),
+        (Kept(2 * heads), Kept(4 * heads)),
+    )
+
+
+class Compiled(NamedTuple):
+    """What differs in a compiled layer. Kernels that only read and write elements are fused there:
+    it saves what matrix products and attention read, and what these kernels can start from.
+    """
+
+    kept: Kept = Kept()
+    """As `Part.kept`."""
+    early: tuple[Kept, ...] = ()
+    """As `Part.early`."""
+    freed: Kept = Kept()
+    """As `Part.freed`."""
+    cast: int = 0
+    """Elements of weights of which it saves a copy in fp32."""
+
+    def plus(self, other: Compiled) -> Compiled:
+        return Compiled(
+            self.kept.plus(other.kept),
+            self.early + other.early,
+            self.freed.plus(other.freed),
+            self.cast + other.cast,
+        )
 
 
 Place = Literal["", "first", "norm", "mlp"]
@@ -194,12 +238,19 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     time."""
     freed: Kept = Kept()
     """The part of `kept` that the MLP has freed by then."""
+    compiled: Compiled | None = None
+    """What differs if the layer is compiled. None means nothing."""
     attention: str = ""
     """A text that distinguishes this attention from others, for a layer's signature."""
     mlp: str = ""
     """A text that distinguishes this MLP from others, for a layer's signature."""
     place: Place = ""
     """What it is of a layer whose tokens are computed in pieces (`LayerPieces`)."""
+
+    @property
+    def in_compiled(self) -> Compiled:
+        """`compiled`, or what stands for it if it is None."""
+        return self.compiled or Compiled(self.kept, self.early, self.freed)
 
 
 class LayerPieces(NamedTuple):
@@ -275,6 +326,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         between=tuple(held for part in parts for held in part.between),
         late=tuple(held for part in parts for held in part.late),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
+        compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
         attention="".join(part.attention for part in parts),
         mlp="".join(part.mlp for part in parts),
     )
@@ -328,6 +380,7 @@ def rms_norm(
         forward=Traffic(2 * low, 5 * elements + 2 * wide, 2 * elements),
         backward=Traffic(6 * low, 17 * elements + 6 * wide, 2 * elements),
         kept=Kept(low + (elements if projected else 0), rows + wide + own, copy),
+        compiled=Compiled(Kept(elements * (projected + (not first)), rows)),
         early=() if projected or inside else held,
         between=held if projected and not first and not inside else (),
         late=held if inside else (),
@@ -366,6 +419,7 @@ def centred_norm(
         forward=Traffic(0, 12 * elements, 2 * elements),
         backward=Traffic(0, 31 * elements, 2 * elements),
         kept=Kept(elements if projected else 0, 3 * elements + rows),
+        compiled=Compiled(Kept(elements * (1 + projected), 2 * rows)),
     )
 
 
@@ -455,6 +509,7 @@ def attend(
             scores=scores,
             backward=Traffic(3 * heads * (2 * query + 2 * value)),
             kept=Kept(2 * heads * (query + value)),
+            compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
     return Part(
@@ -545,7 +600,10 @@ def activation(c: ModelConfig, elements: int, key: str = "hidden_act") -> Part:
     name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
     if name == "gelu_new":
         return Part(
-            forward=Traffic(19 * elements), backward=Traffic(24 * elements), kept=Kept(4 * elements)
+            forward=Traffic(19 * elements),
+            backward=Traffic(24 * elements),
+            kept=Kept(4 * elements),
+            compiled=Compiled(Kept(elements)),
         )
     if name == "relu2":
         return Part(
@@ -585,6 +643,7 @@ def gated_mlp(
         forward=Traffic(3 * inner),
         backward=Traffic((12 if fused else 6) * inner),
         kept=Kept(3 * inner),
+        compiled=Compiled(Kept(2 * inner), (Kept(inner),), Kept(3 * inner)),
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
@@ -637,6 +696,7 @@ def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
     more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
     return Part(
         kept=Kept(inner),
+        compiled=Compiled(Kept(inner), (Kept(inner),), Kept(inner)),
         freed=Kept(inner),
         early=(Kept((1 + more) * inner),),
         down=inner * c.hidden,

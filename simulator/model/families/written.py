@@ -8,6 +8,7 @@ from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts, bare_layer_norm
 from megatrain.simulator.model.families.kinds import Kind
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -44,8 +45,8 @@ def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
         *plain_mlp(c, "mlp.fc_in", "mlp.fc_out", inner=inner, act="activation_function"),
         rotary(2 * c.heads * turned),
         turned_in_pairs(2 * c.heads * turned),
-        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c)),
-        Part(kept=Kept(4 * turned, 0, hidden)),
+        attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c, wide=True)),
+        Part(kept=Kept(4 * turned, 0, hidden), compiled=Compiled(Kept(0, 0, hidden))),
         shared_input(hidden, 2 if fused else 4),
         residual(hidden),
     )

@@ -1,0 +1,242 @@
+"""Counts the device memory that a compiled decoder layer takes in the runtime, without a GPU.
+
+The runtime's own function of a layer is compiled by `torch.compile` on fake tensors. Dynamo,
+AOTAutograd with its partitioner, and inductor run as for a GPU, except that no kernel is built. The
+partitioner decides what the forward pass saves. Inductor decides what it fuses, in which order
+kernels run, and when memory is allocated, reused and freed: it writes these decisions into a Python
+program. The program is executed on fake tensors with kernels that do nothing. Each allocation is
+counted until it is freed, as in `counted_memory.py`.
+
+Three things differ from a GPU:
+
+* *Device.* The tensors are those of a CPU, because this PyTorch may have no CUDA. Inductor writes
+  Triton kernels for them, so that it fuses as for a GPU. Only the order of loops is not changed for
+  the sake of a fusion, so a GPU fuses at least as much.
+* *Attention.* `scaled_dot_product_attention` is replaced by the kernel that a GPU would choose.
+  Without a mask it is flash attention, otherwise memory-efficient attention. `_INSIDE` has what
+  their backward kernels need in addition.
+* *Version.* The count is that of the installed PyTorch. Another version may save other tensors.
+
+With 32 x 1,024 tokens, a compiled layer of Qwen2.5-7B's shape is counted with 5,204,870,144 saved
+bytes, as measured on an H200 with PyTorch 2.11, and with the same peak within 0.1 %.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._triton
+from counted_memory import INSIDE, Live, Peaks
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+_aten, _guards = torch.ops.aten, torch._C._dynamo.guards
+
+
+def _backward_of_flash(_: Any, q: torch.Tensor, k: torch.Tensor, *__: Any) -> int:
+    """A sum of q's gradient in fp32, the products of output and gradient, and dk and dv for each
+    query head if several share them. Sums have a multiple of 32 elements per head.
+    """
+    batch, heads, sequence, size = q.shape
+    shared = 2 * q.numel() * q.element_size() if heads != k.shape[1] else 0
+    return 4 * batch * heads * sequence * (-(-size // 32) * 32 + 1) + shared
+
+
+def _backward_of_efficient(_: Any, q: torch.Tensor, k: torch.Tensor, v: Any, *__: Any) -> int:
+    """The same sum. With heads of more than 128 elements, k's and v's gradients are summed too."""
+    batch, heads, sequence, size = q.shape
+    wide = k.numel() + v.numel() if max(size, v.shape[-1]) > 128 else 0
+    return 4 * batch * heads * sequence * (size + 1) + 4 * wide
+
+
+_INSIDE: dict[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": _backward_of_flash,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _backward_of_efficient,
+}
+"""Further entries of `counted_memory.INSIDE`."""
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Replaces `scaled_dot_product_attention`, and calls the kernel that a GPU would choose."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+            attn_mask.logical_not(), -torch.inf
+        )
+    size, width = query.shape[-1], value.shape[-1]
+    padding = -size % 8
+    if padding:
+        query, key, value = (
+            torch.nn.functional.pad(each, (0, padding)) for each in (query, key, value)
+        )
+    if attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
+        output = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )[0]
+    else:
+        output = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
+        )[0]
+    return output[..., :width] if padding else output
+
+
+class _NoKernel:
+    """Stands for a compiled kernel. It computes nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    run = __call__
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_load = GraphLowering._compile_to_module_lines
+
+
+def _loaded(self: GraphLowering, *args: Any, **kwargs: Any) -> Any:
+    """Loads a program of inductor, which imports Triton, without Triton."""
+    stubs = {name: ModuleType(name) for name in ("triton", "triton.language")}
+    stubs["triton"].language = stubs["triton.language"]  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, stubs):
+        return _load(self, *args, **kwargs)
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Lets inductor write programs as for a GPU and build no kernels."""
+    changes = [
+        (torch.nn.functional, "scaled_dot_product_attention", _attention),
+        (torch.utils._triton, "triton_hash_with_backend", lambda: ""),
+        (AsyncCompile, "triton", _NoKernel),
+        (AsyncCompile, "cpp_pybinding", _NoKernel),
+        (GraphLowering, "_compile_to_module_lines", _loaded),
+        (_guards, "_empty_strided_cpu", _empty),
+        (_guards, "_reinterpret_tensor", _reinterpreted),
+        (_guards, "assert_size_stride", lambda *_: None),
+    ]
+    with ExitStack() as stack:
+        for owner, name, replacement in changes:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(mock.patch.dict(INSIDE, _INSIDE))
+        stack.enter_context(
+            config.patch(
+                {
+                    "cpu_backend": "triton",
+                    "cpp.simdlen": 1,  # otherwise it builds a program to ask for the processor
+                    "fx_graph_cache": False,
+                    "compile_threads": 1,
+                }
+            )
+        )
+        yield
+
+
+def _counts_in(counts: list[Live]) -> Callable[..., Any]:
+    """Returns inductor as a backend of `torch.compile`, whose programs run in the mode `counts[0]`
+    if there is one.
+    """
+
+    def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
+        program: Any = compile_fx_inner(graph, inputs, **options)
+
+        def run(values: list[Any]) -> Any:
+            with counts[0] if counts else nullcontext():
+                return program(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=compiled)
+
+
+def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> Peaks:
+    """Returns the bytes that a compiled decoder layer takes. The model should have as few layers as
+    possible.
+    """
+    torch._dynamo.reset()
+    layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
+    eager = layers._kinds[int(layer.name)].eager
+    dtype = TORCH_DTYPE[workload.dtype]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_kernels():
+        counts: list[Live] = []
+        run = torch.compile(eager, dynamic=False, fullgraph=True, backend=_counts_in(counts))
+        arguments, buffers = (
+            tree_map(
+                lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+                given,
+            )
+            for given in (layers._causal[int(layer.name)], layers.buffers[layer.name])
+        )
+        weights = {
+            tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()
+            for tensor in layer.tensors
+        }
+        x = torch.empty(
+            workload.batch, workload.sequence, model.carried, dtype=dtype
+        ).requires_grad_()
+        gradient = torch.empty_like(x)
+
+        def forward(tracked: bool) -> torch.Tensor:
+            with torch.set_grad_enabled(tracked):
+                output, _ = run(weights | buffers, x, arguments)
+            return output
+
+        def backward(output: torch.Tensor) -> object:
+            return torch.autograd.grad(
+                [output], (x, *weights.values()), [gradient], allow_unused=True
+            )
+
+        forward(False)  # these calls compile
+        backward(forward(True))
+        live = Live()
+        counts.append(live)
+        for leaf in tree_leaves((weights, x, gradient, buffers)):
+            live.add(leaf, given=True)
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, torch.Tensor):
+                live.add(leaf)
+        given = live.bytes
+        live.reset_peak()
+        made = forward(False)
+        del made
+        without, _ = live.peak, live.reset_peak()
+        output = forward(True)
+        recompute, saved, _ = live.peak, live.bytes - given, live.reset_peak()
+        gradients = backward(output)
+        peak = live.peak
+        del gradients, output
+    torch._dynamo.reset()
+    return Peaks(without, recompute, saved, peak)
