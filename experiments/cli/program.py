@@ -66,7 +66,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
-    """Writes each PolicyWarning as one line that begins with `name`, and not its place in the code."""
+    """Writes each PolicyWarning as one line that begins with `name`."""
     usual = warnings.formatwarning
 
     def line(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> str:

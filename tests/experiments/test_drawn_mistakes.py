@@ -92,6 +92,8 @@ def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
 
 
 TRAIN = ("train", "plan.toml", "--steps", "2", "--device", "cpu")
+TRAIN_MODEL = ("train", "tiny", "--data", "corpus", "--device", "cpu", "--out", "new")
+DATA = ("data", "corpus", "--model")
 EXPENSIVE = {
     "missing data": (*TRAIN, "--data", "gone", "--out", "new"),
     "data by a name that is not UTF-8": (*TRAIN, "--data", "bad\udce9.txt", "--out", "new"),
@@ -101,6 +103,11 @@ EXPENSIVE = {
     "missing model": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "./gone"),
     "missing weights": (*TRAIN, "--data", "corpus", "--out", "new", "--model", "weightless"),
     "missing weights of a model": ("train", "weightless", "--data", "corpus", "--out", "new"),
+    "misspelt optimizer": (*TRAIN_MODEL, "--optimizer", "lion"),
+    "misspelt policy": (*TRAIN_MODEL, "--policy", "zigzag"),
+    "missing chat template": (*TRAIN_MODEL, "--chat-template", "gone"),
+    "missing chat template of data": (*DATA, "tiny", "--chat-template", "gone"),
+    "data for a missing model": (*DATA, "gone"),
     "missing checkpoint": ("train", "--resume", "run", "--from-step", "3", "--device", "cpu"),
     "export of no run": ("export", "corpus", "--out", "new"),
     "export to what exists": ("export", "corpus", "--out", "tiny"),
