@@ -75,7 +75,7 @@ def one_line_warnings(name: str) -> Iterator[None]:
         shown = issubclass(category, PolicyWarning)
         return f"{name}: {message}\n" if shown else usual(message, category, *place, **named)
 
-    warnings.formatwarning = line  # type: ignore[assignment]
+    warnings.formatwarning = line
     try:
         yield
     finally:

@@ -44,7 +44,8 @@ _CODE_OF = {kind: code for code, kind in CODES.items()}
 SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
 _ID = re.compile(
-    r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?"
+    r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?"
+    r"(?:\.c(?P<chunk>\d+))?"
 )
 
 

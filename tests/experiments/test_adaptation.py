@@ -161,7 +161,8 @@ class Run:
         """Does steps under the plan, and then the switch, if there is one."""
         before = len(self.switched)
         for number in range(self.first_step, self.first_step + count):
-            adaptation.on_step(self, SimpleNamespace(number=number, seconds=seconds))  # type: ignore[arg-type]
+            step: Any = SimpleNamespace(number=number, seconds=seconds)
+            adaptation.on_step(self, step)
         self.first_step += count
         if len(self.switched) > before:
             self.plan = Plan.load(self.switched[-1])
