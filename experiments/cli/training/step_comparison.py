@@ -140,8 +140,8 @@ def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
         )
     if recalibrates:
         return (
-            "if the machine was busy when it was measured, a run with `--recalibrate` measures it"
-            " again"
+            "other programs may be running now, or ran when this machine was measured; a run with"
+            " `--recalibrate` measures it again"
         )
     return "measure this machine again with `megatrain calibrate`, and plan again"
 
