@@ -395,7 +395,7 @@ def _train(
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
     from megatrain.experiments.cli.training.step_comparison import StepComparison
-    from megatrain.experiments.cli.verdict.layout import fitted
+    from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
     from megatrain.runtime.files.exported_models import newest_model
@@ -468,7 +468,7 @@ def _train(
     elif last_checkpoint(folder):
         print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
     see = f"see `megatrain compare {run}` and `megatrain report {run}`"
-    print(fitted(f"wrote {run}; {see}"), flush=True)
+    print(layout.fitted(f"wrote {run}; {see}"), flush=True)
     if args.push_to_hub is not None:
         from megatrain.experiments.run_report.model_card import model_card
 
