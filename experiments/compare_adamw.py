@@ -333,7 +333,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for kind, found in by_class.items():
         print(
-            f"{kind.ljust(12)}{found.parameters:>14,}{found.ours:>10.4f}{found.noise:>10.4f}{found.ratio:>8.2f}"
+            f"{kind.ljust(12)}{found.parameters:>14,}{found.ours:>10.4f}{found.noise:>10.4f}"
+            f"{found.ratio:>8.2f}"
         )
     failed = list(failures(losses, by_class))
     print(

@@ -138,8 +138,8 @@ def draw(results: Results) -> Drawn:
         finding=(
             f"With {most // 1024}K tokens per step, {lines[most][0].device_limit_gib} GiB of device"
             f" memory give {share[most][lines[most][0].device_limit_gib]:.0%} of the speed of"
-            f" {lines[most][-1].device_limit_gib} GiB, and 24 GiB {share[most][24]:.0%}: the"
-            " micro-batches of a group share each load of a layer. With"
+            f" {lines[most][-1].device_limit_gib} GiB, and 24 GiB {share[most][24]:.0%}. The reason"
+            " is that the micro-batches of a group share each load of a layer. With"
             f" {few // 1024}K tokens, 24 GiB give {share[few][24]:.0%}. Measured with 64K tokens"
             f" ({grouped.workload}) in {grouped.device_gib:.0f} GiB:"
             f" {grouped.tokens_per_s:,.0f} tokens/s."

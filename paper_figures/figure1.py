@@ -305,14 +305,14 @@ def _drawn(
             " 120B on an H200 with 1.5 TB."
         ),
         finding=(
-            f"With the batches of Tables 7 and 4, MegaTrain's code is predicted at"
-            f" {seven.published_code:.0f} and {fourteen.published_code:.0f} TFLOPS, and ZeRO-3 with"
-            f" a batch that fills the device at {zero3.published_code:.0f}; the next figure has the"
-            " ratio. 120B fits by the paper's 12 bytes per parameter"
-            f" ({large['paper_stated']:,.0f} GB) in either reading of 1.5 TB, but the code"
-            f" ({large['code_earlier']:,.0f} GB) only if that is 1,649 GB, which this claim made us"
-            " assume. Stars have compiled layers and the lines do not, so a star above a line is"
-            " no error of the prediction."
+            "With the batches of Tables 7 and 4, MegaTrain's code is predicted at"
+            f" {seven.published_code:.0f} and {fourteen.published_code:.0f} TFLOPS. ZeRO-3 is"
+            f" predicted at {zero3.published_code:.0f} with a batch that fills the device. The next"
+            " figure has the ratio. By the paper's 12 bytes per parameter, 120B fits"
+            f" ({large['paper_stated']:,.0f} GB) in either reading of 1.5 TB. The code"
+            f" ({large['code_earlier']:,.0f} GB) fits only if that is 1,649 GB, which we assume"
+            " because of this claim. Stars have compiled layers and the lines do not, so a star"
+            " above a line is no error of the prediction."
         ),
         made=made,
         footer_columns=122,

@@ -64,10 +64,10 @@ def draw(results: Results) -> Drawn:
         ),
         finding=(
             "This is our architecture: two interpreters, the simulator and the runtime, read one"
-            f" schedule, so both have the same lanes. In a step of this plan,"
+            " schedule. So both have the same lanes. In a step of this plan,"
             f" {sum(kinds['h2d'].values())} copies go to the device and"
-            f" {sum(kinds['d2h'].values())} leave it, and the optimizer runs on the device (lane"
-            " `update`); newer plans also update layers on the host (lane `cpu`)."
+            f" {sum(kinds['d2h'].values())} leave it. The optimizer runs on the device (lane"
+            " `update`). Newer plans also update layers on the host (lane `cpu`)."
         ),
         made=(
             f"Folders of the code; ops counted in the schedule of {run.plan.model.name},"

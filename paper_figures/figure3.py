@@ -101,10 +101,11 @@ def draw(results: Results) -> Drawn:
         "Figure 3: one step's pipeline",
         claim="Double buffering on separate streams hides every transfer behind compute.",
         finding=(
-            f"It does until the backward pass ends: then the GPU is idle from {first:.2f} s to"
-            f" {data.timeline.makespan_ns / 1e9:.2f} s while the optimizer runs on the host, which"
-            f" is {after / idle:.0%} of the {idle:.1%} of the step in which compute is idle. Ours"
-            " updates behind the next forward pass; here compute is idle for"
+            "It does until the backward pass ends. Then the GPU is idle from"
+            f" {first:.2f} s to {data.timeline.makespan_ns / 1e9:.2f} s while the optimizer runs on"
+            f" the host. This is {after / idle:.0%} of the time in which compute is idle, which is"
+            f" {idle:.1%} of the step. Ours updates behind the next forward pass. Its compute is"
+            " idle for"
             f" {ours_idle:.0%} of the measured step, whose predicted time has an error of"
             f" {run.comparison['error']:+.1%}. A later plan of ours, which clips by update, was"
             f" measured at {later:.2f} s in the same memory."

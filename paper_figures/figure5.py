@@ -158,13 +158,13 @@ def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
         ),
         finding=(
             f"From 28 to 132 layers the code loses {lost[1]:.0%} in the prediction and"
-            f" {lost[0]:.0%} in the paper, and the device's peak at 32 x 1,024 tokens grows from"
+            f" {lost[0]:.0%} in the paper. The device's peak at 32 x 1,024 tokens grows from"
             f" {shallow['code']:.1f} to {deep['code']:.1f} GiB, because every fourth layer's input"
-            f" stays there. The collapse at 43 TFLOPS is that of a batch of 1: it gives"
-            f" {fsdp.value:.0f} for FSDP2 at 56 layers and {zero3.value:.0f} for ZeRO-3 at 84, and"
-            " the batches that the other speeds imply are 5 to 8. By our account ZeRO-3 at 84 and"
-            " MegaTrain at 180 layers exceed the host's memory, so they swapped, or stored less"
-            " (bf16 moments would fit)."
+            " stays there. The collapse at 43 TFLOPS is that of a batch of 1. A batch of 1 gives"
+            f" {fsdp.value:.0f} for FSDP2 at 56 layers and {zero3.value:.0f} for ZeRO-3 at 84. The"
+            " batches that the other speeds imply are 5 to 8. By our account, ZeRO-3 at 84 layers"
+            " and MegaTrain at 180 exceed the host's memory. So they swapped, or stored less (bf16"
+            " moments would fit)."
         ),
         made=(
             f"Predictions of {date} from the library's GH200, sequences of 1,024 tokens, the"

@@ -183,15 +183,15 @@ def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
             " out of memory; at x1.0 and x3.0 the baselines are as fast or faster."
         ),
         finding=(
-            f"The paper does not report the base width: of {len(spread)} tried, {named} predict"
-            f" best what fits ({most} of {spread[best[0]][2]} rows; 1,792, assumed here,"
-            f" {spread[1792][1]}), and over all five speeds the mean deviation is"
+            f"The paper does not report the base width, so {len(spread)} were tried. What fits is"
+            f" predicted best by {named} ({most} of {spread[best[0]][2]} rows; by 1,792, assumed"
+            f" here, {spread[1792][1]}). Over all five speeds, the mean deviation is"
             f" {spread[best[-1]][0]:.0%} for {best[-1]:,}, {spread[1792][0]:.0%} for 1,792 and"
             f" {spread[near][0]:.0%} for {near:,}. Only {near:,} bends down as the paper's curve"
-            " does, because fewer and fewer sequences fit beside its layers, but by our account the"
-            " host does not hold it from x3.0 on, and x1.0 would be the 7B of Figure 5, which has"
-            " 284 TFLOPS and not 406. The baselines' speeds imply batches of 3 to 11 from x3.0 on,"
-            " and 455 and 501 at x1.0 are above what any batch gives."
+            " does, because fewer and fewer sequences fit beside its layers. By our account the"
+            " host does not hold it from x3.0 on. At x1.0 it would be the 7B of Figure 5, which has"
+            " 284 TFLOPS and not 406. The baselines' speeds imply batches of 3 to 11 from x3.0 on."
+            " Their 455 and 501 at x1.0 are above what any batch gives."
         ),
         made=made,
     )

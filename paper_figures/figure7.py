@@ -84,13 +84,13 @@ def draw(results: Results) -> Drawn:
             f" {zero3.paper:g}, and at 32B only MegaTrain runs."
         ),
         finding=(
-            f"MegaTrain's code is predicted at {big.published_code:.0f} TFLOPS, ZeRO-3 at 14B at"
-            f" {zero3.published_code:.0f} with a batch that fills the device and at"
-            f" {implied.value:.0f} with a batch of {implied.batch}, so the factor of twelve is one"
+            f"MegaTrain's code is predicted at {big.published_code:.0f} TFLOPS. ZeRO-3 at 14B is"
+            f" predicted at {zero3.published_code:.0f} with a batch that fills the device and at"
+            f" {implied.value:.0f} with a batch of {implied.batch}. So the factor of twelve is one"
             " of batch and settings, which the paper does not report: a batch of 1 alone makes it"
             f" {(big.published_code or 0) / implied.value:.1f}. Ours is predicted at"
             f" {big.ours:.0f}. The host's memory was assumed so that 32B runs with the code and not"
-            " with ZeRO-3, and there is no policy for Gemini."
+            " with ZeRO-3. There is no policy for Gemini."
         ),
         made=(
             f"Predictions of {date}, library's A100, sequences of 1,024, largest batches; nothing"

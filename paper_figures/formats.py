@@ -96,12 +96,12 @@ def draw(results: Results) -> Drawn:
         "Beyond the paper: state formats",
         claim="None: the paper has one format, bf16 weights and fp32 moments.",
         finding=(
-            f"At 32B ours takes {each[0]:.1f} bytes of host memory per parameter with exact state,"
-            f" {each[1]:.1f} with 24-bit masters and {each[2]:.1f} with bf16 weights and stochastic"
-            " rounding, both with 8-bit moments. So 120B takes"
-            f" {large[0]:,.0f}, {large[1]:,.0f} or {large[2]:,.0f} GB, and 512 GiB hold"
-            f" {holds['exact']}, {holds['master24']} or {holds['bf16-sr']}. Only `exact` has the"
-            " arithmetic of plain AdamW."
+            f"At 32B ours takes {each[0]:.1f} bytes of host memory per parameter with exact state."
+            f" It takes {each[1]:.1f} with 24-bit masters and {each[2]:.1f} with bf16 weights and"
+            " stochastic rounding, both with 8-bit moments. So 120B takes"
+            f" {large[0]:,.0f}, {large[1]:,.0f} or {large[2]:,.0f} GB. The largest models that 512"
+            f" GiB hold are {holds['exact']}, {holds['master24']} and {holds['bf16-sr']}. Only"
+            " `exact` has the arithmetic of plain AdamW."
         ),
         made=(
             f"Accounts of {date}: every pool of a step on 1 x 1,024 tokens, no limit applied;"

@@ -104,10 +104,10 @@ def draw(results: Results) -> Drawn:
         "Beyond the paper: a sweep's Pareto front",
         claim="None: the paper shows one point, two buffers and K = 4.",
         finding=(
-            f"Of {len(sweep.plans)} plans, {len(best)} are on the front: {len(streamed)} run the"
-            f" whole optimizer on the host after backward, and {len(by_host)} run part of it there"
-            " during the next forward pass. Two buffers reach"
-            f" {papers.tokens_per_s:,.0f} tokens/s in {papers.device_gib:.0f} GiB, and the fastest"
+            f"Of {len(sweep.plans)} plans, {len(best)} are on the front. Of these,"
+            f" {len(streamed)} run the whole optimizer on the host after backward, and"
+            f" {len(by_host)} run part of it there during the next forward pass. Two buffers reach"
+            f" {papers.tokens_per_s:,.0f} tokens/s in {papers.device_gib:.0f} GiB. The fastest"
             f" plan in up to 40 GiB ({at_40.policy}) reaches {at_40.tokens_per_s:,.0f}."
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."

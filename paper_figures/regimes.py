@@ -136,11 +136,10 @@ def draw(results: Results) -> Drawn:
             " tokens it decides the speed: at"
             f" {columns[2] // 1024}K, {fast.device_limit_gib} GiB are"
             f" {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as"
-            f" {slow.device_limit_gib}, and with more tokens stored activations no longer fit, so"
-            f" that the best speed falls a little. In {by_host} of the {len(fitting)} cells that"
-            " fit, the host"
-            " updates layers that are not resident, so their optimizer state does not cross the"
-            " link."
+            f" {slow.device_limit_gib}. With more tokens stored activations no longer fit, so that"
+            f" the best speed falls a little. In {by_host} of the {len(fitting)} cells that"
+            " fit, the host updates layers that are not resident. Their optimizer state does not"
+            " cross the link."
         ),
         made=(
             f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"

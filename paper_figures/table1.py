@@ -72,9 +72,9 @@ def draw(results: Results) -> Drawn:
         finding=(
             "The paper reports datasheet rates, from which HBM is 8 (GH200) to 24 (H200) times as"
             f" fast as host memory. A process reaches {hbm.ours:,.0f} of {hbm.paper:,.0f} GB/s of"
-            f" the GH200's HBM, and, as measured, {link.measured:.0f} of {link.paper:g} GB/s of an"
-            " H200's PCIe in both directions together; the library plans with such rates. Prices"
-            " are from the paper alone."
+            f" the GH200's HBM. As measured, it reaches {link.measured:.0f} of {link.paper:g} GB/s"
+            " of an H200's PCIe in both directions together. The library plans with such rates."
+            " Prices are from the paper alone."
         ),
         made=(
             "Rates that one process reaches, from simulator/library/hardware, with their sources;"

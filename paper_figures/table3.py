@@ -144,12 +144,12 @@ def draw(results: Results) -> Drawn:
             " native run."
         ),
         finding=(
-            "Not reproduced, because neither data nor models are available here; the substitute, a"
+            "Not reproduced, because neither data nor models are available here. The substitute, a"
             f" model of {job.parameters / 1e6:.1f} M parameters fine-tuned on English text after"
             f" Python code ({job.text}), checks the arithmetic alone. Ours under three plans and"
             f" plain PyTorch with fp32 masters give {bits} (held-out loss {before:.3f} to"
             f" {after:.3f}, {share_before:.1%} to {share:.1%} of bytes right). The title says full"
-            " precision, but the published code has bf16 weights, which alone reach"
+            " precision, but the published code has bf16 weights. These alone reach"
             f" {(before - lost) / (before - after):.0%} of that gain ({lost:.3f}, {lost_share:.1%})"
             f" at the rate of {job.rate:g}, because most updates are smaller than half a bf16 step"
             " of the weight."

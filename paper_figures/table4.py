@@ -287,12 +287,12 @@ def _drawn(
         ),
         finding=(
             f"MegaTrain's code is predicted at {full.published_code:.0f} TFLOPS and at"
-            f" {interval.published_code:.0f} with K = 1, but a single buffer costs nothing"
-            f" ({single.published_code:.0f}): all copies of a step take 0.25 s over NVLink-C2C, and"
-            f" the paper loses {seconds:.0f} s. One thread that packs each layer before its copy"
-            f" (30 GB/s) would explain a part, {packed:.0f}; the rest is not explained. Ours at 7B"
-            f" on an H200, where PCIe is slow, measured: {cases}; reasons and device peaks are in"
-            " the table."
+            f" {interval.published_code:.0f} with K = 1. A single buffer costs nothing"
+            f" ({single.published_code:.0f}), because all copies of a step take 0.25 s over"
+            f" NVLink-C2C, and the paper loses {seconds:.0f} s. One thread that packs each layer"
+            f" before its copy (30 GB/s) would explain a part, {packed:.0f}. The rest is not"
+            f" explained. Ours at 7B on an H200, where PCIe is slow, measured: {cases}. Reasons and"
+            " device peaks are in the table."
         ),
         made=made,
     )

@@ -188,14 +188,14 @@ def draw(results: Results) -> Drawn:
         claim="7B trains with 512K tokens of context on one GH200, at 284 to 407 TFLOPS.",
         finding=(
             "The table follows no single rule: 256K and 512K follow 6N + 12 L h S exactly, 1K is"
-            f" {off[0]:.1%} and 8K {off[1]:.1%} above 6N, 32K and 128K follow neither, and by the"
+            f" {off[0]:.1%} and 8K {off[1]:.1%} above 6N, and 32K and 128K follow neither. By the"
             f" longer rule 128K in 26 s would be {impossible:,.0f} TFLOPS, above the chip's"
-            f" {PEAK:g}; a token takes almost the same time from 1K to 32K, as padding that"
+            f" {PEAK:g}. A token takes almost the same time from 1K to 32K, as padding that"
             " attention skips would explain. 256K and 512K are predicted"
-            f" {late[0]:.1%} and {late[1]:.1%} too slow, but by our account neither fits, and both"
-            " rest on an attention rate assumed from an H200 (the paper's 512K, and perhaps its"
-            " 256K, has a chunked MLP, which neither the published code nor this runtime has)."
-            f" Ours fits up to {longest}{above}; measured on an H200, attention is not free:"
+            f" {late[0]:.1%} and {late[1]:.1%} too slow, but by our account neither fits. Both"
+            " rest on an attention rate assumed from an H200. The paper's 512K, and perhaps its"
+            " 256K, has a chunked MLP, which neither the published code nor this runtime has."
+            f" Ours fits up to {longest}{above}. Measured on an H200, attention is not free:"
             f" {contexts}."
         ),
         made=made,

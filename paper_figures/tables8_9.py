@@ -211,14 +211,15 @@ def _drawn(data: Tables89Data, figure: Any, made: str) -> Drawn:
         ),
         finding=(
             "With 8,192 tokens, which the stated device memory chose, MegaTrain's code is"
-            f" predicted {-max(errors):.0%} to {-min(errors):.0%} too slow, and ZeRO-3, which ran"
-            " one sequence on both cards and was limited by the host, within"
+            f" predicted {-max(errors):.0%} to {-min(errors):.0%} too slow. ZeRO-3 ran one sequence"
+            " on both cards and was limited by the host; its prediction is within"
             f" {max(abs(error) for error in peers):.0%} on the RTX 3090. The host memory is less"
-            " than fp32 moments need, so bf16 moments (PyTorch's AdamW) were assumed: that it is"
-            " met is no finding. Of the readers' cards, the RTX 3080 holds"
-            f" {_names(largest['rtx3080-10gb'])}, the RTX 4090 {_names(largest['rtx4090'])}, and"
-            f" 14B at {fourteen.ours.tokens_per_s:,.0f} tokens/s with {fourteen.host_gib:.0f} GiB"
-            f" of host memory, the Ryzen {_names(largest['ryzen-ai-max-395-128gb'])}, an M4 Max"
+            " than fp32 moments need, so bf16 moments (PyTorch's AdamW) were assumed. That it"
+            " suffices for these is no finding. Of the readers' cards, the RTX 3080 holds"
+            f" {_names(largest['rtx3080-10gb'])}. The RTX 4090 holds {_names(largest['rtx4090'])},"
+            f" and 14B at {fourteen.ours.tokens_per_s:,.0f} tokens/s with"
+            f" {fourteen.host_gib:.0f} GiB of host memory. The Ryzen holds"
+            f" {_names(largest['ryzen-ai-max-395-128gb'])}, an M4 Max"
             f" {_names(largest['apple-m4-max'])}, an M3 Ultra {_names(largest['apple-m3-ultra'])}."
         ),
         made=made,

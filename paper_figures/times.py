@@ -121,11 +121,11 @@ def draw(results: Results) -> Drawn:
         finding=(
             f"1 B tokens of 7B take {seven.hours / 24:.1f} days on an H200 and"
             f" {small.hours / 24:.1f} on an RTX 4090, with {seven.kwh or 0:.0f} and"
-            f" {small.kwh or 0:.0f} kWh of GPU energy; the price is that many machine-hours"
+            f" {small.kwh or 0:.0f} kWh of GPU energy. The price is that many machine-hours"
             f" ({seven.hours:.0f} and {small.hours:.0f}). 14B takes {fourteen.hours / 24:.1f} days"
-            f" on the RTX 4090 with 256 GiB of host memory, and 120B {large.hours / 24:.1f} days on"
-            " one H200 with 1,649 GB. Larger steps are faster at 120B, whose experts all cross the"
-            " link ([answers](../docs/answers.md))."
+            " on the RTX 4090 with 256 GiB of host memory. 120B takes"
+            f" {large.hours / 24:.1f} days on one H200 with 1,649 GB. Larger steps are faster at"
+            " 120B, whose experts all cross the link ([answers](../docs/answers.md))."
         ),
         made=(
             f"Predictions of {date}: ours, best plan, 32 x 1,024 tokens per step, eager layers,"

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.simulator.base.errors import Interrupted, RunError, UserError
@@ -62,6 +64,24 @@ def interruptible() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def one_line_warnings(name: str) -> Iterator[None]:
+    """Writes each PolicyWarning as one line that begins with `name`."""
+    usual = warnings.formatwarning
+
+    def line(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> str:
+        from megatrain.simulator.policies.policy import PolicyWarning  # slow
+
+        shown = issubclass(category, PolicyWarning)
+        return f"{name}: {message}\n" if shown else usual(message, category, *place, **named)
+
+    warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
 def interrupted(name: str, error: KeyboardInterrupt) -> int:
     """Prints one line, with the notes of `error`, and returns the exit status after a signal.
 
@@ -82,7 +102,7 @@ def run_program(name: str, run: Callable[[], int]) -> int:
     reader of standard output has gone.
     """
     try:
-        with interruptible():
+        with interruptible(), one_line_warnings(name):
             status = run()
         sys.stdout.flush()
         return status

@@ -30,6 +30,7 @@ MODELS = (
     "qwen2.5-72b",
     "gpt-oss-120b",
 )
+_DEFAULT_KNOBS = Knobs()
 STATE: tuple[DataClass, ...] = ("weights", "master_low", "gradients", "moments")
 
 
@@ -46,7 +47,7 @@ def simulate() -> Any:
 
 
 def _host_gb(model: ModelSpec) -> dict[str, Any]:
-    def plan(policy: str, knobs: Knobs = Knobs(), state: str = EXACT) -> Plan:  # noqa: B008 (frozen)
+    def plan(policy: str, knobs: Knobs = _DEFAULT_KNOBS, state: str = EXACT) -> Plan:
         work = Workload(batch=1, sequence=1024, state=state)
         return Plan(
             policy=policy,

@@ -288,6 +288,16 @@ def run(args: argparse.Namespace) -> int:
             allowed=f"{EXACT}, whose weights a fine-tuning begins with",
             fix=f"add {EXACT} to --variants",
         )
+    if not args.out.is_dir():
+        options.check_writable(args.out)
+    for root in args.text or ():
+        if not root.is_dir():
+            raise UserError(
+                "--text",
+                found=f"{root}, which is not a folder",
+                allowed="a folder with text",
+                fix="check the path",
+            )
     settings = checked_settings(args)
     roots = args.text or text.roots()
     found = text.prepare(args.out / "data", roots, settings.text_bytes, model_config(settings))

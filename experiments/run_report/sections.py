@@ -47,6 +47,10 @@ def heading(run: ComparedRun) -> str:
         f"{format_count(run.plan.model.parameters).replace(' ', '&nbsp;')} parameters",
         f"{micro}{work.batch} &times; {work.sequence:,} tokens per step",
         f"{work.precision}{', compiled' if work.compiled else ''}",
+        f"optimizer {escape(work.optimizer)}",
+        f"state format {work.state}",
+        *(["gradients in 8 bits"] if work.gradients != "exact" else []),
+        f"clipping {work.clipping}",
         f"policy {escape(run.plan.policy)}",
         f"{len(run.record.steps):,} steps",
     ]

@@ -185,9 +185,10 @@ def _short_names(paths: Sequence[str]) -> list[str]:
     return list(paths)
 
 
-def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
+def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -> str:
     """Returns what all runs have in common, and a table with one column for each run. With two
-    runs, a further column has the change from the first to the second.
+    runs, a further column has the change from the first to the second. What they have in common
+    is wrapped at `width` columns.
     """
     runs, last = compared.runs, compared.last_steps
     two = len(runs) == 2
@@ -232,7 +233,7 @@ def format_runs(compared: RunsCompared, names: Sequence[str]) -> str:
     ]
     rows = [cells for cells in rows if set(cells[1:]) - {"-", ""}]
     common = "; ".join(f"{cells[0]} {cells[1]}" for cells in shared)
-    lines = [*textwrap.wrap(f"the same in all: {common}", 80), ""] if shared else []
+    lines = [*textwrap.wrap(f"the same in all: {common}", width), ""] if shared else []
     lines += align(rows)
     if compared.settings:
         values = [[key, *each] for key, each in compared.settings.items()]

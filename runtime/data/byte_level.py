@@ -20,8 +20,9 @@ VOCABULARY = 257
 MOST_BYTES = 2**26
 
 
-def byte_documents(source: DataSource, vocabulary: int) -> Documents:
-    """Returns one document per file, up to `MOST_BYTES` bytes in total.
+def byte_documents(source: DataSource, vocabulary: int) -> tuple[Documents, bool]:
+    """Returns one document per file, up to `MOST_BYTES` bytes in total, and whether that is all
+    of the text.
 
     Raises UserError if a file cannot be read, or if `vocabulary` is smaller than `VOCABULARY`.
     """
@@ -32,11 +33,12 @@ def byte_documents(source: DataSource, vocabulary: int) -> Documents:
             allowed=f">= {VOCABULARY} for byte-level text",
             fix="use a model with a larger vocabulary",
         )
-    pieces, lengths, total = [], [], 0
+    pieces, lengths, total, whole = [], [], 0, True
     for file in source.files:
         try:
             with opened(file) as stream:
                 document = np.frombuffer(stream.read(MOST_BYTES - total), dtype=np.uint8)
+                whole = not stream.read(1)
         except OSError as error:
             raise UserError(
                 f"data {error.filename or file}",
@@ -48,15 +50,17 @@ def byte_documents(source: DataSource, vocabulary: int) -> Documents:
         lengths.append(len(document) + 1)
         total += len(document)
         if total >= MOST_BYTES:
+            whole = whole and file == source.files[-1]
             break
     ends = np.cumsum(lengths)
     tokens = np.concatenate(pieces)
-    return Documents(
+    documents = Documents(
         tokens=tokens,
         begins=ends - lengths,
         ends=ends,
         digest=f"{zlib.crc32(tokens.tobytes()):08x}-{len(tokens)}",
     )
+    return documents, whole
 
 
 class ByteTokenizer:

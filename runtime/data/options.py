@@ -70,7 +70,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description=(
                 "how rows are filled. documents: with several documents, and attention stays within"
                 " each; plain: with one text, and attention crosses the borders of documents; none:"
-                " with one document each; empty: as in the plan"
+                " with one document each; by default as in the plan"
             )
         ),
     ] = ""
@@ -102,8 +102,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "split to evaluate on, of the evaluation data or else of the data; empty: the first"
-                " of validation, test and train that exists"
+                "split to evaluate on, of the evaluation data or else of the data; by default the"
+                " first of validation, test and train that exists"
             )
         ),
     ] = ""
@@ -114,7 +114,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "folder for tokenized data; empty: ~/.cache/megatrain/tokens. Its files may be"
+                "folder for tokenized data; by default ~/.cache/megatrain/tokens. Its files may be"
                 " deleted at any time"
             )
         ),

@@ -32,7 +32,7 @@ from megatrain.runtime.data.tokenize import (
 )
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
-from megatrain.simulator.base.units import counted
+from megatrain.simulator.base.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,11 +184,11 @@ def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note:
                 " without a tokenizer"
             ),
         )
-    documents = byte_level.byte_documents(source, vocabulary)
-    on_note(
-        f"text is read as bytes, at most {byte_level.MOST_BYTES:,}, because the model's folder has"
-        " no tokenizer"
-    )
+    documents, whole = byte_level.byte_documents(source, vocabulary)
+    on_note("the model's folder has no tokenizer, so each byte of the text is a token")
+    if not whole:
+        most = format_bytes(byte_level.MOST_BYTES)
+        on_note(f"only the first {most} of the text are read; the rest is left out")
     on_note(f"{counted(len(documents), 'document')}, {counted(documents.total, 'token')}")
     return documents
 

@@ -162,8 +162,8 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["", "bf16", "fp32"],
         Meta(
             description=(
-                "dtype of the exported weights; fp32 exports the master weights; empty: the dtype"
-                " that the plan computes in"
+                "dtype of the exported weights; fp32 exports the master weights; by default the"
+                " dtype that the plan computes in"
             )
         ),
     ] = ""
@@ -180,7 +180,7 @@ class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(
             description=(
                 "experiment tracker that receives the metrics; its package must be installed;"
-                " empty: none"
+                " by default none"
             )
         ),
     ] = ""
@@ -188,7 +188,7 @@ class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Meta(min_length=1, description="name of the project in the tracker")
     ] = "megatrain"
     name: Annotated[
-        str, Meta(description="name of this run in the tracker; empty: the tracker chooses one")
+        str, Meta(description="name of this run in the tracker; by default the tracker chooses one")
     ] = ""
 
 

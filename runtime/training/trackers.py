@@ -222,7 +222,7 @@ def refuse_missing(chosen: Logging) -> None:
     Nothing is imported, so that a command can ask before it loads torch.
     """
     if chosen.tensorboard:
-        _refuse_missing("tensorboard", "tensorboard", "leave --logging.tensorboard out")
+        _refuse_missing("tensorboard", "tensorboard", "leave --tensorboard out")
     if chosen.tracker:
         _refuse_missing(chosen.tracker, f"tracker: {chosen.tracker}", "leave tracker out")
 

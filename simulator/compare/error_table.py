@@ -5,12 +5,14 @@ Errors are in percent, with their sign. Nothing is computed here.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[munμ]?s|[KMGT]?i?B)\b)")
 _SHOWN_VIOLATIONS = 10
 _LEGEND = [
     "error: (predicted - measured) / measured; below zero the prediction was too fast or too small",
@@ -231,12 +233,18 @@ def _memory(report: ErrorReport) -> list[list[str]]:
 
 
 def _wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Returns lines of at most `width` columns. What is continued is indented."""
+    """Returns lines of at most `width` columns. What is continued is indented. A number stays with
+    its unit.
+    """
     return [
-        part
+        part.replace("\x00", " ")
         for line in lines
         for part in textwrap.wrap(
-            line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+            _BEFORE_UNIT.sub("\x00", line),
+            width,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
         )
         or [""]
     ]

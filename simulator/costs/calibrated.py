@@ -40,6 +40,7 @@ from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.grid import Point, between
 from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
     COPY_KINDS,
@@ -325,9 +326,9 @@ class Calibrated(ContendedCosts):
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(
-                f"costs of {self.table.measured_on}: curves",
-                found=f"no curve for `{kind}` on lane {op.lane}",
-                allowed=_list(curves),
+                f"measurements of {self.table.measured_on}",
+                found=f"no times of the operation {kind} on the lane {op.lane}",
+                allowed=f"what was measured: {_list(curves)}",
                 fix=FIX,
             )
         return name
@@ -374,12 +375,7 @@ class Calibrated(ContendedCosts):
                     )
                 )
         if not candidates:
-            raise UserError(
-                f"costs of {self.table.measured_on}: compute.{kind}",
-                found=f"no measurement for {shape}",
-                allowed=_list(measured),
-                fix=FIX,
-            )
+            raise missing_measurement(self.table.measured_on, kind, shape, measured)
         _, _, _, known_amount, duration = min(candidates)
         return -(-duration * amount // known_amount), True
 

@@ -294,7 +294,7 @@ def _with_runner_up(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
         for other in others
         if _is_rival(other)
     ]
-    if best.runner_up:
+    if best.runner_up and best.runner_up.knobs != best.plan.knobs:
         tried.append(best.runner_up)
     tried += bounded
     return msgspec.structs.replace(

@@ -52,7 +52,8 @@ WHOLE_SUFFIX = "-whole"
 """The suffix of the layer's part of `Op.shape`, before that for saved attention, for a recompute in
 pieces of tokens that computes the MLP, because the next layer reads its output."""
 _ID = re.compile(
-    r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?(?:\.c(?P<chunk>\d+))?"
+    r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?"
+    r"(?:\.c(?P<chunk>\d+))?"
 )
 
 

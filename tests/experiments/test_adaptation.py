@@ -14,12 +14,17 @@ import pytest
 from counted_costs import write_machine
 
 from megatrain.experiments.cli.training import adaptation
-from megatrain.experiments.cli.training.adaptation import Adaptation, Proposal, described_change
+from megatrain.experiments.cli.training.adaptation import (
+    Adaptation,
+    Proposal,
+    described_change,
+    largest,
+)
 from megatrain.experiments.run_report.step_record import read_record
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.compare.corrections import corrections
+from megatrain.simulator.compare.corrections import corrections, durations
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
@@ -156,7 +161,8 @@ class Run:
         """Does steps under the plan, and then the switch, if there is one."""
         before = len(self.switched)
         for number in range(self.first_step, self.first_step + count):
-            adaptation.on_step(self, SimpleNamespace(number=number, seconds=seconds))  # type: ignore[arg-type]
+            step: Any = SimpleNamespace(number=number, seconds=seconds)
+            adaptation.on_step(self, step)
         self.first_step += count
         if len(self.switched) > before:
             self.plan = Plan.load(self.switched[-1])
@@ -305,6 +311,29 @@ def test_corrections_turn_a_prediction_into_what_was_measured(
     unknown = next(op for op in policies.evaluation(plan).ops if op.kind == "loss")
     assert found.duration_ns(unknown) == round(factors["compute"] * costs.duration_ns(unknown))
     assert not found.extrapolated(unknown)
+
+
+def test_only_kinds_that_explain_the_difference_are_named(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan(hidden=64)
+    schedule = policies.lower(plan)
+    predicted = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
+    lanes = {op.kind: f"{op.kind}@{op.lane}" for op in schedule.ops}
+    forward, norm = lanes["forward"], lanes["norm"]
+    times = durations([predicted], schedule)
+    assert times[norm] > 0
+
+    def named(seconds: float, **factors: float) -> str:
+        by_lane = {lanes[kind]: factor for kind, factor in factors.items()}
+        return largest(predicted, by_lane, schedule, seconds)
+
+    step = predicted.makespan_ns / 1e9
+    slow = 1 + 0.02 * predicted.makespan_ns / times[forward]
+    tiny = 1 + 0.001 * predicted.makespan_ns / times[norm]
+    found = named(1.02 * step, forward=slow, norm=tiny)
+    assert found.startswith(f" ({forward.replace('@', ' on ')} ")
+    assert "norm" not in found
+    assert named(1.001 * step, norm=tiny) == ""
+    assert named(1.02 * step, forward=0.5) == "", "it is faster and the step is slower"
 
 
 @pytest.mark.parametrize(("key", "factor"), [("forward@nowhere", 1.0), ("compute", 0.0)])

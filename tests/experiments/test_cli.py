@@ -8,13 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from megatrain.experiments.cli.main import parse
 from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
@@ -811,6 +814,50 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("searched_once")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--clipping", "layer", "--state", "master24"),
+        ("--optimizer", "muon", "--dtype", "fp8", "--fp8-scaling", "tensorwise"),
+        ("--seq", "4096", "--state", "any"),
+        ("--cores", "8", "--policy", "resident", "--plain-packing"),
+    ],
+)
+def test_what_fits_is_listed_with_the_options_that_were_given(
+    words: tuple[str, ...], command: Any
+) -> None:
+    machine = ("--hardware", "h200", "--device-memory", "8GiB", "--host-memory", "16GiB")
+    outcome = command("check", "qwen2.5-32b", *machine, "--batch", "1", *words)
+    assert outcome.status == 3
+    after = flat(outcome.out).partition("Next ")[2]
+    listed, what, _ = after.partition(" # lists the models that fit")
+    assert what
+    given = parse(["check", *machine, *words])
+    assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
+
+
+def test_policies_that_cannot_be_are_named_below_the_table(command: Any) -> None:
+    words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--optimizer", "muon")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outcome = command(*words, "--policy", "all")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "not with these options: double_buffer, k_buffer, sequential, fsdp2_offload, " in flat(
+        outcome.out
+    )
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_a_runner_up_is_another_plan(command: Any) -> None:
+    words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "192GiB")
+    found = only_object(command(*words, "--batch", "32", "--optimizer", "muon", "--json").out)
+    second = found["runner_up"]
+    assert second is None or (second["policy"], second["knobs"]) != (
+        found["policy"],
+        found["knobs"] | {"gradient_staging": second["knobs"]["gradient_staging"]},
+    )
+
+
 def test_check_of_every_policy(command: Any) -> None:
     words = (
         "check",

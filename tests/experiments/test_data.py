@@ -121,7 +121,7 @@ def test_text_is_not_cut_and_without_a_tokenizer_it_is_bytes(place: Path, comman
     (place / "tiny" / "chat_template.jinja").unlink()
     outcome = command("data", "text.txt", "--model", "tiny")
     assert (outcome.status, outcome.err) == (0, "")
-    assert "text is read as bytes" in outcome.out
+    assert "each byte of the text is a token" in outcome.out
     assert "length: median 1,201 tokens, " in outcome.out
 
 

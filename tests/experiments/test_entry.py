@@ -8,6 +8,7 @@ import importlib.metadata
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 import megatrain.runtime
 import megatrain.simulator
+from megatrain.experiments.cli.program import one_line_warnings
+from megatrain.simulator.policies.policy import PolicyWarning
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +47,17 @@ def test_a_closed_standard_output_is_no_error(redirect: str) -> None:
 def test_a_mistake_with_every_stream_closed() -> None:
     done = run("chekc", redirect="<&- >&- 2>&-")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_policy_that_is_left_out_is_one_line() -> None:
+    place = ("search.py", 230)
+    usual = warnings.formatwarning
+    with one_line_warnings("megatrain"):
+        found = warnings.formatwarning(PolicyWarning("left out: x"), PolicyWarning, *place)
+        assert found == "megatrain: left out: x\n"
+        other = warnings.formatwarning(UserWarning("another"), UserWarning, *place)
+        assert "search.py:230: UserWarning: another" in other
+    assert warnings.formatwarning is usual
 
 
 def test_a_full_disk_behind_standard_output_is_one_line() -> None:

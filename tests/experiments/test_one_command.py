@@ -42,7 +42,7 @@ def test_a_model_and_data_give_a_trained_model(
 
     outcome = command(*TRAIN, "--policy", "sequential")
     assert (outcome.status, outcome.err) == (0, "")
-    assert "sequence 64 cuts none; 4 x 64 tokens a step, 25 steps an epoch\n" in outcome.out
+    assert "sequence 64 cuts none\n4 x 64 tokens a step, 25 steps an epoch\n" in outcome.out
     said = ["fits this machine", "speed", "memory", "time"]
     beginnings = [line.partition(":")[0] for line in outcome.out.splitlines()]
     assert [each for each in beginnings if each in said] == said
@@ -81,7 +81,7 @@ def test_a_name_of_the_library_and_options_in_place_of_choices(command: Any) -> 
     words = ("train", "shape.json", "--data", "corpus", "--out", "run", "--init", "random")
     outcome = command(*words, *HARDWARE, *asked, "--device", "cpu")
     assert (outcome.status, outcome.err) == (0, "")
-    assert "; 2 x 32 tokens a step, " in outcome.out
+    assert "\n2 x 32 tokens a step, " in outcome.out
     plan = Plan.load(Path("run/plan.toml"))
     work = plan.workload
     assert (work.batch, work.sequence, work.accumulation, plan.policy) == (1, 32, 2, "resident")

@@ -33,6 +33,25 @@ def test_a_note_is_printed_where_the_terminal_lacks_its_characters(
     assert rb"\xab\xf6\xbb" in out.getvalue()
 
 
+def test_a_note_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", "60")
+    note = "training: 35 documents, 441,628 tokens in 432 rows of 1024; packing documents, 0.17%"
+    path = f"wrote {'x' * 70}"
+    bars = ProgressBars(1)
+    bars.on_note(note)
+    bars.on_note(path)
+    bars.on_load(1)
+    bars.close()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("training"))
+    assert " ".join(lines[first : first + 2]).split() == note.split()
+    assert max(map(len, lines[first : first + 2])) <= 60
+    assert f"    {'x' * 70}" in lines, "a path stays whole"
+
+
 class Morning(datetime):
     """A clock that has stopped."""
 

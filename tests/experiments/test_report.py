@@ -94,6 +94,8 @@ def test_numbers_are_there_without_a_script(reported: Reported) -> None:
         )
     for peak in reported.errors.memory:
         assert format_bytes(peak.measured_bytes) in text
+    for fact in ("optimizer adamw", "state format exact", "clipping global"):
+        assert f" &middot; {fact} &middot; " in text
 
 
 def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) -> None:

@@ -427,7 +427,8 @@ def kill_and_resume(command: Command, kills: int) -> None:
         )
         enough = newest() + 4
         process = Process(*words)
-        process.end(signal.SIGKILL, lambda: newest() >= enough, generator.uniform(0, 0.05))  # noqa: B023
+        delay = generator.uniform(0, 0.05)
+        process.end(signal.SIGKILL, lambda enough=enough: newest() >= enough, delay)
         assert process.process.returncode == -signal.SIGKILL
     last = max(int(row["step"]) for row in rows("run"))
     assert_as_if_never_stopped(command, NEW, last + 3)

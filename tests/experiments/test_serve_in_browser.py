@@ -348,7 +348,9 @@ def test_a_phone_shows_it_without_scrolling_sideways(
     page.locator("#comparison[data-ready]").wait_for()
     page.click(".why summary")
     page.click("#paste summary")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    for width in (390, 320, 768, 950, 1000, 1181):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
     colours = page.evaluate(
         "() => { const c = document.getElementById('timeline'); return new"
         " Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }"

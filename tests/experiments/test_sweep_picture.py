@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -83,7 +84,8 @@ def test_policies_at_one_place_are_seen_and_points_say_their_batch(
     left = axes.get_window_extent().x0
     assert axes.title.get_text() == ""
     assert axes.get_title(loc="left") == "12 plans of small on h200"
-    assert axes._left_title.get_window_extent().x0 == pytest.approx(left, abs=2)  # type: ignore[attr-defined]
+    title: Any = vars(axes)["_left_title"]
+    assert title.get_window_extent().x0 == pytest.approx(left, abs=2)
 
 
 def test_of_many_plans_few_are_labelled(

@@ -203,7 +203,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
             ("--logging.tensorboard",),
             (
                 r"logging: tensorboard: found no package tensorboard; allowed: an installed"
-                r" package; fix: pip install tensorboard, or leave --logging.tensorboard out\n"
+                r" package; fix: pip install tensorboard, or leave --tensorboard out\n"
             ),
         ),
         (("--eval-data", "gone"), r"data .*gone: found no such file or folder"),

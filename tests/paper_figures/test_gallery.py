@@ -58,7 +58,9 @@ def test_it_builds_from_the_committed_results(name: str) -> None:
     assert found.claim.endswith(".")
     assert found.finding.endswith(".")
     assert "2026-" in found.made, "the machine and the date are stated"
-    assert len(re.findall(r"[.:] (?=[A-Z])", found.finding)) < 3, "at most three sentences"
+    sentences = re.split(r"(?<=[.]) (?=[A-Z0-9`])", found.finding)
+    assert len(sentences) <= 8
+    assert max(len(sentence.split()) for sentence in sentences) < 40, "one finding a sentence"
     assert "{" not in found.finding + found.claim
 
 

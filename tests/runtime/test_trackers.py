@@ -20,6 +20,7 @@ from megatrain.runtime.training.callback import EvaluationResult, Step
 from megatrain.runtime.training.config import Config, Logging, TrainingSettings
 from megatrain.runtime.training.trackers import TensorBoard, refuse_missing, step_values, trackers
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert
 from megatrain.simulator.schedule.plan import Plan, Prediction
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -88,7 +89,8 @@ def test_a_tracker_gets_every_number(
     installed.__spec__ = importlib.machinery.ModuleSpec(name, None)
     installed.init = fake.init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, installed)
-    (tracker,), notes = trackers(Logging(tracker=name, name="first"), None)  # type: ignore[arg-type]
+    settings = convert({"tracker": name, "name": "first"}, Logging, "")
+    (tracker,), notes = trackers(settings, None)
     assert notes == []
     tracker.on_start(trainer)
     tracker.on_step(trainer, STEP)
@@ -154,7 +156,8 @@ def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
 
     def train(first_step: int, project: str = "mine") -> None:
         trainer.first_step = first_step
-        (tracker,), _ = trackers(Logging(tracker=name, project=project), tmp_path)  # type: ignore[arg-type]
+        settings = convert({"tracker": name, "project": project}, Logging, "")
+        (tracker,), _ = trackers(settings, tmp_path)
         tracker.on_start(trainer)
         tracker.on_step(trainer, dataclasses.replace(STEP, number=first_step))
         tracker.on_end(trainer, None)

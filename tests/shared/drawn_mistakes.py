@@ -22,16 +22,23 @@ VALID: dict[str, tuple[str, ...]] = {
     "sweep": ("tiny", "--hardware", "h200", "--over", "batch", "1", "2", "--out", "new"),
     "calibrate": ("tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "--out", "new.toml"),
     "train": ("plan.toml", "--data", "corpus", "--steps", "2", "--device", "cpu", "--out", "new"),
+    "train MODEL": ("tiny", "--data", "corpus", "--device", "cpu", "--out", "new"),
     "chat": ("corpus", "--prompt", "hello", "--device", "cpu"),
+    "data": ("corpus", "--model", "tiny"),
+    "eval": ("corpus", "--data", "corpus", "--device", "cpu"),
     "export": ("corpus", "--out", "new"),
+    "convert": ("corpus", "--state", "exact", "--out", "new"),
+    "completion": ("bash",),
     "compare": ("corpus",),
     "report": ("corpus", "--out", "new.html"),
     "figures": ("figure1", "--out", "new"),
     "list": ("models",),
+    "quality": ("--out", "new", "--variants", "exact", "--device", "cpu"),
     "serve": ("--static", "new", "--models", "qwen2.5-0.5b", "--machines", "rtx4090"),
 }
-"""A verb -> the rest of an invocation that would do something, or for `chat`, `export`, `compare`
-and `report` fail only because the folder is no run."""
+"""A verb, and for `train` what is trained -> the rest of an invocation that would do something. For
+`chat`, `eval`, `export`, `convert`, `compare` and `report`, it fails only because the folder is no
+run."""
 BAD_NUMBERS = ("0", "-1", "two", "1e99", "nan", "", "3.5.2", "0x10", "½", "-24GiB", "--")
 BAD_SIZES = ("-24GiB", "banana", "0", "", "24 apples", "1e9GiB", "nan")
 BAD_NAMES = ("gone", "./gone", "h300", "qwen9", "no/such/name", "a b", "é", "\udce9", "x" * 300)
@@ -39,8 +46,11 @@ BAD_OUTS = ("/proc/nope/x", "plan.toml/x", "/dev/null/x", "corpus/one.txt/x", "c
 BAD_FILES = ("gone.toml", "broken.toml", "binary.toml", "corpus", "corpus/one.txt", "/dev/null")
 WORKLOAD = {
     **dict.fromkeys(("--batch", "--seq", "--accumulation", "--loss-chunk"), BAD_NUMBERS),
-    "--dtype": ("fp16", "", "BF16"),
-    "--clipping": ("all", "1.0"),
+    "--dtype": ("fp16", "", "BF16", "fp8 "),
+    "--fp8-scaling": ("rowwise", "tensorwise", "delayed", ""),
+    "--clipping": ("all", "1.0", "AdaGC"),
+    "--state": ("master16", "", "EXACT"),
+    "--gradients": ("4bit", "", "8"),
     "--attention": ("sdpa",),
     "--optimizer": ("lion", "gone.py", "corpus"),
     **dict.fromkeys(("--device-memory", "--host-memory"), BAD_SIZES),
@@ -87,7 +97,37 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         "--split": ("none",),
         "--init": ("zeros",),
         "--device": ("gpu",),
+        **dict.fromkeys(("--adagc-factor", "--adagc-decay"), ("-1", "two", "nan", "", "0x10")),
+        "--adagc-warm-up": BAD_NUMBERS[1:],
+        "--state": ("exact ", "master24"),
+        "--gradients": ("8bit",),
+        "--fp8-scaling": ("rowwise",),
     },
+    "train MODEL": {
+        **WORKLOAD,
+        "--hardware": (*BAD_NAMES, *BAD_FILES),
+        "--policy": ("zigzag", "gone.py"),
+        "--tokens-per-step": BAD_NUMBERS,
+        "--data": ("gone", "plan.toml", "tiny", "\udce9"),
+        "--out": ("corpus", *BAD_OUTS),
+        "--chat-template": ("gone", "corpus"),
+        "--epochs": BAD_NUMBERS[:-1],
+    },
+    "data": {
+        "--model": (*BAD_NAMES[1:], "corpus"),
+        **dict.fromkeys(("--seq", "--row"), BAD_NUMBERS),
+        "--columns": ("rows",),
+        "--loss": ("some",),
+        "--split": ("none",),
+        "--chat-template": ("gone", "corpus"),
+    },
+    "eval": {"--data": ("gone", "/dev/zero", "tiny", "\udce9", "x" * 300), "--device": ("gpu",)},
+    "convert": {
+        "--state": ("master16", "any", ""),
+        "--from-step": BAD_NUMBERS,
+        "--out": ("corpus", *BAD_OUTS),
+    },
+    "completion": {},
     "chat": {
         **dict.fromkeys(("--max-tokens", "--temperature"), BAD_NUMBERS[1:]),
         "--seed": BAD_NUMBERS[1:],
@@ -99,6 +139,18 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
     "report": {"--out": BAD_OUTS[:-1]},
     "figures": {},
     "list": {},
+    "quality": {
+        "--variants": ("master16", "exact+zigzag", "", "exact+layer+global", "master24+muon"),
+        "--seeds": ("-1", "two", "", "1.5"),
+        **dict.fromkeys(
+            ("--steps", "--parallel", "--hidden", "--batch", "--seq", "--evaluations"), BAD_NUMBERS
+        ),
+        "--lr": ("-1", "two", "nan", ""),
+        "--text": ("gone", "plan.toml"),
+        "--text-bytes": BAD_SIZES,
+        "--out": BAD_OUTS,
+        "--show": ("gone", "corpus"),
+    },
     "serve": {
         "--static": BAD_OUTS,
         "--models": BAD_NAMES,
@@ -118,9 +170,9 @@ def _misspelt(word: str, draw: random.Random) -> str:
     return found if not word.startswith(found) else word[:place] + "xx" + word[place:]
 
 
-def draw_mistake(verb: str, draw: random.Random) -> list[str]:
-    """Returns an invocation of `verb` with one mistake."""
-    words, wrong = list(VALID[verb]), WRONG[verb]
+def draw_mistake(name: str, draw: random.Random) -> list[str]:
+    """Returns an invocation with one mistake. `name` is one of the keys of `VALID`."""
+    words, wrong, verb = list(VALID[name]), WRONG[name], name.partition(" ")[0]
     every = ["--json", "--hardware", "--accumulation", "--policy", *wrong]
     kind = draw.choice(
         ["verb", "option", "word", "value lost", *["first word"] * 2, *["value"] * 9]
@@ -167,14 +219,17 @@ class _NoPyTorch:
 
 def execute(words: list[str]) -> tuple[int | None, str, str]:
     """Returns the status, the standard output and the standard error of one invocation. The status
-    is None if an exception escapes.
+    is None if an exception escapes. `quality` is a program of its own, and no verb.
     """
     from megatrain.experiments.cli import main as cli
+    from megatrain.experiments.quality import __main__ as quality
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status: int | None = cli.main(words)
+            status: int | None = (
+                quality.main(words[1:]) if words[:1] == ["quality"] else cli.main(words)
+            )
         except BaseException:
             status = None
             traceback.print_exc(file=err)
@@ -187,6 +242,7 @@ def main() -> NoReturn:
     sys.meta_path.insert(0, finder)
     for line in sys.stdin:
         sys.stdout.write(json.dumps(execute(json.loads(line))) + "\n")
+        sys.stdout.flush()
     sys.exit(0)
 
 

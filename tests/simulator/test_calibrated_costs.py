@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_table import SHAPE, load, table
 
+from megatrain.experiments.cli.options import OneLineParser, add_workload, workload
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
@@ -463,9 +466,7 @@ def test_the_same_model_is_nearer_than_the_same_flops() -> None:
     ],
 )
 def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
-    with pytest.raises(
-        UserError, match="run `megatrain calibrate` for this model and workload"
-    ) as error:
+    with pytest.raises(UserError, match=r"; fix: .*`megatrain calibrate") as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
 
@@ -512,3 +513,43 @@ def test_layers_that_differ_are_looked_up_apart(
     )
     assert ops["F0.m0"].flops < ops["F1.m0"].flops
     assert ops["F0.m0"].shape == ops["F2.m0"].shape
+
+
+@pytest.mark.parametrize(
+    ("suffix", "how", "options"),
+    [
+        ("bf16-documents", "bf16, rows of several documents", "--dtype bf16 "),
+        ("bf16-compiled", "bf16, compiled, rows of one text", "--dtype bf16 --compile --plain-p"),
+        (
+            "bf16-fp8-tensorwise-flash-documents",
+            "fp8 (tensorwise), attention kernel flash, rows of several documents",
+            "--dtype fp8 --fp8-scaling tensorwise --attention flash ",
+        ),
+    ],
+)
+def test_a_shape_that_was_not_measured_is_told_in_words(
+    suffix: str, how: str, options: str
+) -> None:
+    layer = "qwen2-3584x18944-28:4x128-v152064"
+    known = [f"{layer}/{size}-fp32" for size in ("32x1024", "8x1024")]
+    error = str(missing_measurement("an H200", "head", f"{layer}/4x2048-{suffix}", known))
+    assert error.startswith(
+        "measurements of an H200: found no time of the head of qwen2 of width 3,584 with 4 x 2,048"
+        f" tokens in {how}; allowed: what was measured: fp32, rows of one text: 8 x 1,024 tokens,"
+        " 32 x 1,024 tokens; fix: measure it with `megatrain calibrate MODEL --batch 4 --seq 2048"
+        f" {options}"
+    )
+    assert layer not in error
+
+
+def test_the_options_of_a_shape_are_those_of_its_workload(make_plan: Callable[..., Plan]) -> None:
+    """What `calibrate` is told to measure is the shape that was asked for."""
+    work = Workload(batch=2, sequence=64, fp8="tensorwise", compiled=True, documents=True)
+    model = make_plan().model
+    error = str(missing_measurement("here", "forward", f"{model.shape}/{work.shape}", []))
+    options = re.search(r"calibrate MODEL (.*) --out", error)
+    assert options
+    parser = OneLineParser()
+    add_workload(parser)
+    args = parser.parse_args(options[1].split())
+    assert workload(args, model).shape == work.shape

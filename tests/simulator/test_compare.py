@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from megatrain.simulator.compare import error_table
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport, peak_error
 from megatrain.simulator.compare.error_table import format_report, signed_percent
@@ -351,3 +352,12 @@ def test_report_as_text_is_aligned_and_signed() -> None:
 )
 def test_signs_are_always_shown(error: float | None, text: str) -> None:
     assert signed_percent(error) == text
+
+
+@pytest.mark.parametrize("width", range(20, 70))
+def test_a_number_stays_with_its_unit(width: int) -> None:
+    line = "10 steady steps' wall time: predicted 2.190 s, median 2.611 s; 38.31 MiB, 20.0 us"
+    lines = error_table._wrapped([line], width)
+    assert max(map(len, lines)) <= width
+    for number in ("2.190 s", "2.611 s", "38.31 MiB", "20.0 us"):
+        assert any(number in each for each in lines)

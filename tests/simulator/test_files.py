@@ -362,7 +362,8 @@ weight_slots = 2
 """
 VALID_TIMELINE = (
     b'{"name":"measured","digest":"0123456789abcdef","spans":['
-    b'{"op":"F0.m0","lane":"compute","start_ns":0,"end_ns":12},{"op":"H.m0","lane":"compute","start_ns":12,"end_ns":20}]}'
+    b'{"op":"F0.m0","lane":"compute","start_ns":0,"end_ns":12},'
+    b'{"op":"H.m0","lane":"compute","start_ns":12,"end_ns":20}]}'
 )
 VALID_CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -192,7 +192,7 @@ def test_a_recompute_with_attention_is_never_scaled_from_one_without() -> None:
         planned(msgspec.structs.replace(LONG, sequence=sequence), Placement())
         for sequence in (131072, 65536)
     )
-    with pytest.raises(UserError, match="no measurement for"):
+    with pytest.raises(UserError, match="no time of the recompute of a decoder layer of "):
         Calibrated(table(shorter, kept=300)).duration_ns(recompute(plan, kept=False))
 
 

@@ -17,7 +17,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.planner.lower_bound import LowerBound, _Flow
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -39,8 +39,8 @@ PLACEMENTS = {
 }
 
 
-def plan(name: str, batch: int, clipping: str, accumulation: int) -> Plan:
-    work = Workload(batch=batch, sequence=1024, clipping=clipping, accumulation=accumulation)  # type: ignore[arg-type]
+def plan(name: str, batch: int, clipping: Clipping, accumulation: int) -> Plan:
+    work = Workload(batch=batch, sequence=1024, clipping=clipping, accumulation=accumulation)
     return Plan(
         policy="overlapped",
         hardware="h200",

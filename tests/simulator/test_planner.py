@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,8 +30,8 @@ H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
 
 
-def find(model: ModelSpec, workload: Workload = WORK, **limits: object) -> list[Choice]:
-    return search(model, H200, workload, source="model", hardware_name="h200", **limits)  # type: ignore[arg-type]
+def find(model: ModelSpec, workload: Workload = WORK, **limits: int) -> list[Choice]:
+    return search(model, H200, workload, source="model", hardware_name="h200", **limits)
 
 
 def test_resident_wins_where_it_fits() -> None:
@@ -53,7 +54,7 @@ def test_streaming_wins_where_resident_does_not_fit() -> None:
     assert choices[-1].account.binding.startswith("device.")
 
 
-def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path: Path) -> None:
     for choice in find(SMALL, device_limit=8 * GIB):
         schedule = policies.lower(choice.plan)
         schedule.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -212,8 +213,8 @@ def test_several_gpus_train_sooner_and_take_the_energy_of_all(make_plan: MakePla
         gb_per_s_both=1.0,
     )
 
-    def training(**changes: object) -> tuple[float, float] | None:
-        found = train_for(msgspec.structs.replace(verdict, **changes), H200, 10**9)  # type: ignore[arg-type]
+    def training(**changes: Any) -> tuple[float, float] | None:
+        found = train_for(msgspec.structs.replace(verdict, **changes), H200, 10**9)
         if found is None:
             return None
         assert found.energy_kwh is not None

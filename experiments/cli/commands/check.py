@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.verdict.next_commands import next_commands
     from megatrain.experiments.cli.verdict.what_fits import list_what_fits
     from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.policies.policy import PolicyWarning
     from megatrain.simulator.verdict.multi_gpu import check_gpus
     from megatrain.simulator.verdict.verdict import summarize
 
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if model is None:
         return list_what_fits(args, hardware)
+    asked = args
     args = from_options.with_fitting_state(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
@@ -84,13 +87,18 @@ def run(args: argparse.Namespace) -> int:
         args = from_options.with_fitting_batch(args, hardware, model)
     args.batch = args.batch or 1
     args = from_options.with_loss_chunk(args, hardware, model)
-    found = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
+    with warnings.catch_warnings():
+        if args.policy == "all":  # the table names those that are left out
+            warnings.simplefilter("ignore", PolicyWarning)
+        found = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
     if args.policy == "all":
         verdicts = [summarize(choice, hardware, tokens=args.tokens) for choice in found]
         print(
             json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]})
             if args.json
-            else policy_table.table(verdicts, layout.terminal_width())
+            else policy_table.table(
+                verdicts, layout.terminal_width(), names=from_options.policies("all")
+            )
         )
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else DoesNotFit.status
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         json.dumps(from_options.as_json(verdict))
         if args.json
         else verdict_text.text(
-            verdict, layout.terminal_width(), why=args.why, commands=next_commands(args, verdict)
+            verdict, layout.terminal_width(), why=args.why, commands=next_commands(asked, verdict)
         )
     )
     return 0 if verdict.feasible else DoesNotFit.status

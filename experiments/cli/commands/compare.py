@@ -81,6 +81,7 @@ def _several(folders: list[Path], picture: Path, *, as_json: bool) -> int:
     import msgspec
 
     from megatrain.experiments.cli import options
+    from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.runs_picture import runs_png
     from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 
@@ -90,6 +91,6 @@ def _several(folders: list[Path], picture: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(msgspec.to_builtins(compared)))
         return 0
-    print(format_runs(compared, [run.name for run in runs]))
+    print(format_runs(compared, [run.name for run in runs], layout.terminal_width()))
     print(f"\nwrote {picture}")
     return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.options import Columns, DataOptions, Loss
 from megatrain.runtime.data.sources import sources_at
 
@@ -75,15 +76,20 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sources_at(args.files, (args.split,))  # reports a mistake before slow imports
-
-    from megatrain.runtime.data.preview import GUILLEMETS, Marks
-    from megatrain.runtime.data.survey import survey
+    from megatrain.runtime.data.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import model_folder
     from megatrain.simulator.model.specs import ModelSpec
 
+    # These report a mistake before slow imports.
+    sources_at(args.files, (args.split,))
+    if args.chat_template:
+        read_chat_template(args.chat_template)
     folder = model_folder(args.model, weights=False)
     model = ModelSpec.load(str(Path(folder, "config.json")))
+
+    from megatrain.runtime.data.preview import GUILLEMETS, Marks
+    from megatrain.runtime.data.survey import survey
+
     coloured = not args.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     found = survey(
         DataOptions(
@@ -98,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         folder,
         model.vocabulary,
-        (lambda _: None) if args.json else print,
+        (lambda _: None) if args.json else lambda note: print(fitted(note)),
         sequence=args.seq,
         limit=model.longest_row,
         number=args.row,
@@ -109,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         cuts = [cut._asdict() for cut in found.cuts]
         print(json.dumps({**found._asdict(), "sources": sources, "cuts": cuts}))
     else:
-        print(text(found))
+        print(fitted(text(found)))
     return 0
 
 
@@ -121,13 +127,19 @@ def text(found: Survey) -> str:
         f" {found.longest:,}",
     ]
     if found.cuts:
+        rows = [("--seq", "documents cut", "tokens lost", "left out")] + [
+            (
+                f"{cut.sequence:,}",
+                _share(cut.documents, found.documents),
+                _share(cut.tokens, found.tokens),
+                f"{cut.left_out:,}",
+            )
+            for cut in found.cuts
+        ]
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [
-            f"{'--seq':>9}  {'documents cut':>20}  {'tokens lost':>22}  {'left out':>10}",
-            *(
-                f"{cut.sequence:9,}  {_share(cut.documents, found.documents):>20} "
-                f" {_share(cut.tokens, found.tokens):>22}  {cut.left_out:10,}"
-                for cut in found.cuts
-            ),
+            "  " + "  ".join(cell.rjust(size) for cell, size in zip(row, sizes, strict=True))
+            for row in rows
         ]
     lines += [f"packed: {found.packed}", *found.remarks]
     return "\n".join([*lines, *(["", *found.shown] if found.shown else [])])

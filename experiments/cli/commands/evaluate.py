@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.sources import EVALUATION_SPLITS, sources_at
 from megatrain.simulator.base.errors import UserError
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         cache=args.data_cache,
         device=options.device(args),
-        on_note=(lambda _: None) if args.json else print,
+        on_note=(lambda _: None) if args.json else lambda note: print(fitted(note)),
     )
     if args.json:
         finite = math.isfinite(found.loss)

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatrain.experiments.cli.verdict.layout import left_out, shown_columns
+
 Row = dict[str, Any]
 
 
@@ -114,7 +116,12 @@ _HEADINGS = {
     "gpu_bytes": "GPU memory",
     "host_bytes": "host memory",
     "link_gb_per_s": "GB/s",
+    "native_context": "context",
 }
+_DROPPED = ("layers", "family", "cores", "link", "link_gb_per_s")
+"""Columns that a narrow terminal does not show, the first of them first."""
+_LEAST = 12
+"""The least characters of a line of a text that is wrapped."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -130,14 +137,16 @@ def run(args: argparse.Namespace) -> int:
 
 def table(rows: Sequence[Row], width: int) -> str:
     """Returns rows with the same keys as a table, without columns that are empty. Texts of the last
-    column are wrapped at `width`.
+    column are wrapped at `width`. If the others are too wide, some are left out, and a line says
+    which.
 
     >>> print(table([{"name": "a", "parameters": 7.6e9}, {"name": "bc", "parameters": None}], 80))
     name  parameters
     a          7.6 B
     bc             -
     """
-    keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    every = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    keys = _shown(rows, every, width)
     cells = [
         [_HEADINGS.get(key, key.replace("_", " ")) for key in keys],
         *([_text(key, row[key]) for key in keys] for row in rows),
@@ -152,10 +161,25 @@ def table(rows: Sequence[Row], width: int) -> str:
         ]
         *others, last = padded
         before = "".join(f"{cell}  " for cell in others)
-        room = max(width - len(before), 20)
+        room = max(width - len(before), _LEAST)
         rest = textwrap.wrap(last.rstrip(), room) if texts[-1] else [last]
         lines.append((before + ("\n" + " " * len(before)).join(rest)).rstrip())
-    return "\n".join(lines)
+    names = [_HEADINGS.get(key, key) for key in every]
+    return "\n".join(lines + left_out(names, [_HEADINGS.get(key, key) for key in keys], width))
+
+
+def _shown(rows: Sequence[Row], keys: Sequence[str], width: int) -> list[str]:
+    """Returns those of `keys` whose columns fit in `width`. A last column of texts can be wrapped
+    and needs no more than 12 characters.
+    """
+    sizes = {
+        key: 2 + max(len(_HEADINGS.get(key, key)), *(len(_text(key, row[key])) for row in rows))
+        for key in keys
+    }
+    last = keys[-1]
+    if any(" " in str(row[last]) for row in rows):
+        sizes[last] = min(sizes[last], 2 + _LEAST)
+    return shown_columns(sizes, width + 2, _DROPPED)
 
 
 def _text(key: str, value: Any) -> str:

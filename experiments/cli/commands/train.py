@@ -58,6 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "training.deterministic": {"action": "store_true"},
     "optimizer.weight_decay": {"type": options.real("--weight-decay")},
     "optimizer.max_norm": {"type": options.real("--max-norm", 1e-6)},
+    "optimizer.adagc_factor": {"type": options.real("--adagc-factor")},
+    "optimizer.adagc_decay": {"type": options.real("--adagc-decay")},
+    "optimizer.adagc_warm_up": {"type": options.whole("--adagc-warm-up", 0)},
     "optimizer.betas": {"metavar": "[B1,B2]"},
     "optimizer.groups": {"metavar": "[{match=PATTERN,...},...]"},
     "schedule.rate": {"type": _rate, "metavar": "RATE"},
@@ -392,6 +395,7 @@ def _train(
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
     from megatrain.experiments.cli.training.step_comparison import StepComparison
+    from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
     from megatrain.runtime.files.exported_models import newest_model
@@ -463,7 +467,8 @@ def _train(
         print(f'trained model: AutoModelForCausalLM.from_pretrained("{model}")')
     elif last_checkpoint(folder):
         print(f"no model was exported; `megatrain export {run} --out MODEL` does it")
-    print(f"wrote {run}; see `megatrain compare {run}` and `megatrain report {run}`", flush=True)
+    see = f"see `megatrain compare {run}` and `megatrain report {run}`"
+    print(layout.fitted(f"wrote {run}; {see}"), flush=True)
     if args.push_to_hub is not None:
         from megatrain.experiments.run_report.model_card import model_card
 

@@ -42,6 +42,9 @@ LEAST_GAIN = 0.03
 """least share of the time that remains that a switch must save, its own time included"""
 _PROBE_BYTES = 64 * 2**20
 _KINDS_NAMED = 2
+_LEAST_OF_DIFFERENCE, _LEAST_OF_STEP = 0.1, 0.01
+"""least shares that a kind of operation explains if it is named, of the difference between the
+measured and the predicted step, and of the measured step"""
 _HARDWARE = "hardware.toml"
 _NOT_ENTERED = "not_entered.txt"
 """mark in the folder of a plan that was accepted, until memory is allocated for it"""
@@ -56,7 +59,7 @@ class Proposal(NamedTuple):
     seconds: float
     """predicted seconds of a step: the measured step, times the ratio of both predictions"""
     largest: str
-    """the kinds of operation whose measured time differs most from the prediction"""
+    """the kinds of operation that explain most of the difference from the prediction"""
 
 
 class Adaptation(Callback):
@@ -227,14 +230,31 @@ def propose(trainer: TrainingRun, measured: float) -> Proposal:
         )[0]
         now = assess(plan, cost_model(hardware, plan.model, plan.workload))
     seconds = measured * best.step_seconds / now.step_seconds
-    return Proposal(best, hardware, seconds, _largest(predicted, factors, schedule))
+    return Proposal(best, hardware, seconds, largest(predicted, factors, schedule, measured))
 
 
-def _largest(predicted: Timeline, factors: Mapping[str, float], schedule: Schedule) -> str:
-    """Returns the kinds whose measured time differs most from the prediction, in parentheses."""
-    before = durations([predicted], schedule)
-    kinds = [key for key in factors if "@" in key]
-    kinds.sort(key=lambda key: -abs(factors[key] - 1) * before[key])
+def largest(
+    predicted: Timeline, factors: Mapping[str, float], schedule: Schedule, measured: float
+) -> str:
+    """Returns the kinds that explain most of the difference between the measured and the predicted
+    step, in parentheses.
+
+    An operation of a few microseconds may take ten times as long as predicted and explain nothing.
+    So a kind is named only if its own difference goes in the same direction, and if it is at least
+    10 % of the difference and 1 % of the step.
+
+    Args:
+        predicted: The predicted timeline.
+        factors: The measured time of each `KIND@LANE` by the predicted time.
+        schedule: The schedule of the timeline.
+        measured: The seconds of a measured step.
+    """
+    before, difference = durations([predicted], schedule), 1e9 * measured - predicted.makespan_ns
+    least = max(_LEAST_OF_DIFFERENCE * abs(difference), _LEAST_OF_STEP * 1e9 * measured)
+    sign = 1 if difference > 0 else -1
+    added = {key: sign * (factors[key] - 1) * before[key] for key in factors if "@" in key}
+    kinds = [key for key, time in added.items() if time >= least]
+    kinds.sort(key=lambda key: -added[key])
     named = [
         f"{key.replace('@', ' on ')} {factors[key]:,.{0 if factors[key] >= 10 else 2}f} times"
         for key in kinds[:_KINDS_NAMED]

@@ -15,6 +15,7 @@ import torch
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.training.measuring import measuring
+from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.calibrate import calibrate
@@ -57,10 +58,10 @@ def calibration(
     limits = (device_bytes, host_bytes)
     file = user_cache() / "calibrations" / _name(model, measured, device, limits)
     if not again and _usable(file):
-        print(f"this machine's calibration: {file}", flush=True)
+        print(fitted(f"this machine's calibration: {file}"), flush=True)
         return file
     options.check_writable(file)
-    print(f"this machine is measured once for {model.name}, about a minute", flush=True)
+    print(fitted(f"this machine is measured once for {model.name}, about a minute"), flush=True)
     with measuring() as progress:
         hardware = calibrate(
             "this-machine",
@@ -74,7 +75,7 @@ def calibration(
             progress=progress,
         )
     write_hardware(file, hardware, "megatrain train")
-    print(f"wrote {file}", flush=True)
+    print(fitted(f"wrote {file}"), flush=True)
     return file
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
+from megatrain.experiments.cli.verdict.layout import fitted
+
 
 @contextlib.contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
@@ -15,12 +17,8 @@ def measuring() -> Iterator[Callable[[str], None]]:
     console, began = Console(), time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(
-            f"{time.monotonic() - began:6.1f} s  measuring {what}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        line = fitted(f"{time.monotonic() - began:6.1f} s  measuring {what}")
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     with console.status("measuring"):
         yield progress

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.training.preconditions import refuse_other_than_utf8
+from megatrain.experiments.cli.verdict import layout
+from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.files.model_source import hub_name, name_on_hub
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
@@ -133,6 +135,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     options contradict each other.
     """
     from megatrain.runtime.data.sources import sources_of
+    from megatrain.runtime.data.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.runtime.training.trackers import refuse_missing
@@ -162,6 +165,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
             refuse_unsupported(model)
         if folder:
             refuse_multimodal(Path(name), model)
+        _refuse_workload(args, model)
     if config.training.init == "model":
         source = args.model or name
         if args.model is None and not (folder or hub_name(name)):
@@ -176,7 +180,35 @@ def check(args: argparse.Namespace, config: Config) -> None:
     for path in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
         refuse_other_than_utf8(path)
     sources_of(config.data)
+    if config.data.chat_template:
+        read_chat_template(config.data.chat_template)
     refuse_missing(config.logging)
+
+
+def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
+    """Raises UserError if the options of the workload contradict each other, whatever is chosen for
+    those that are not given, or if there is no such optimizer or policy.
+    """
+    from megatrain.simulator import policies
+    from megatrain.simulator.model import optimizer
+
+    options.workload(
+        argparse.Namespace(
+            **{
+                **vars(args),
+                "batch": args.batch or 1,
+                "seq": args.seq or 1,
+                "accumulation": args.accumulation or 1,
+                "dtype": args.dtype or "bf16",
+                "state": EXACT if args.state == ANY else args.state,
+            }
+        ),
+        model,
+        quiet=True,
+    )
+    optimizer.find(args.optimizer)
+    if args.policy not in ("best", "all"):
+        policies.find(args.policy)
 
 
 @contextlib.contextmanager
@@ -296,11 +328,9 @@ def _choose(
             fix="give more data, or fewer tokens a step with --tokens-per-step",
         )
     cuts = documents.whole and packing != "plain"
-    print(
-        f"{described(lengths, asked.seq, cuts=cuts)}; {step_rows:,} x {asked.seq:,} tokens a step,"
-        f" {f'{rows / step_rows:,.1f}'.removesuffix('.0')} steps an epoch",
-        flush=True,
-    )
+    steps = f"{rows / step_rows:,.1f}".removesuffix(".0")
+    print(fitted(f"documents: {described(lengths, asked.seq, cuts=cuts)}"))
+    print(f"{step_rows:,} x {asked.seq:,} tokens a step, {steps} steps an epoch", flush=True)
     return _Choice(workload, rows, step_rows)
 
 
@@ -309,7 +339,7 @@ def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
     from megatrain.runtime.data.opening import training_documents
     from megatrain.runtime.files.model_folder import model_folder
 
-    print(f"reading data {', '.join(config.data.paths)}", flush=True)
+    print(fitted(f"reading data {', '.join(config.data.paths)}"), flush=True)
     folder = model_folder(source) if os.path.isdir(source) or hub_name(source) else None
     return training_documents(config.data, folder, model.vocabulary, seed=config.training.seed)
 
@@ -346,23 +376,24 @@ def _hardware(
 
 def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     """Prints the verdict in at most five lines."""
+    from megatrain.experiments.cli.verdict.text import step_tokens
     from megatrain.runtime.training.progress import format_duration
     from megatrain.simulator.verdict.verdict import summarize
 
     verdict = summarize(best, hardware)
     work = verdict.workload
-    shape = (
-        f"{work.accumulation} x {work.batch} x {work.sequence:,} tokens a step, {work.precision}"
-    )
+    shape = f"{step_tokens(work)} a step, {work.precision}"
     subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
     fits = "fits" if best.feasible else "does not fit"
     machine = hardware.title or hardware.name.replace("this-machine", "this machine")
-    print(f"{fits} {machine}: {subject}, {shape}")
+    print(fitted(f"{fits} {machine}: {subject}, {shape}"))
     if best.feasible:
         seconds = verdict.step_seconds
         print(
-            f"speed: {verdict.tokens_per_second:,.0f} tokens/s, {format_seconds(seconds)} a step"
-            f" (policy {verdict.policy})"
+            fitted(
+                f"speed: {layout.speed(verdict.tokens_per_second)} tokens/s,"
+                f" {format_seconds(seconds)} a step (policy {verdict.policy})"
+            )
         )
     sizes = [
         f"{format_bytes(peak)} of {format_bytes(limit)} {place}"
@@ -371,7 +402,7 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
             ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
         )
     ]
-    print(f"memory: {', '.join(sizes)}")
+    print(fitted(f"memory: {', '.join(sizes)}"))
     if best.feasible:
         plural = "s" if steps > 1 else ""
         print(f"time: {format_duration(steps * seconds)} for {steps:,} step{plural}", flush=True)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from megatrain.experiments.cli.training.allocation_bar import allocation_bar
+from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.progress import TimeLeft, exact, format_duration, phrases
 from megatrain.simulator.base.units import format_bytes
@@ -124,6 +125,7 @@ class ProgressBars(Callback):
         encoding = self._bars.console.encoding
         # A note may quote data in characters that the terminal cannot show.
         text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = fitted(text, self._bars.console.width)
         self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:

@@ -73,7 +73,8 @@ class StepComparison(Callback):
             calibrated=is_calibrated(trainer.origin / trainer.plan.hardware),
             recalibrates=self._recalibrates,
         )
-        trainer.note(describe_difference(report, trainer.executor.schedule, advice=advice))
+        for note in describe_difference(report, trainer.executor.schedule, advice=advice):
+            trainer.note(note)
         if self._show is not None and report.steps is not None:
             self._show(f"step time {compared(report, 'predicted with ')}")
 
@@ -104,28 +105,25 @@ def compared(report: ErrorReport, before: str = "") -> str:
     return f"{before}error {signed_percent(1 / ratio - 1)}"
 
 
-def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str) -> str:
-    """Returns one line: measured against predicted step time and memory. If the step is much
-    slower than predicted, the line also has what explains most of it, and `advice`.
+def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str) -> list[str]:
+    """Returns a line on measured against predicted step time and memory. If the step is much
+    slower than predicted, there are two more, what explains most of it and `advice`.
     """
     steps, memory = report.steps, report.memory
     assert steps is not None
     whole = [each for each in memory if each.what == "whole device peak"] or list(memory)[:1]
-    parts = [
-        f"measured {format_seconds(steps.median_seconds)} a step, predicted"
-        f" {format_seconds(steps.predicted_seconds)} ({compared(report)})"
-    ]
-    parts += [
-        f"{each.what} {format_bytes(each.measured_bytes)}, predicted"
-        f" {format_bytes(each.predicted_bytes)}"
-        for each in whole
-    ]
     error = steps.predicted_seconds / steps.median_seconds - 1
-    if error > LARGE:
-        parts.append("faster than predicted")
-    elif error < -LARGE:
-        parts += [_explained(report, schedule), advice]
-    return "; ".join(parts)
+    faster = ", faster than predicted" if error > LARGE else ""
+    line = (
+        f"measured {format_seconds(steps.median_seconds)} a step, predicted"
+        f" {format_seconds(steps.predicted_seconds)} ({compared(report)}{faster})"
+    )
+    for each in whole:
+        line += (
+            f"; {each.what} {format_bytes(each.measured_bytes)}, predicted"
+            f" {format_bytes(each.predicted_bytes)}"
+        )
+    return [line, _explained(report, schedule), advice] if error < -LARGE else [line]
 
 
 def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
@@ -141,7 +139,10 @@ def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
             " calibrate`, and plan again"
         )
     if recalibrates:
-        return "to measure this machine again, start a run with `--recalibrate`"
+        return (
+            "other programs may be running now, or ran when this machine was measured; a run with"
+            " `--recalibrate` measures it again"
+        )
     return "measure this machine again with `megatrain calibrate`, and plan again"
 
 

@@ -28,6 +28,36 @@ def terminal_width(most: int = _MOST) -> int:
     return min(max(shutil.get_terminal_size((most, 24)).columns, _LEAST), most)
 
 
+def fitted(text: str, width: int | None = None) -> str:
+    """Returns lines, wrapped at `width` columns. No word is broken.
+
+    Without `width` it is that of the terminal, and a file gets the lines as they are.
+
+    >>> print(fitted("training: 35 documents, 441,628 tokens in 432 rows", 30))
+    training: 35 documents,
+        441,628 tokens in 432 rows
+    """
+    if width is None:
+        if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
+            return text
+        width = max(shutil.get_terminal_size((_MOST, 24)).columns, _LEAST)
+    return "\n".join(
+        "\n".join(
+            textwrap.wrap(
+                _BEFORE_UNIT.sub("\x00", line),
+                width,
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+                drop_whitespace=True,
+            )
+        ).replace("\x00", " ")
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
+
+
 def labelled(label: str, text: str, width: int) -> list[str]:
     """Returns `text` after `label`, wrapped at `width` columns. A number stays with its unit.
 

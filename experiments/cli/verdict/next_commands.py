@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
     """Returns the words of each command, and what it does.
 
-    For a model that fits, they train it, or write its plan. For another one, they list what fits.
-    Training needs weights, so a model that is not a folder is called MODEL.
+    For a model that fits, they train it, or write its plan. For another one, they list what fits
+    with the same options, but for the size of a micro-batch. Training needs weights, so a model
+    that is not a folder is called MODEL.
+
+    Args:
+        args: the options as they were given, so that `--state any` stays.
+        verdict: the verdict on the model.
     """
     limits = [
         word
@@ -27,12 +32,14 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
         for word in (f"--{name}-memory", exact_size(size))
     ]
     hardware = ["--hardware", args.hardware] if args.hardware else []
-    if not verdict.feasible:
-        return [(_quoted("check", *hardware, *limits), "lists the models that fit")]
-    if verdict.prediction_only:
-        return []
     kept = _kept(args, verdict)
     policy = [] if args.policy == "best" else ["--policy", args.policy]
+    if not verdict.feasible:
+        others = _options({"cores": (args.cores, None), "seq": (verdict.workload.sequence, 1024)})
+        words = ["check", *hardware, *limits, *others, *policy, *kept]
+        return [(_quoted(*words), "lists the models that fit")]
+    if verdict.prediction_only:
+        return []
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
     named = hardware or ["--hardware", "hardware.toml"]
@@ -97,7 +104,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "fp8-scaling": (work.fp8 or "rowwise", "rowwise"),
         "clipping": (work.clipping, "global"),
         "optimizer": (work.optimizer, "adamw"),
-        "state": (work.state, "exact"),
+        "state": (args.state if not verdict.feasible else work.state, "exact"),
         "gradients": (work.gradients, "exact"),
         "attention": (work.attention, None),
         "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli.verdict import layout
@@ -16,8 +18,9 @@ _DROPPED = (_LIMIT, "step", "RAM", "VRAM")
 """Columns that a narrow terminal does not show, the first of them first."""
 
 
-def table(found: list[Verdict], width: int = 80) -> str:
-    """Returns a table with one line per policy, of at most `width` columns.
+def table(found: list[Verdict], width: int = 80, *, names: Sequence[str] = ()) -> str:
+    """Returns a table with one line per policy, of at most `width` columns. Below it are those of
+    `names` that have no line.
 
     Other systems are marked with a star. A plan that does not fit is marked OOM (out of memory),
     with the memory that it lacks. A narrow table has fewer columns.
@@ -37,6 +40,10 @@ def table(found: list[Verdict], width: int = 80) -> str:
     lines += layout.left_out(sizes, shown, width)
     if any(verdict.prediction_only for verdict in found):
         lines.append("* another system, for prediction only")
+    missing = [name for name in names if name not in [verdict.policy for verdict in found]]
+    if missing:
+        why = "`megatrain check --policy NAME` says why"
+        lines += textwrap.wrap(f"not with these options: {', '.join(missing)}; {why}", width)
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from small_rows import BOTTOM, CHAT, same
 
+from megatrain.runtime.data import byte_level
 from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert
@@ -213,10 +214,8 @@ def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(
     corpus, _, notes = opened(
         tmp_path / "text.txt", folder=tmp_path / "model", packing="plain", vocabulary=257
     )
-    assert (
-        notes[1]
-        == "text is read as bytes, at most 67,108,864, because the model's folder has no tokenizer"
-    )
+    assert notes[1] == "the model's folder has no tokenizer, so each byte of the text is a token"
+    assert not any("left out" in note for note in notes)
     assert corpus.step(1)[0].documents is None
     assert int(corpus.step(1)[0].ids.max()) <= 256
     with pytest.raises(
@@ -227,6 +226,28 @@ def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(
         ),
     ):
         opened(jsonl([{"messages": CHAT}]), folder=tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left_out"), [((900,), False), ((1024,), False), ((1025,), True), ((1024, 1), True)]
+)
+def test_text_that_is_left_out_is_told(
+    sizes: tuple[int, ...],
+    left_out: bool,
+    opened: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(byte_level, "MOST_BYTES", 1024)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "texts").mkdir()
+    for number, size in enumerate(sizes):
+        (tmp_path / "texts" / f"{number}.txt").write_text("x" * size)
+    _, _, notes = opened(
+        tmp_path / "texts", folder=tmp_path / "model", packing="plain", vocabulary=257
+    )
+    told = "only the first 1.00 KiB of the text are read; the rest is left out"
+    assert (told in notes) == left_out
 
 
 def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(

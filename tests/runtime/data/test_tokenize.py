@@ -418,7 +418,8 @@ def test_beginning_and_end_are_never_written_twice(tokenizer_folder: Folder) -> 
     ):
         layout = recognize(row.keys())
         assert layout is not None
-        ((ids, _),) = Encoder(tokenizer, layout, "assistant", "").encode([TextRow(HERE, 1, row)])  # type: ignore[misc]
+        encoded: Any = Encoder(tokenizer, layout, "assistant", "").encode([TextRow(HERE, 1, row)])
+        ((ids, _),) = encoded
         plain = (ids & np.uint32(TARGET - 1)).tolist()
         assert (plain[0], plain[-1], plain.count(3), plain.count(0)) == (3, 0, 1, 1)
         if layout.name != "text":

@@ -34,7 +34,8 @@ NAMES = sorted(
     if (name := file.stem.removesuffix("_training")) not in IMAGES
 )
 SPECIAL = re.compile(
-    r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>"
+    r"<[｜|][^<>\s]+?[｜|]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>"
+    r"|<\|?tool_(?:call|response)\|>|<\|tool_(?:call|response)>"
 )
 
 CHATML = r"<\|im_start\|>assistant\n{}(.*?<\|im_end\|>)"

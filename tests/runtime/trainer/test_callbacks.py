@@ -406,8 +406,8 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
 
 def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
     reports: list[tuple[int, int]] = []
-    recorder = Recorder()
-    recorder.on_allocate = lambda done, total: reports.append((done, total))  # type: ignore[method-assign]
+    recorder: Any = Recorder()
+    recorder.on_allocate = lambda done, total: reports.append((done, total))
     trainer = prepare(place, None, callbacks=[recorder], steps=1)
     trainer.fit()
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)

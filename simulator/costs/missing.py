@@ -1,0 +1,100 @@
+"""The error for an op of a shape that no measurement can stand for, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule import has_saved_attention
+
+_KINDS = {
+    "embed": "the embedding",
+    "embed_backward": "the backward pass of the embedding",
+    "forward": "the forward pass of a decoder layer",
+    "recompute": "the recompute of a decoder layer",
+    "backward": "the backward pass of a decoder layer",
+    "head": "the head",
+    "loss": "the loss of an evaluation",
+}
+_SHAPE = re.compile(
+    r"(?P<family>[^-/]+)-(?P<width>\d+)(c\d+)?x.*/(?P<batch>\d+)x(?P<sequence>\d+)"
+    r"-(?P<dtype>[^-]+)(-fp8-(?P<scaling>[^-]+))?(?P<rest>.*)"
+)
+_MOST = 6
+
+
+class _Measured(NamedTuple):
+    """What a shape says."""
+
+    layer: str
+    tokens: str
+    how: str
+    """dtype, and what else the duration depends on"""
+    options: str
+    """the options of `megatrain calibrate` that measure it"""
+
+
+def missing_measurement(measured_on: str, kind: str, shape: str, known: Iterable[str]) -> UserError:
+    """Returns the error for an op of `kind` and `shape` of which nothing similar was measured.
+
+    Args:
+        measured_on: the machine of the measurements.
+        kind: the kind of op.
+        shape: `FAMILY-WIDTHx.../BATCHxSEQUENCE-DTYPE`, with suffixes, as `Op.shape`.
+        known: the shapes of this kind that were measured.
+    """
+    asked = _parsed(shape)
+    sizes: dict[str, list[str]] = {}
+    for found in map(_parsed, sorted(known, key=_by_numbers)):
+        sizes.setdefault(found.how, []).append(found.tokens)
+    allowed = "; ".join(
+        f"{how}: {', '.join(dict.fromkeys(each[:_MOST]))}" for how, each in sizes.items()
+    )
+    return UserError(
+        f"measurements of {measured_on}",
+        found=f"no time of {_KINDS.get(kind, kind)} of {asked.layer} with {asked.tokens} in"
+        f" {asked.how}",
+        allowed=f"what was measured: {allowed}" if allowed else "a machine where it was measured",
+        fix=f"measure it with `megatrain calibrate MODEL{asked.options} --out hardware.toml`, or"
+        " ask for what was measured",
+    )
+
+
+def _by_numbers(shape: str) -> list[str | int]:
+    """Returns a sort key that puts 8x1024 before 32x1024."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", shape)]
+
+
+def _parsed(shape: str) -> _Measured:
+    """Returns what `shape` says. A shape of another form stands for itself."""
+    match = _SHAPE.fullmatch(shape)
+    if match is None:
+        return _Measured(shape, "any number of tokens", "any dtype", "")
+    batch, sequence, scaling = int(match["batch"]), int(match["sequence"]), match["scaling"]
+    suffixes = match["rest"].split("-")[1:]
+    how = [f"fp8 ({scaling})" if scaling else match["dtype"]]
+    options = [f"--batch {batch} --seq {sequence} --dtype {'fp8' if scaling else match['dtype']}"]
+    if scaling:
+        options.append(f"--fp8-scaling {scaling}")
+    for each in suffixes:
+        if each not in ("compiled", "documents"):
+            how.append(f"attention kernel {each}")
+            options.append(f"--attention {each}")
+    if "compiled" in suffixes:
+        how.append("compiled")
+        options.append("--compile")
+    if "documents" in suffixes:
+        how.append("rows of several documents")
+    else:
+        how.append("rows of one text")
+        options.append("--plain-packing")
+    if has_saved_attention(shape):
+        how.append("attention saved")
+    return _Measured(
+        layer=f"{match['family']} of width {int(match['width']):,}",
+        tokens=f"{batch} x {sequence:,} tokens",
+        how=", ".join(how),
+        options=f" {' '.join(options)}",
+    )
