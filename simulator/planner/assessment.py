@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any
 
@@ -178,15 +179,15 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     below it plus the block itself. On an H200, a step of a 3B model with 32 x 4,096 tokens took
     13.6 % less memory than the sum of both.
     """
-    saved = {int(layer) for layer in plan.placed("saved_activations")}
+    saved = sorted([int(layer) for layer in plan.placed("saved_activations")])
     if not saved:
         return schedule
     group = plan.knobs.micro_batch_group
-    below = [
-        group * sum(layer < block[0] for layer in saved) + len(block)
-        for block in blocks_of(plan)
-        if block[0] not in saved
-    ]
+    below = []
+    for block in blocks_of(plan):
+        place = bisect.bisect_left(saved, block[0])
+        if place == len(saved) or saved[place] != block[0]:
+            below.append(group * place + len(block))
     extra = max([0, *(count - group * len(saved) for count in below)])
     slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
     reused = set(slots[extra:])

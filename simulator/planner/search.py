@@ -173,9 +173,11 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
     return msgspec.structs.replace(assess(found.plan, costs), runner_up=found.runner_up)
 
 
-def _best_placed(plan: Plan, costs: CostModel) -> Estimate | None:
+def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
     """Returns the fastest plan that fits, with its runner-up, for a policy that places state.
-    None if no plan fits.
+
+    None if no plan fits. Sizes of groups with which no plan can take less than `most_ns` are left
+    out.
     """
     searches = [
         PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
@@ -187,7 +189,7 @@ def _best_placed(plan: Plan, costs: CostModel) -> Estimate | None:
     found: list[Estimate] = []
     for search in searches:
         limit = min((entry.step_seconds * 1e9 for entry in found), default=math.inf)
-        if search.least_ns() * _LEAST_GAIN < limit and (best := search.best(limit)):
+        if search.least_ns() < min(limit / _LEAST_GAIN, most_ns) and (best := search.best(limit)):
             found.append(best)
     return _with_runner_up(sorted(found, key=rank), []) if found else None
 
@@ -297,11 +299,14 @@ def best_estimate(
     device_limit: int | None = None,
     host_limit: int | None = None,
     policies: list[str] | None = None,
+    most_seconds: float = math.inf,
 ) -> Estimate | None:
     """Returns the memory and the time of the first of `candidates`, or None if it does not fit.
 
     The arguments are those of `candidates`. With one policy, which places state, the plan is not
-    lowered in full, which saves time. Raises UserError as `candidates` does.
+    lowered in full, which saves time. A step that takes `most_seconds` or longer is of no interest:
+    the result may then be None, or another plan that takes as long. Raises UserError as
+    `candidates` does.
     """
     if not policies or len(policies) > 1 or not policy_library.find(policies[0]).places_state:
         best = candidates(
@@ -322,7 +327,7 @@ def best_estimate(
         policies=policies,
     )
     costs = cost_model(hardware, model, workload)
-    if found := _best_placed(plan, costs):
+    if found := _best_placed(plan, costs, most_seconds * 1e9):
         return found
     least = _least(PlacementSearch(plan, costs).nearest_miss(), hardware, costs, policies)
     return estimate(least, costs) if least else None

@@ -13,6 +13,7 @@ named after all other changes, because training is then no longer exact AdamW.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import msgspec
@@ -46,8 +47,13 @@ _LOSS_CHUNKS = (512, 256, 128)
 class Search(Protocol):
     """The planner's search for one model, machine and set of policies."""
 
-    def __call__(self, work: Workload, device_limit: int, host_limit: int) -> Estimate | None:
-        """Returns the best plan for a workload and limits in bytes, or None if none fits."""
+    def __call__(
+        self, work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
+    ) -> Estimate | None:
+        """Returns the best plan for a workload and limits in bytes, or None if none fits.
+
+        If no step takes less than `most_seconds`, the result does not matter.
+        """
 
 
 class Adviser:
@@ -352,7 +358,9 @@ class Adviser:
         least = self._least_seconds(work, held["device_limit"], held["host_limit"])
         if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
             return None
-        found = self.search(work, **held)
+        # Slower steps gain so little that `suggestions` leaves them out.
+        most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
+        found = self.search(work, **held, most_seconds=most_seconds)
         if found is None:
             return None
         note = ", and nothing streams" if limits and not found.streams else ""

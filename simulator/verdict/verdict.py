@@ -11,6 +11,7 @@ of the calibration. `extrapolated` names ops whose cost is extrapolated beyond t
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 import msgspec
@@ -511,7 +512,9 @@ def advised(
     # If the chosen policy places state, the other policies were slower or did not fit.
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
-    def search_again(work: Workload, device_limit: int, host_limit: int) -> Estimate | None:
+    def search_again(
+        work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
+    ) -> Estimate | None:
         return best_estimate(
             plan.model,
             hardware,
@@ -519,6 +522,7 @@ def advised(
             device_limit=device_limit,
             host_limit=host_limit,
             policies=searched,
+            most_seconds=most_seconds,
         )
 
     if not footprints:

@@ -64,6 +64,8 @@ class Builder:
         """With `merged`: pool -> its first buffer."""
         self._pool_bytes: dict[str, int] = defaultdict(int)
         """With `merged`: pool -> the bytes that its buffers take together."""
+        self._units: dict[str, int] = {}
+        """With `merged`: pool of persistent buffers -> the bytes of the smallest buffer in it."""
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}  # by pool
         self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
@@ -94,9 +96,12 @@ class Builder:
         """
         name = f"{pool}:{key}"
         if self._merged:
-            self._pool_bytes[pool] += allocated_bytes(pool, size)
-            if pool in self._pools:
+            unit = self._units.get(pool)
+            if unit:
+                self._pool_bytes[pool] += -(-size // unit) * unit
                 return name
+            self._units[pool] = allocated_bytes(pool, 1)
+            self._pool_bytes[pool] += allocated_bytes(pool, size)
         buffer = Buffer(
             id=name,
             bytes=size,
