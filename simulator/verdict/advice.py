@@ -7,8 +7,9 @@ does not have is suggested for the host only. A GPU's memory cannot be bought, s
 smaller models of the library are suggested in its place (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. Only another state format is tried on the chosen plan alone, so a search might gain more. It is
-named after all other changes, because training is then no longer exact AdamW.
+see. It leaves out what a bound shows to gain less than 1 %. Only another state format is tried on
+the chosen plan alone, so a search might gain more. It is named after all other changes, because
+training is then no longer exact AdamW.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class TimedBuilder(Builder):
         self._found: dict[tuple[object, ...], int] = {}
         """What makes up the size of an op -> the index of that size."""
         self._which: list[int] = []
-
+        """`Sizes.which` so far."""
         self._of_size: list[Op] = []
         """One op of each size."""
 
