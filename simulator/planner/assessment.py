@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatrain.simulator.memory.account import PROCESS, Account, account, peak_w
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import Op, Schedule
+from megatrain.simulator.schedule import LANES, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
@@ -35,23 +36,21 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     its knobs can be faster than this bound."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """One plan with its predicted memory and time.
 
     If the plan does not fit, `account` names the limit that binds and a change that would help.
     """
 
     plan: Plan
-    """The plan, with its digest and prediction."""
+    """The plan."""
     account: Account
     """The predicted memory of the plan against its limits."""
-    bounds: LowerBounds
-    """What limits the step time: each lane's work, the critical path, and a lower bound."""
     step_seconds: float
     """Predicted seconds of one step: the engine's makespan plus the host's time outside the
     schedule."""
-    extrapolated: tuple[str, ...] = ()
-    """Kinds of ops whose cost is extrapolated beyond the measured sizes."""
+    streams: bool
+    """Whether anything is copied between host and device."""
     runner_up: RunnerUp | None = None
     """The next best plan that fits, of this policy or of another. None if no other was tried."""
 
@@ -59,6 +58,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def feasible(self) -> bool:
         """Whether the plan fits in its memory limits."""
         return self.account.fits
+
+
+class Choice(Estimate, frozen=True, kw_only=True):
+    """An estimate whose plan has its digest and prediction, with what limits the step."""
+
+    bounds: LowerBounds
+    """What limits the step time: each lane's work, the critical path, and a lower bound."""
+    extrapolated: tuple[str, ...] = ()
+    """Kinds of ops whose cost is extrapolated beyond the measured sizes."""
 
 
 def assess(plan: Plan, costs: CostModel) -> Choice:
@@ -81,8 +89,32 @@ def assess(plan: Plan, costs: CostModel) -> Choice:
     flagged = tuple(sorted({op.kind for op in costs.sizes(schedule).ops if costs.extrapolated(op)}))
     plan = msgspec.structs.replace(plan, digest=schedule.digest, prediction=prediction)
     return Choice(
-        plan=plan, account=memory, bounds=limits, step_seconds=seconds, extrapolated=flagged
+        plan=plan,
+        account=memory,
+        step_seconds=seconds,
+        streams=streams(schedule),
+        bounds=limits,
+        extrapolated=flagged,
     )
+
+
+def estimate(plan: Plan, costs: CostModel) -> Estimate:
+    """Returns the memory and the time that `assess` predicts, in a third of the time.
+
+    Raises UserError if the policy cannot lower the plan.
+    """
+    schedule = timed(plan, costs)
+    return Estimate(
+        plan=plan,
+        account=plan_account(plan, policy_library.outline(plan, merged=True), costs),
+        step_seconds=step_seconds(schedule, costs),
+        streams=streams(schedule),
+    )
+
+
+def streams(schedule: Schedule) -> bool:
+    """Returns whether the schedule copies anything between host and device."""
+    return not {LANES.index("h2d"), LANES.index("d2h")}.isdisjoint(schedule.compiled.lanes)
 
 
 def step_seconds(schedule: Schedule, costs: CostModel) -> float:
@@ -147,15 +179,15 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     below it plus the block itself. On an H200, a step of a 3B model with 32 x 4,096 tokens took
     13.6 % less memory than the sum of both.
     """
-    saved = {int(layer) for layer in plan.placed("saved_activations")}
+    saved = sorted([int(layer) for layer in plan.placed("saved_activations")])
     if not saved:
         return schedule
     group = plan.knobs.micro_batch_group
-    below = [
-        group * sum(layer < block[0] for layer in saved) + len(block)
-        for block in blocks_of(plan)
-        if block[0] not in saved
-    ]
+    below = []
+    for block in blocks_of(plan):
+        place = bisect.bisect_left(saved, block[0])
+        if place == len(saved) or saved[place] != block[0]:
+            below.append(group * place + len(block))
     extra = max([0, *(count - group * len(saved) for count in below)])
     slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
     reused = set(slots[extra:])

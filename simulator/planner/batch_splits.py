@@ -145,25 +145,19 @@ def best_split(
             with_loss_chunk(model, hardware, work, policies=policies, **limits) for work in chosen
         ]
 
-    def searched(work: Workload, names: list[str] | None) -> list[Choice]:
-        return candidates(
+    searched = (
+        candidates(
             model,
             hardware,
             work,
             source=source,
             hardware_name=hardware_name,
-            policies=names,
+            policies=policies,
             **limits,
         )
-
-    best, placing = (
-        searched(chosen[0], policies),
-        [name for name in names if policy_library.find(name).places_state],
+        for work in chosen
     )
-    for work in chosen[1:]:
-        if not placing or rank(searched(work, placing)[0]) < rank(best[0]):
-            best = min(best, searched(work, policies), key=lambda choices: rank(choices[0]))
-    return best
+    return min(searched, key=lambda choices: rank(choices[0]))
 
 
 def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:

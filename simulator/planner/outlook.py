@@ -90,6 +90,7 @@ def _choice(plan: Plan, memory: Account, costs: CostModel) -> Choice:
     return Choice(
         plan=plan,
         account=memory,
+        streams=False,
         bounds=LowerBounds(lanes_ns={}, critical_path_ns=0, lower_bound_ns=least, sum_ns=least),
         step_seconds=math.nextafter(least / 1e9, 0),
     )

@@ -45,11 +45,11 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
-    Choice,
+    Estimate,
     InShortGroups,
     RunnerUp,
-    assess,
     step_seconds,
+    streams,
     timed,
     with_knobs,
 )
@@ -108,6 +108,8 @@ class _Run:
         self._schedule, self._costs, self._group, self._more = schedule, costs, group, more
         self.ops = len(schedule.compiled.lanes)
         """The number of ops."""
+        self.streams = streams(schedule)
+        """Whether anything is copied between host and device."""
 
     @functools.cached_property
     def _alone_ns(self) -> tuple[int, int]:
@@ -170,18 +172,18 @@ class PlacementSearch:
         self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
 
-    def best(self, limit_ns: float = math.inf) -> Choice | None:
+    def best(self, limit_ns: float = math.inf) -> Estimate | None:
         """Returns the fastest plan that fits, or None if none does.
 
         Plans that cannot come near a step time of `limit_ns` are left out.
         """
         found = [
-            choice
+            estimate
             for slots in self._whole_layers()
-            if (choice := self._best_of(self._fitting(slots), limit_ns))
+            if (estimate := self._best_of(self._fitting(slots), limit_ns))
         ]
         if found:
-            return min(found, key=lambda choice: choice.step_seconds)
+            return min(found, key=lambda estimate: estimate.step_seconds)
         fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
         return self._best_of(fitting, limit_ns)
 
@@ -221,7 +223,7 @@ class PlacementSearch:
             ]
         return candidates
 
-    def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Choice | None:
+    def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Estimate | None:
         """Returns the best of the candidates, refined. None if there are none, or if none comes
         near a step time of `limit_ns`.
         """
@@ -239,19 +241,30 @@ class PlacementSearch:
         faster, other = self._with_whole_layers(time, plan)
         time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         if not others:
-            return assess(plan, self.costs)
+            return self._estimate(plan)
         slower, other = self._refined_like(*others[0], plan)
         if slower < time:
             slower, other, (time, plan) = time, plan, self._climbed(slower, other)
-        choice = assess(plan, self.costs)
-        second = choice.step_seconds * (slower / time)  # not less, whatever rounding does
+        best = self._estimate(plan)
+        second = best.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
             # The times above are extended from two groups of micro-batches. The engine's decide.
-            second = step_seconds(timed(other, self.costs), self.costs)
-            if second < choice.step_seconds:
-                other, second, choice = plan, choice.step_seconds, assess(other, self.costs)
+            rival = self._estimate(other)
+            best, rival = (rival, best) if rival.step_seconds < best.step_seconds else (best, rival)
+            other, second = rival.plan, rival.step_seconds
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=second)
-        return msgspec.structs.replace(choice, runner_up=runner_up)
+        return msgspec.structs.replace(best, runner_up=runner_up)
+
+    def _estimate(self, plan: Plan) -> Estimate:
+        """Returns the memory of `plan`, and the time of a step with all its micro-batches."""
+        run = self._run(plan)
+        if with_knobs(plan, groups=2) == plan:  # the run has all of them
+            seconds = (run.step_ns + self.costs.step_overhead_ns) / 1e9
+        else:
+            seconds = step_seconds(timed(plan, self.costs), self.costs)
+        return Estimate(
+            plan=plan, account=self.filling.account(plan), step_seconds=seconds, streams=run.streams
+        )
 
     def _everything(self, plan: Plan, base: Placement) -> Iterator[Plan]:
         """Yields plans that keep all state on the device and save activations of as many layers as

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -28,8 +29,10 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
+    Estimate,
     RunnerUp,
     assess,
+    estimate,
     group_sizes,
     plan_account,
     with_knobs,
@@ -47,6 +50,8 @@ from megatrain.simulator.policies.policy import PolicyWarning
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _LEAST_GAIN = 1.01  # groups of micro-batches are searched if they may gain this factor
+
+_Found = TypeVar("_Found", bound=Estimate)
 
 __all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
 
@@ -163,6 +168,18 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         return assess(plan, costs)
     if not policy.places_state:
         return SlotSearch(plan, costs).best()
+    found = _best_placed(plan, costs)
+    if found is None:
+        return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
+    return msgspec.structs.replace(assess(found.plan, costs), runner_up=found.runner_up)
+
+
+def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
+    """Returns the fastest plan that fits, with its runner-up, for a policy that places state.
+
+    None if no plan fits. Sizes of groups with which no plan can take less than `most_ns` are left
+    out.
+    """
     searches = [
         PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
         for size in group_sizes(plan)
@@ -170,17 +187,15 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
     if len(searches) > 1:
         # The most promising first. It then excludes most plans of the others by their bounds.
         searches.sort(key=PlacementSearch.rough_ns)
-    found: list[Choice] = []
+    found: list[Estimate] = []
     for search in searches:
-        limit = min((choice.step_seconds * 1e9 for choice in found), default=math.inf)
-        if search.least_ns() * _LEAST_GAIN < limit and (choice := search.best(limit)):
-            found.append(choice)
-    if not found:
-        return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
-    return _with_runner_up(sorted(found, key=rank), [])
+        limit = min((entry.step_seconds * 1e9 for entry in found), default=math.inf)
+        if search.least_ns() < min(limit / _LEAST_GAIN, most_ns) and (best := search.best(limit)):
+            found.append(best)
+    return _with_runner_up(sorted(found, key=rank), []) if found else None
 
 
-def rank(choice: Choice) -> tuple[bool, int, int, float, str]:
+def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:
     """Returns a sort key that puts the best choice first.
 
     Plans that fit come first, by step time. The others are ordered by the bytes of device memory
@@ -271,18 +286,65 @@ def candidates(
     ]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
-        fitting = (
-            footprint
-            for footprint in usable(own[0].plan, hardware, costs, names)
-            if footprint.account().fits
-        )
-        if footprint := next(fitting, None):
-            choice = assess(footprint.placed(), costs)
+        if least := _least(own[0].plan, hardware, costs, names):
+            choice = assess(least, costs)
             found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
     return [_with_runner_up(found, bounded), *found[1:]]
 
 
-def _with_runner_up(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
+def best_estimate(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+    most_seconds: float = math.inf,
+) -> Estimate | None:
+    """Returns the memory and the time of the first of `candidates`, or None if it does not fit.
+
+    The arguments are those of `candidates`. With one policy, which places state, the plan is not
+    lowered in full, which saves time. A step that takes `most_seconds` or longer is of no interest:
+    the result may then be None, or another plan that takes as long. Raises UserError as
+    `candidates` does.
+    """
+    if not policies or len(policies) > 1 or not policy_library.find(policies[0]).places_state:
+        best = candidates(
+            model,
+            hardware,
+            workload,
+            device_limit=device_limit,
+            host_limit=host_limit,
+            policies=policies,
+        )[0]
+        return best if best.feasible else None
+    (plan,) = plans_of(
+        model,
+        hardware,
+        workload,
+        device_limit=device_limit,
+        host_limit=host_limit,
+        policies=policies,
+    )
+    costs = cost_model(hardware, model, workload)
+    if found := _best_placed(plan, costs, most_seconds * 1e9):
+        return found
+    least = _least(PlacementSearch(plan, costs).nearest_miss(), hardware, costs, policies)
+    return estimate(least, costs) if least else None
+
+
+def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> Plan | None:
+    """Returns the first of the plans that need the least memory that fits, or None if none does.
+
+    Model, workload and limits are those of `plan`.
+    """
+    footprints = usable(plan, hardware, costs, names)
+    fitting = (footprint for footprint in footprints if footprint.account().fits)
+    return footprint.placed() if (footprint := next(fitting, None)) else None
+
+
+def _with_runner_up(found: list[_Found], bounded: list[RunnerUp]) -> _Found:
     """Returns the first of `found` with its runner-up.
 
     The runner-up is the fastest of the other choices that fit, the runner-up of the same policy,
@@ -307,7 +369,7 @@ def _with_runner_up(found: list[Choice], bounded: list[RunnerUp]) -> Choice:
     )
 
 
-def _is_rival(choice: Choice) -> bool:
+def _is_rival(choice: Estimate) -> bool:
     """Returns whether the plan fits and the runtime can execute it."""
     return choice.feasible and not policy_library.find(choice.plan.policy).prediction_only
 

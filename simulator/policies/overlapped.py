@@ -61,8 +61,8 @@ from megatrain.simulator.schedule.arithmetic import (
     UPDATED,
     StateClass,
     contributions,
-    layer_state,
     refuse_on_host,
+    stack_state,
     sums_on_device,
     whole_matrices,
 )
@@ -114,7 +114,7 @@ class _OverlappedStore:
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
         self.matrices = whole_matrices(plan)
         """Layers that are cut between matrices only."""
-        self.state = {layer: layer_state(plan, layer) for layer in self.stack}
+        self.state = stack_state(plan)
         self.home: dict[tuple[StateClass, str], str] = {}
         """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
         gradient that is used up inside the backward pass has none."""
@@ -129,20 +129,23 @@ class _OverlappedStore:
         for name in STATE:
             resident = plan.placed(name) - self.on_host
             placed = resident | self.on_host
+            may_be_used_up = name == "gradients" and not self.defers
+            on_device, on_host, streamed = f"device.{name}", f"host.{name}", self.streamed[name]
             for layer, spec in self.stack.items():
                 part = self.state[layer][name]
-                if part.bytes and (
-                    layer in placed
-                    or name != "gradients"
-                    or self.defers
-                    or not sums_on_device(plan, layer)
+                if not part.bytes or (
+                    may_be_used_up and layer not in placed and sums_on_device(plan, layer)
                 ):
-                    place = "device" if layer in resident else "host"
-                    self.home[name, layer] = builder.persistent(
-                        f"{place}.{name}", layer, part.whole(spec.elements), name, part.dtype
-                    )
-                    if place == "host":
-                        self.streamed[name].append(layer)
+                    continue
+                self.home[name, layer] = builder.persistent(
+                    on_device if layer in resident else on_host,
+                    layer,
+                    part.whole(spec.elements),
+                    name,
+                    part.dtype,
+                )
+                if layer not in resident:
+                    streamed.append(layer)
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()

@@ -11,15 +11,15 @@ refuses such a group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
-from megatrain.simulator.model.workload import Dtype, Gradients
+from megatrain.simulator.model.workload import Dtype, Gradients, Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, WHOLE_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
@@ -61,7 +61,11 @@ def contributions(plan: Plan, layer: str) -> int:
     """Returns how many gradients of `layer` are computed in one step: one per micro-batch, or two
     per micro-batch for a tied embedding.
     """
-    return plan.workload.accumulation * (2 if layer == EMBEDDING and plan.model.tied else 1)
+    return _contributions(plan.model, plan.workload, layer)
+
+
+def _contributions(model: ModelSpec, work: Workload, layer: str) -> int:
+    return work.accumulation * (2 if layer == EMBEDDING and model.tied else 1)
 
 
 def part_elements(plan: Plan, layer: str) -> int:
@@ -100,8 +104,22 @@ def sums_on_device(plan: Plan, layer: str) -> bool:
 
 def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
     """Returns the size and the dtype of each class of a layer's state."""
-    work, spec = plan.workload, plan.model.stack[layer]
-    summed = contributions(plan, layer) > 1
+    return stack_state(plan)[layer]
+
+
+def stack_state(plan: Plan) -> Mapping[str, dict[StateClass, StatePart]]:
+    """Returns what `layer_state` returns, for every layer."""
+    return _stack_state(plan.model, plan.workload)
+
+
+@functools.lru_cache(maxsize=4)
+def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass, StatePart]]:
+    """Cached because a search asks for it with each plan."""
+    return {layer: _layer_state(model, work, layer) for layer in model.stack}
+
+
+def _layer_state(model: ModelSpec, work: Workload, layer: str) -> dict[StateClass, StatePart]:
+    spec, summed = model.stack[layer], _contributions(model, work, layer) > 1
     layout = update_layout(work.optimizer, spec)
     if layout is None:
         return layer_state_of(
@@ -219,6 +237,8 @@ def blocks_of(plan: Plan) -> list[list[int]]:
     """Returns the decoder layers in blocks that are recomputed together. A block has at most K
     layers, where K is `checkpoint_interval`. A layer in `saved_activations` is a block by itself.
     """
+    if plan.knobs.checkpoint_interval == 1:
+        return [[index] for index in range(plan.model.layers)]
     stored, blocks = plan.placed("saved_activations"), list[list[int]]()
     for index in range(plan.model.layers):
         alone = str(index) in stored or not blocks or str(blocks[-1][-1]) in stored

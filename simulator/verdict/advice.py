@@ -7,13 +7,15 @@ does not have is suggested for the host only. A GPU's memory cannot be bought, s
 smaller models of the library are suggested in its place (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. The loss chunk stays that of the plan, also where the planner chose it. Only another state
-format is tried on the chosen plan alone, so a search might gain more. It is named after all other
-changes, because training is then no longer exact AdamW.
+see. It leaves out what a bound shows to gain less than 1 %. The loss chunk stays that of the plan,
+also where the planner chose it. Only another state format is tried on the chosen plan alone, so a
+search might gain more. It is named after all other changes, because training is then no longer
+exact AdamW.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import msgspec
@@ -27,7 +29,7 @@ from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
+from megatrain.simulator.planner.assessment import Choice, Estimate, estimate, with_knobs
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -47,8 +49,13 @@ _LOSS_CHUNKS = (512, 256, 128)
 class Search(Protocol):
     """The planner's search for one model, machine and set of policies."""
 
-    def __call__(self, work: Workload, device_limit: int, host_limit: int) -> Choice:
-        """Returns the best plan for a workload and limits in bytes."""
+    def __call__(
+        self, work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
+    ) -> Estimate | None:
+        """Returns the best plan for a workload and limits in bytes, or None if none fits.
+
+        If no step takes less than `most_seconds`, the result does not matter.
+        """
 
 
 class Adviser:
@@ -160,11 +167,11 @@ class Adviser:
         plans for the same workload and limits. None if none of them fits.
         """
         found = self.search(work, **self._limits | limits)
-        if not found.feasible:
+        if found is None:
             fitting = next((footprint for footprint in least if footprint.account().fits), None)
             if fitting is None:
                 return None
-            found = assess(fitting.placed(), fitting.costs)
+            found = estimate(fitting.placed(), fitting.costs)
         return tokens_per_second(work, found.step_seconds)
 
     @property
@@ -207,7 +214,7 @@ class Adviser:
             )
             # A search with so little memory finds the same plan, and takes seconds.
             plan = msgspec.structs.replace(device_fits[index].plan, host_limit_bytes=least)
-            choice = assess(MemoryFootprint(plan, self.costs).placed(), self.costs)
+            choice = estimate(MemoryFootprint(plan, self.costs).placed(), self.costs)
             found += self._memory({"host": least}, choice=choice)
             found += self._most_useful_host(least)
         elif batch := largest_batch(self.footprints, self.work, _PLENTY):
@@ -239,8 +246,7 @@ class Adviser:
         if self.hardware.unified:
             return []
         found = self.search(self.work, **self._limits | {"host_limit": _PLENTY})
-        size = rounded_up(found.account.host_peak_bytes)
-        if not found.feasible or size <= least:
+        if found is None or (size := rounded_up(found.account.host_peak_bytes)) <= least:
             return []
         return [
             msgspec.structs.replace(entry, note="more host memory gains nothing")
@@ -269,7 +275,7 @@ class Adviser:
         self,
         needs: dict[str, int],
         others: dict[str, str] | None = None,
-        choice: Choice | None = None,
+        choice: Estimate | None = None,
     ) -> list[Suggestion]:
         """Returns the suggestion to have more memory.
 
@@ -354,11 +360,12 @@ class Adviser:
         least = self._least_seconds(work, held["device_limit"], held["host_limit"])
         if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
             return None
-        found = self.search(work, **held)
-        if not found.feasible:
+        # Slower steps gain so little that `suggestions` leaves them out.
+        most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
+        found = self.search(work, **held, most_seconds=most_seconds)
+        if found is None:
             return None
-        streams = not {"h2d", "d2h"}.isdisjoint(found.bounds.lanes_ns)
-        note = ", and nothing streams" if limits and not streams else ""
+        note = ", and nothing streams" if limits and not found.streams else ""
         gain = tokens_per_second(work, found.step_seconds) / self.speed - 1
         return self._gained(
             _as_options(options) + note,
@@ -408,7 +415,7 @@ class Adviser:
         Returns None if nothing streams already, if the machine does not have so much memory, or if
         the policy `resident` is not to be used.
         """
-        if {"h2d", "d2h"}.isdisjoint(self.choice.bounds.lanes_ns) or "resident" not in self.names:
+        if not self.choice.streams or "resident" not in self.names:
             return None
         few = msgspec.structs.replace(self.work, accumulation=min(self.work.accumulation, 2))
         plan = msgspec.structs.replace(
@@ -426,7 +433,7 @@ class Adviser:
         """
         work = msgspec.structs.replace(self.work, state=state)
         plan = msgspec.structs.replace(self.plan, workload=work)
-        found = assess(plan, cost_model(self.hardware, plan.model, work))
+        found = estimate(plan, cost_model(self.hardware, plan.model, work))
         options = {"state": state}
         if not found.feasible:
             return None

@@ -16,9 +16,9 @@ from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.specs import library as model_library
-from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.assessment import Estimate
 from megatrain.simulator.planner.capacity import usable
-from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.planner.search import best_estimate
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.suggestion import Suggestion
 
@@ -68,7 +68,9 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
         )
         if not _fits(moved, machine):
             continue
-        found = candidates(plan.model, machine, plan.workload, policies=usual_policies(machine))[0]
+        found = best_estimate(plan.model, machine, plan.workload, policies=usual_policies(machine))
+        if found is None:
+            return
         yield _suggestion(
             found,
             f"--hardware {machine.name}",
@@ -91,14 +93,16 @@ def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
         other = msgspec.structs.replace(plan, model=model, source=model.name)
         if not _fits(other, hardware):
             continue
-        found = candidates(
+        found = best_estimate(
             model,
             hardware,
             plan.workload,
             device_limit=plan.device_limit_bytes,
             host_limit=plan.host_limit_bytes,
             policies=usual_policies(hardware),
-        )[0]
+        )
+        if found is None:
+            return
         yield msgspec.structs.replace(
             _suggestion(found, model.name, {}, "a smaller model"), model=model.name
         )
@@ -120,7 +124,7 @@ def _fits(plan: Plan, hardware: HardwareSpec) -> bool:
         return False
 
 
-def _suggestion(choice: Choice, change: str, options: dict[str, str], note: str) -> Suggestion:
+def _suggestion(choice: Estimate, change: str, options: dict[str, str], note: str) -> Suggestion:
     return Suggestion(
         change=change,
         options=options,

@@ -11,6 +11,7 @@ of the calibration. `extrapolated` names ops whose cost is extrapolated beyond t
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 import msgspec
@@ -27,7 +28,13 @@ from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Workload
-from megatrain.simulator.planner.assessment import Choice, InShortGroups, RunnerUp, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    Estimate,
+    InShortGroups,
+    RunnerUp,
+    with_knobs,
+)
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -35,7 +42,7 @@ from megatrain.simulator.planner.capacity import (
     usable,
 )
 from megatrain.simulator.planner.loss_chunk import least_chunks
-from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.planner.search import best_estimate, candidates
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
@@ -265,7 +272,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         ),
         lower_bound_seconds=limits.lower_bound_ns / 1e9,
         lower_bound_lane=limits.latest,
-        streams=not {"h2d", "d2h"}.isdisjoint(limits.lanes_ns),
+        streams=choice.streams,
         lane_seconds={lane: time / 1e9 for lane, time in limits.lanes_ns.items()},
         device_peak_bytes=account.device_peak_bytes,
         device_limit_bytes=account.device_limit_bytes,
@@ -522,15 +529,18 @@ def advised(
     # If the chosen policy places state, the other policies were slower or did not fit.
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
-    def search_again(work: Workload, device_limit: int, host_limit: int) -> Choice:
-        return candidates(
+    def search_again(
+        work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
+    ) -> Estimate | None:
+        return best_estimate(
             plan.model,
             hardware,
             work,
             device_limit=device_limit,
             host_limit=host_limit,
             policies=searched,
-        )[0]
+            most_seconds=most_seconds,
+        )
 
     if not footprints:
         return verdict

@@ -338,7 +338,7 @@ def test_another_machine_has_the_least_memory_that_suffices(
 
     monkeypatch.setattr(library, "_fits", fits)
     monkeypatch.setattr(
-        library, "candidates", lambda _, machine, *__, **___: [chosen(plan, machine)]
+        library, "best_estimate", lambda _, machine, *__, **___: chosen(plan, machine)
     )
     (found,) = library._another_machine(plan, small)
     sizes = [(machine.device_bytes, machine.host_bytes) for machine in tried]
@@ -358,7 +358,7 @@ def test_a_smaller_model_is_the_largest_of_the_series_or_else_of_all(
     model = ModelSpec.load("qwen3-4b")
     plan = msgspec.structs.replace(make_plan("overlapped"), model=model)
     choice = chosen(make_plan("overlapped"))
-    monkeypatch.setattr(library, "candidates", lambda *_, **__: [choice])
+    monkeypatch.setattr(library, "best_estimate", lambda *_, **__: choice)
     models = library.library_models()
     assert [each.parameters for each in models] == sorted(
         (each.parameters for each in models), reverse=True

@@ -11,7 +11,6 @@ from typing import Any, TypedDict, Unpack
 
 import msgspec
 
-from megatrain.simulator.policies.building.latest_uses import LatestUses
 from megatrain.simulator.schedule import (
     LANES,
     Buffer,
@@ -52,9 +51,7 @@ class Builder:
     run further ahead.
     """
 
-    def __init__(
-        self, policy: str, *, serial: bool = False, merged: bool = False, timed: bool = False
-    ) -> None:
+    def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
         """Starts an empty program.
 
         Args:
@@ -62,15 +59,14 @@ class Builder:
             serial: Every op also waits for the op before it, so that nothing overlaps.
             merged: All buffers of a pool become one, except those that PyTorch allocates. This is
                 enough to know the bytes of each pool, but no ops can be added.
-            timed: The schedule gets no buffers and no ops, only `compiled` and `sizes`. This is
-                enough to know its time, and takes half as long.
         """
-        self._policy, self._serial = policy, serial
-        self._merged, self._timed = merged, timed
+        self._policy, self._serial, self._merged = policy, serial, merged
         self._pools: dict[str, Buffer] = {}
         """With `merged`: pool -> its first buffer."""
         self._pool_bytes: dict[str, int] = defaultdict(int)
         """With `merged`: pool -> the bytes that its buffers take together."""
+        self._units: dict[str, int] = {}
+        """With `merged`: pool of persistent buffers -> the bytes of the smallest buffer in it."""
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}  # by pool
         self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
@@ -84,7 +80,6 @@ class Builder:
         self._acquires: dict[int, tuple[str, ...]] = {}
         self._releases: dict[int, list[str]] = {}
         self._order = VectorClocks()
-        self._uses = LatestUses()
 
     def persistent(
         self,
@@ -101,12 +96,13 @@ class Builder:
         to. `dtype` may be left out for the default of the class of data.
         """
         name = f"{pool}:{key}"
-        if self._timed:
-            return name
         if self._merged:
-            self._pool_bytes[pool] += allocated_bytes(pool, size)
-            if pool in self._pools:
+            unit = self._units.get(pool)
+            if unit:
+                self._pool_bytes[pool] += -(-size // unit) * unit
                 return name
+            self._units[pool] = allocated_bytes(pool, 1)
+            self._pool_bytes[pool] += allocated_bytes(pool, size)
         buffer = Buffer(
             id=name,
             bytes=size,
@@ -131,9 +127,6 @@ class Builder:
         **traits: Unpack[Traits],
     ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
-        if self._timed:
-            self._add_free(pool, [f"{pool}:{index}" for index in range(count)])
-            return
         kind = dtype or DTYPES_OF[data][0]
         merged = self._merged and not traits.get("dynamic", False)
         made = [
@@ -176,8 +169,7 @@ class Builder:
 
     def release(self, slot: str) -> None:
         """Frees `slot` after the last op that reads or writes it."""
-        if not self._timed:
-            self._releases.setdefault(self._order.last(slot), []).append(slot)
+        self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._queue[slot].append(slot)
 
     def op(
@@ -201,22 +193,16 @@ class Builder:
         self._lanes.append(_LANES[lane])
         self._reads.append(reads)
         self._writes.append(writes)
-        order = self._uses if self._timed else self._order
-        self._after.append(tuple(order.append(lane, reads, writes, also)))
+        self._after.append(tuple(self._order.append(lane, reads, writes, also)))
         self._sizes.append(sizes)
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""
-        if self._timed:
-            schedule = Schedule(policy=self._policy, buffers=(), ops=())
-        else:
-            merged = [
-                msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
-                for pool, first in self._pools.items()
-            ]
-            schedule = Schedule(
-                policy=self._policy, buffers=(*merged, *self._buffers), ops=self._ops()
-            )
+        merged = [
+            msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
+            for pool, first in self._pools.items()
+        ]
+        schedule = Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=self._ops())
         vars(schedule).update(
             compiled=Compiled(self._lanes, self._after, "", self._micro_batches()),
             sizes=self._grouped(),

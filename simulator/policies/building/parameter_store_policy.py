@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.timed_builder import TimedBuilder
 from megatrain.simulator.policies.building.training_step import ParameterStore, compute, declare
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import Schedule
@@ -29,7 +30,7 @@ class ParameterStorePolicy(Policy):
 
     def timed(self, plan: Plan) -> Schedule:
         """Returns what `ParameterStorePolicy.lower` returns, with `compiled` and `sizes` alone."""
-        return self._lowered(Builder(plan.policy, serial=self.serial, timed=True), plan)
+        return self._lowered(TimedBuilder(plan.policy, serial=self.serial), plan)
 
     def _lowered(self, builder: Builder, plan: Plan) -> Schedule:
         compute(builder, plan, self.storage(builder, plan))

@@ -1,0 +1,139 @@
+"""Tests of what a search leaves out, and that leaving it out changes no result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.simulator import policies
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner import batch_splits
+from megatrain.simulator.planner.assessment import assess, estimate, group_sizes, with_knobs
+from megatrain.simulator.planner.batch_splits import best_split
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.search import best_estimate, candidates, plans_of
+
+H200, MIB = HardwareSpec.load("h200"), 2**20
+LIMIT = 10 * MIB
+WORK = Workload(batch=2, sequence=64, accumulation=4, loss_chunk=64)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., ModelSpec]) -> ModelSpec:
+    return make_model(
+        layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024, tied=False
+    )
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """Returns a list that gets the arguments of each call of `owner.name`."""
+    calls: list[tuple[Any, ...]] = []
+    original = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def test_a_search_lowers_only_the_plan_that_it_returns(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies._lowered.cache_clear()
+    searched = counted(monkeypatch, PlacementSearch, "best")
+    lowered = counted(monkeypatch, policies, "lower_uncached")
+    best = candidates(model, H200, WORK, policies=["overlapped"], device_limit=LIMIT)[0]
+    assert best.feasible
+    assert len(searched) > 1
+    assert [plan.knobs for (plan,) in lowered] == [best.plan.knobs]
+    lowered.clear()
+    found = best_estimate(model, H200, WORK, policies=["overlapped"], device_limit=LIMIT)
+    assert found is not None
+    assert (found.plan.knobs, found.step_seconds) == (best.plan.knobs, best.step_seconds)
+    assert (found.runner_up, found.account.fits) == (best.runner_up, True)
+    assert not lowered
+
+
+@pytest.mark.parametrize("policy", ["overlapped", "k_buffer", "resident", "sequential"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_estimate_has_the_memory_and_the_time_of_an_assessment(
+    model: ModelSpec, policy: str, accumulation: int
+) -> None:
+    work = Workload(batch=2, sequence=64, accumulation=accumulation, loss_chunk=64)
+    (plan,) = plans_of(model, H200, work, policies=[policy], device_limit=LIMIT)
+    costs = cost_model(H200, model, work)
+    plan = with_knobs(plan, weight_slots=1)
+    quick, whole = estimate(plan, costs), assess(plan, costs)
+    assert quick.step_seconds == whole.step_seconds
+    assert quick.account.pools == whole.account.pools
+    assert quick.streams == whole.streams == (policy != "resident")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    accumulation=st.sampled_from([1, 2, 4, 6]),
+    clipping=st.sampled_from(["global", "none"]),
+    limit=st.integers(6, 24),
+)
+def test_no_plan_of_a_group_is_faster_than_its_bound(
+    model: ModelSpec, accumulation: int, clipping: Any, limit: int
+) -> None:
+    work = Workload(
+        batch=2, sequence=64, accumulation=accumulation, clipping=clipping, loss_chunk=64
+    )
+    (plan,) = plans_of(model, H200, work, policies=["overlapped"], device_limit=limit * MIB)
+    for size in group_sizes(plan):
+        search = PlacementSearch(
+            with_knobs(plan, micro_batch_group=size), cost_model(H200, model, work)
+        )
+        if found := search.best():
+            assert found.step_seconds * 1e9 >= search.least_ns()
+
+
+def test_groups_that_cannot_be_fast_enough_are_not_searched(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(**options: float) -> tuple[float, int]:
+        searched.clear()
+        best = best_estimate(
+            model,
+            H200,
+            WORK,
+            policies=["overlapped"],
+            device_limit=LIMIT,
+            **options,  # type: ignore[arg-type]
+        )
+        assert best is not None
+        return best.step_seconds, len(searched)
+
+    searched = counted(monkeypatch, PlacementSearch, "best")
+    seconds, every = found()
+    assert every > 1
+    assert found(most_seconds=1.01 * seconds)[0] == seconds
+    assert found(most_seconds=0.01 * seconds)[1] == 0
+
+
+def test_each_split_of_a_step_is_searched_once(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the second, which is faster here."""
+    works: list[Workload] = []
+
+    def found(_model: ModelSpec, _hardware: HardwareSpec, work: Workload, **_: Any) -> list[int]:
+        works.append(work)
+        return [-len(works)]
+
+    monkeypatch.setattr(batch_splits, "_CLOSE", 100.0)
+    monkeypatch.setattr(batch_splits, "candidates", found)
+    monkeypatch.setattr(batch_splits, "rank", lambda choice: choice)
+    assert best_split(model, H200, WORK, 1024) == [-2]
+    assert len(works) == len(set(works)) == 2
