@@ -22,9 +22,9 @@ improves the best plan:
    and another size of copies.
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
    layer, one weight slot, or in where layer inputs are.
-6. Try plans that update all streamed layers on the host and keep the whole state of the others on
+6. Give the second-best plan the same refinements. If it is faster now, continue from it.
+7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`_with_whole_layers`), and climb from the best one.
-7. Give the second-best plan the same refinements. If it is faster now, continue from it.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
 plan that exceeds its limits by the fewest bytes.
@@ -238,21 +238,25 @@ class PlacementSearch:
             # The number of saved layers may have changed, so updates on the host may pay now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
+        second: tuple[float, Plan] | None = None
+        if others:
+            second = self._refined_like(*others[0], plan)
+            if second[0] < time:
+                second, (time, plan) = (time, plan), self._climbed(*second)
         faster, other = self._with_whole_layers(time, plan)
-        time, plan = self._climbed(faster, other) if faster < time else (time, plan)
-        if not others:
+        if faster < time:
+            second, (time, plan) = (time, plan), self._climbed(faster, other)
+        if second is None:
             return self._estimate(plan)
-        slower, other = self._refined_like(*others[0], plan)
-        if slower < time:
-            slower, other, (time, plan) = time, plan, self._climbed(slower, other)
+        slower, other = second
         best = self._estimate(plan)
-        second = best.step_seconds * (slower / time)  # not less, whatever rounding does
+        runner_up_seconds = best.step_seconds * (slower / time)  # not less, whatever rounding does
         if plan.workload.accumulation > 2:
             # The times above are extended from two groups of micro-batches. The engine's decide.
             rival = self._estimate(other)
             best, rival = (rival, best) if rival.step_seconds < best.step_seconds else (best, rival)
-            other, second = rival.plan, rival.step_seconds
-        runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=second)
+            other, runner_up_seconds = rival.plan, rival.step_seconds
+        runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=runner_up_seconds)
         return msgspec.structs.replace(best, runner_up=runner_up)
 
     def _estimate(self, plan: Plan) -> Estimate:
@@ -596,8 +600,8 @@ class PlacementSearch:
             or self.lower_bound.step_ns(saving(plan.model.layers)) >= limit_ns
         ):
             return None
-        most = self.filling.most_saved(whole, saving(0).knobs.placement)
-        return saving(most) if most >= 0 else None
+        chosen = saving(max(self.filling.most_saved(whole, saving(0).knobs.placement), 0))
+        return chosen if self.filling.account(chosen).fits else None
 
     def may_fit(self) -> bool:
         """Returns whether `best` finds a plan. It takes less time than to find it."""

@@ -342,3 +342,14 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
         if op.kind in found:
             found[op.kind] += op.bytes
     assert found == expected
+
+
+def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
+    """The layers that the host updates keep their state there, which may not fit beside offloaded
+    inputs. The search once took such a plan, which made the model seem not to fit.
+    """
+    work = Workload(batch=1, sequence=2**19, token_piece=2**16, documents=True)
+    case = Case("qwen2.5-7b", "h200", work, 1.0, 1.0)
+    verdict = case.judged(host_limit=128 * GIB)
+    assert verdict.feasible
+    assert verdict.knobs["placement"].offloaded_inputs == "all"
