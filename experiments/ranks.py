@@ -49,7 +49,7 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    with joined(plan, device, settings, timeout_s=timeout_s) as ranks:
+    with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
             executor.state.load(random_weights(0))

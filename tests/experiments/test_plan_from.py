@@ -163,3 +163,13 @@ def test_a_plan_for_several_gpus_is_predicted_and_not_trained(command: Any) -> N
     assert Plan.load(Path("one.toml")).gpus == 1
     wrong = command(*FROM, *words, "--set", "gpus=3")
     assert "plan: gpus: found 3" in wrong.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_sums_of_groups_of_micro_batches_are_planned_for_one_gpu(command: Any) -> None:
+    words = ("policy=overlapped", "accumulation=4", "sum_group=2", "micro_batch_group=2")
+    outcome = command(*FROM, *(word for each in words for word in ("--set", each)))
+    assert (outcome.status, outcome.err) == (0, "")
+    plan = Plan.load(Path("new.toml"))
+    assert (plan.gpus, plan.workload.sum_group) == (1, 2)
+    assert plan.digest == verified(plan).digest

@@ -181,11 +181,26 @@ def test_a_rank_with_another_plan_is_refused(
     for rank in range(2):
         assert results(driver.printed(rank)) == []
         lines = [line for line in driver.printed(rank).splitlines() if line.startswith("error")]
+        mine, theirs = (
+            identity(Plan.load(Path(each)), SETTINGS, 3, 1e-2) for each in (plan, other)
+        )
         assert lines == [
-            f"error: ranks: plan: found {identity(Plan.load(Path(other)), SETTINGS)} on rank 1;"
-            f" allowed: {identity(Plan.load(Path(plan)), SETTINGS)}, as on rank 0; fix: start all"
+            f"error: ranks: plan: found {theirs} on rank 1;"
+            f" allowed: {mine}, as on rank 0; fix: start all"
             " ranks with the same plan, settings and version"
         ]
+
+
+@pytest.mark.parametrize("words", [["--rate", "0.5"], ["--steps", "2"]])
+def test_a_rank_with_another_rate_or_other_steps_is_refused(
+    driver: Driver, saved_plan: Callable[..., str], words: list[str]
+) -> None:
+    plan = saved_plan("plan", gpus=2, accumulation=2)
+    driver.start([[[plan]], [[plan, *words]]])
+    assert driver.wait() == [2, 2]
+    for rank in range(2):
+        assert results(driver.printed(rank)) == []
+        assert "error: ranks: plan: found " in driver.printed(rank)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     verdicts = [summarize(choice, hardware) for choice in found]
     # Advice is a search for another plan, which the user of --from does not want.
     verdict = verdicts[0]
-    if best.plan.gpus == 1:
+    work = best.plan.workload
+    # `explain` tries plans that several GPUs, or sums of groups of micro-batches, refuse.
+    if best.plan.gpus == 1 and work.sum_group in (1, work.accumulation):
         chosen = args.loss_chunk is None and not args.source_plan
         verdict = explain(best, hardware, names, advise=not args.source_plan, chunk_chosen=chosen)
     width = layout.terminal_width()
