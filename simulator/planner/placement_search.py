@@ -22,7 +22,8 @@ improves the best plan:
    and another size of copies.
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
    layer, one weight slot, or in where layer inputs are.
-6. Give the second-best plan the same refinements. If it is faster now, continue from it.
+6. Give the second-best plan the same refinements, and host updates of its own. If it is faster
+   now, continue from it.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`_with_whole_layers`), and climb from the best one.
 
@@ -477,6 +478,8 @@ class PlacementSearch:
         its time.
 
         The refinements are the share of host updates, the bytes of a copy, and the weight slots.
+        If the host then updates no layer, updates of every second or of all streamed layers are
+        tried, too.
         `time` is the step time of `plan` in ns.
         """
         alike = with_knobs(
@@ -485,7 +488,21 @@ class PlacementSearch:
             weight_slots=best.knobs.weight_slots,
         )
         if alike.knobs != plan.knobs and self.filling.account(alike).fits:
-            return min((time, plan), (self.time(alike), alike), key=lambda entry: entry[0])
+            time, plan = min((time, plan), (self.time(alike), alike), key=lambda entry: entry[0])
+        if plan.placed("host_updated"):
+            return time, plan
+        # It may stream other layers than `best`, so updates on the host may pay although they do
+        # not there.
+        limit = min(time, self.time(best)) / _LEAST_HOST_GAIN
+        for other in (host_updating(plan, every=2), host_updating(plan)):
+            if (
+                other.placed("host_updated")
+                and self.filling.account(other).fits
+                and self.lower_bound.step_ns(other) < limit
+                and self.time(other) < limit
+            ):
+                time, plan = self.time(other), other
+                limit = time / _TIE
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:

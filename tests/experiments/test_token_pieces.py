@@ -106,3 +106,16 @@ def test_a_measured_machine_derives_the_times_of_pieces() -> None:
         assert times[None][op] < times[16384][op] < times[2048][op]
     assert times[16384]["R0.m0"] < times[None]["R0.m0"]
     assert times[16384]["H.m0"] == times[None]["H.m0"]
+
+
+def test_no_pieces_where_a_search_finds_a_plan_without_them(command: Command) -> None:
+    """The plans of the least memory do not fit with this loss chunk, but another plan does. The
+    command that `check` names for its verdict has the chunk.
+    """
+    words = ("check", "pythia-6.9b", "--hardware", "apple-m4-max", "--seq", 8192, "--json")
+    chosen = json.loads(good(command(*words)))
+    work = chosen["workload"]
+    named = (*words, "--batch", work["batch"], "--loss-chunk", work["loss_chunk"])
+    verdict = json.loads(good(command(*named)))
+    assert verdict["workload"] == work
+    assert verdict["step_seconds"] == chosen["step_seconds"]

@@ -192,7 +192,12 @@ def with_fitting_piece(
             best = choices(tried, hardware, model.name, hardware.name, model)[0]
             if best.feasible:
                 found.setdefault(best.step_seconds, tried)
-    return found[min(found)] if found else args
+    if not found:
+        return args
+    # A search may find a plan that fits although those that `_fitting` looks at do not.
+    whole = argparse.Namespace(**{**vars(args), "batch": args.batch or 1})
+    fits = choices(whole, hardware, model.name, hardware.name, model)[0].feasible
+    return args if fits else found[min(found)]
 
 
 def with_fitting_batch(
