@@ -24,6 +24,7 @@ from megatrain.runtime.data.options import DataOptions
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.base.names import is_path, suggestion
+from megatrain.simulator.base.units import counted
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -44,6 +45,8 @@ EVALUATION_SPLITS = ("validation", "test", "train")
 """Splits for evaluation, the preferred first, unless the options name one."""
 _WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
 _LARGEST_WEIGHT = 1000
+_MOST_ENDINGS = 8
+"""Endings of files that are not read, that a note names."""
 _METADATA = frozenset(
     (
         "dataset_info.json",
@@ -444,19 +447,22 @@ def _words(name: str) -> set[str]:
 
 def _named(files: Iterable[Path], path: Path) -> str:
     """Returns a phrase with the name of each file that is the only one with its ending, and with
-    the number of files for each other ending.
+    the number of files for each other ending. Of many endings it names those of the most files.
     """
     found: dict[str, list[Path]] = {}
     for file in files:
         found.setdefault(_ending(file), []).append(file)
-    return ", ".join(
-        (
-            str(there[0].relative_to(path))
-            if len(there) == 1
-            else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
-        )
-        for ending, there in sorted(found.items())
-    )
+    most = sorted(found, key=lambda ending: (-len(found[ending]), ending))
+    named, rest = sorted(most[:_MOST_ENDINGS]), most[_MOST_ENDINGS:]
+    phrases = [
+        str(there[0].relative_to(path))
+        if len(there := found[ending]) == 1
+        else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
+        for ending in named
+    ]
+    if rest:
+        phrases.append(counted(sum(len(found[ending]) for ending in rest), "other file"))
+    return ", ".join(phrases)
 
 
 def _ending(file: Path) -> str:

@@ -177,7 +177,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     f"1 to {MOST_GPUS}, and a divisor of the {work.accumulation // work.sum_group}"
                     " groups of micro-batches of a step (accumulation / sum_group)"
                 ),
-                fix=f"set accumulation to a multiple of {work.sum_group} times the GPUs",
+                fix=(
+                    f"set accumulation to a multiple of {self.gpus * work.sum_group}"
+                    if 1 <= self.gpus <= MOST_GPUS
+                    else f"set gpus to 1 to {MOST_GPUS}"
+                ),
             )
         group, accumulation = self.knobs.micro_batch_group, self.micro_batches
         if group > 1 and (self.model.tied or accumulation % group):

@@ -194,7 +194,8 @@ VRAM     23.1 of  23.5 GiB  ####################
 RAM     180.4 of 128.0 GiB  ####################
         52.4 GiB too little
         weights 24.2  gradients 12.3  optimizer 49.2  activations 1.5
-Note    the memory is that of the plan that comes nearest to fitting
+Note    the memory is that of the plan that comes nearest to fitting; another
+        plan fits with 178 GiB of RAM
 Note    sequences of 65,536 tokens are longer than the model's own limit of
         32,768 (max_position_embeddings)
 

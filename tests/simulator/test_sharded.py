@@ -191,6 +191,10 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
             {"placement": Placement(moments="0")},
             "plan for 2 GPUs: knobs.placement: moments: found 0; allowed: nothing; fix: leave it",
         ),
+        (  # all that has to be emptied at once, as options that can be typed
+            {"placement": Placement(weights="0", gradients="0", host_updated="1")},
+            "with --set weights= --set gradients= --set host_updated=",
+        ),
         ({"placement": Placement(host_updated="all")}, "knobs.placement: host_updated: found all"),
         ({"micro_batch_group": 2}, "micro_batch_group: found 2; allowed: 1"),
         (
@@ -200,7 +204,9 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ({"policy": "k_buffer"}, "policy k_buffer: gpus: found 2; allowed: 1: only overlapped"),
         ({"policy": "resident"}, "policy resident: gpus: found 2"),
         ({"accumulation": 3}, "plan: gpus: found 2; allowed: 1 to 16, and a divisor of the 3"),
+        ({"accumulation": 3}, "fix: set accumulation to a multiple of 2$"),
         ({"gpus": 32, "accumulation": 32}, "plan: gpus: found 32; allowed: 1 to 16"),
+        ({"gpus": 32, "accumulation": 32}, "fix: set gpus to 1 to 16$"),
         ({"sum_group": 3}, "workload: sum_group: found 3; allowed: a divisor of the accum.* 4"),
     ],
 )

@@ -160,6 +160,7 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
     text = flat(verdict_text.text(explain(choice, H200, advise=False), why=True))
     assert "one more GiB of device memory: +" in text
+    assert ", with the same policy" in text  # `Faster` may name a gain of another policy
 
 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:

@@ -170,7 +170,7 @@ def margins(verdict: Verdict) -> list[str]:
     for margin in verdict.one_more_gib:
         bought = (
             f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s:"
-            f" {_changes(margin.knobs, verdict)}"
+            f" {_changes(margin.knobs, verdict)}, with the same policy"
             if margin.knobs
             else "no gain"
         )

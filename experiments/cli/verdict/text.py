@@ -128,15 +128,21 @@ def where(verdict: Verdict, assumed: str = "assumed; give yours by --host-memory
     )
 
 
+def _enough_host_bytes(verdict: Verdict) -> int | None:
+    """Returns the least host memory in bytes with which the model was found to fit, if any."""
+    if verdict.unified:
+        return None
+    for entry in verdict.advice:
+        if entry.fits and entry.options.keys() == {"host-memory"}:
+            return parse_bytes(entry.options["host-memory"])
+    return None
+
+
 def _shortage(verdict: Verdict) -> str:
     """Returns how much host memory is needed, if that is enough, or what the nearest plan lacks."""
-    enough = [
-        entry.options["host-memory"]
-        for entry in verdict.advice
-        if entry.fits and entry.options.keys() == {"host-memory"}
-    ]
-    if enough and not verdict.unified:
-        return f"needs {layout.size(parse_bytes(enough[0]))} of RAM"
+    enough = _enough_host_bytes(verdict)
+    if enough is not None:
+        return f"needs {layout.size(enough)} of RAM"
     places = (
         [("memory", verdict.device_peak_bytes - verdict.device_limit_bytes)]
         if verdict.unified
@@ -239,7 +245,13 @@ def notes(verdict: Verdict) -> list[str]:
     longest, sequence = verdict.model_longest_row, verdict.workload.sequence
     found = []
     if not verdict.feasible:
-        found.append("the memory is that of the plan that comes nearest to fitting")
+        enough = _enough_host_bytes(verdict)
+        other = (
+            f"; another plan fits with {layout.size(enough)} of RAM"
+            if enough is not None and enough < verdict.host_peak_bytes
+            else ""
+        )
+        found.append(f"the memory is that of the plan that comes nearest to fitting{other}")
     if longest is not None and sequence > longest:
         found.append(
             f"sequences of {sequence:,} tokens are longer than the model's own limit of {longest:,}"

@@ -55,6 +55,8 @@ def refuse_sharded(plan: Plan) -> None:
     """Raises UserError, which names what is not possible with several GPUs yet."""
     work, knobs, model = plan.workload, plan.knobs, plan.model
     routes = model.active_parameters != model.parameters
+    placed = [name for name in _PLACED if getattr(knobs.placement, name)]
+    emptied = " ".join(f"--set {name}=" for name in placed)
     for where, found, only, fix in (
         ("workload: clipping", work.clipping, "global", "clip by global"),
         ("workload: optimizer", work.optimizer, "adamw", "use optimizer adamw"),
@@ -68,7 +70,7 @@ def refuse_sharded(plan: Plan) -> None:
                 f"knobs.placement: {name}",
                 getattr(knobs.placement, name) or None,
                 None,
-                "leave it empty",
+                f"leave it empty (`megatrain plan --from` with {emptied})",
             )
             for name in _PLACED
         ),

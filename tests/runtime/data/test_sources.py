@@ -273,3 +273,16 @@ def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
         find(tmp_path / "zero\0.jsonl")
     with pytest.raises(UserError, match="file name too long"):
         find(tmp_path / ("x" * 1000))
+
+
+def test_of_many_endings_that_are_not_read_the_most_frequent_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for number in range(30):
+        (tmp_path / f"once.e{number:02d}").write_text("-")
+    for number in range(3):
+        (tmp_path / f"{number}.zz").write_text("-")
+    source = find(tmp_path)
+    named = source.left_out.split(", ")
+    assert named[0] == "once.e00"
+    assert named[-2:] == ["3 *.zz", "23 other files"]
+    assert len(named) == 9
