@@ -49,7 +49,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     """Predicted seconds of one step: the engine's makespan plus the host's time outside the
     schedule."""
-    streams: bool
+    streams: bool = True
     """Whether anything is copied between host and device."""
     runner_up: RunnerUp | None = None
     """The next best plan that fits, of this policy or of another. None if no other was tried."""

@@ -25,7 +25,7 @@ improves the best plan:
 6. Give the second-best plan the same refinements, and host updates of its own. If it is faster
    now, continue from it.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
-   the device (`_with_whole_layers`), and climb from the best one.
+   the device (`with_whole_layers`), and climb from the best one.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
 plan that exceeds its limits by the fewest bytes.
@@ -244,7 +244,7 @@ class PlacementSearch:
             second = self._refined_like(*others[0], plan)
             if second[0] < time:
                 second, (time, plan) = (time, plan), self._climbed(*second)
-        faster, other = self._with_whole_layers(time, plan)
+        faster, other = self.with_whole_layers(time, plan)
         if faster < time:
             second, (time, plan) = (time, plan), self._climbed(faster, other)
         if second is None:
@@ -566,36 +566,46 @@ class PlacementSearch:
                     plan, time = changed, found
         return time, plan
 
-    def _with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
+    def with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the fastest of `plan` and plans that update all streamed layers on the host and
         keep the whole state of the others on the device (`Filling.whole`), and its time.
 
-        These differ in the number of layers on the device. As many as then fit save their
-        activations. Every eighth number is tried first, and then the numbers near the best one.
-        `time` is the step time of `plan` in ns.
+        These differ in the number of layers on the device, and in where the inputs of layers are.
+        As many layers as then fit save their activations. Every eighth number is tried first, and
+        then the numbers near the best one. `time` is the step time of `plan` in ns.
         """
-        layers, tried = plan.model.layers, set[int]()
-        limit = time / _LEAST_HOST_GAIN
-        best, size = -1, max(layers // _STEPS, 1)
+        limit, placement = time / _LEAST_HOST_GAIN, plan.knobs.placement
+        for offloaded in dict.fromkeys((placement.offloaded_inputs, "", "all")):
+            inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
+            if found := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
+                time, plan = found
+                limit = time / _TIE
+        return time, plan
+
+    def _fastest_whole(self, limit_ns: float, base: Plan) -> tuple[float, Plan] | None:
+        """Returns the fastest plan of `with_whole_layers` with the layer inputs of `base`, and its
+        time, or None if all take `limit_ns` or more.
+        """
+        layers, tried = base.model.layers, set[int]()
+        best: tuple[float, int, Plan] | None = None
+        size = max(layers // _STEPS, 1)
         while size:
-            near = (best - size, best + size) if best >= 0 else range(0, layers + 1, size)
-            found = list[tuple[float, int, Plan]]()
+            near = (best[1] - size, best[1] + size) if best else range(0, layers + 1, size)
+            found = [best] if best else []
             for count in sorted(set(near) - tried):
                 tried.add(count)
                 other = (
-                    self._whole_layers_plan(plan, count, limit) if 0 <= count <= layers else None
+                    self._whole_layers_plan(base, count, limit_ns) if 0 <= count <= layers else None
                 )
-                if other and self.lower_bound.step_ns(other) < limit:
+                if other and self.lower_bound.step_ns(other) < limit_ns:
                     found.append((self.time(other), count, other))
-            faster = min(found, default=None, key=lambda entry: entry[:2])
-            if faster and faster[0] < limit:
-                time, best, plan = faster
-                limit = time / _TIE
-            elif best < 0:
+            fastest = min(found, default=None, key=lambda entry: entry[:2])
+            if fastest is None or fastest[0] >= limit_ns:
                 break
-            else:
+            if fastest is best:
                 size //= 2
-        return time, plan
+            best = fastest
+        return (best[0], best[2]) if best else None
 
     def _whole_layers_plan(self, plan: Plan, count: int, limit_ns: float) -> Plan | None:
         """Returns `Filling.whole` of `plan` with as many saved layers as fit. None if it does not

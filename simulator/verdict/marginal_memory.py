@@ -2,8 +2,8 @@
 
 If the policy places state, plans close to the present one are tried. One more GiB of device memory
 is given to more layers, in the planner's orders, with as many saved layers or one more. One more
-GiB of host memory allows placements for which the host was too small. For other policies the search
-is repeated.
+GiB of host memory allows placements for which the host was too small. Both allow other numbers of
+layers whose whole state is on the device. For other policies the search is repeated.
 
 The gain is approximate. A full search may gain more. Plans are ranked with few large copies, and
 for more than two micro-batches the gain of two is used.
@@ -111,11 +111,12 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
     else:
         wider += _newly_fitting(search.filling, roomier, plan.host_limit_bytes)
     fitting = list(dict.fromkeys(other for other in wider if search.filling.account(other).fits))
-    if not fitting:
-        return None, 1.0
     now = search.time(plan)
-    found = search.faster(now, plan, fitting)
-    return (found[1].knobs, found[0] / now) if found else (None, 1.0)
+    time, better = search.faster(now, plan, fitting) or (now, plan)
+    time, better = search.with_whole_layers(
+        time, msgspec.structs.replace(roomier, knobs=better.knobs)
+    )
+    return (better.knobs, time / now) if time < now else (None, 1.0)
 
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:

@@ -69,9 +69,10 @@ def test_lengths_cuts_bad_rows_and_one_document_are_shown(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_the_text_says_the_same(command: Any) -> None:
+def test_the_text_says_the_same(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("data", "chat.json", "--model", "tiny", "--seq", 50)
     found = json.loads(command(*words, "--json").out)
+    monkeypatch.setenv("COLUMNS", "200")
     outcome = command(*words, "--row", 2)
     assert (outcome.status, outcome.err) == (0, "")
     lines = outcome.out.splitlines()

@@ -140,7 +140,7 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
     "figures": {},
     "list": {},
     "quality": {
-        "--variants": ("master16", "exact+zigzag", "", "exact+layer+global", "master24+muon"),
+        "--variants": ("master16", "exact+zigzag", "", "exact+layer+global", "master24+fp32"),
         "--seeds": ("-1", "two", "", "1.5"),
         **dict.fromkeys(
             ("--steps", "--parallel", "--hidden", "--batch", "--seq", "--evaluations"), BAD_NUMBERS

@@ -166,15 +166,15 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:
     roomy = chosen(device_limit=7 * GIB)
     assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
-    host = 13 * GIB // 2
-    tight = chosen(device_limit=8 * GIB, host_limit=host)
+    host = 15 * GIB // 2
+    tight = chosen(device_limit=7 * GIB, host_limit=host)
     margin = margins(tight)["host"]
     assert tight.feasible
     assert margin.gain > 0.05
     assert margin.knobs is not None
     wider = msgspec.structs.replace(tight.plan, knobs=margin.knobs, host_limit_bytes=host + GIB)
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
-    assert chosen(device_limit=8 * GIB, host_limit=host + GIB).step_seconds < tight.step_seconds / (
+    assert chosen(device_limit=7 * GIB, host_limit=host + GIB).step_seconds < tight.step_seconds / (
         1 + margin.gain
     )
 
