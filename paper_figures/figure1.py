@@ -82,7 +82,7 @@ class Star(NamedTuple):
 
 def stars(results: Results) -> list[Star]:
     """Returns the measured steps of every stored run and benchmark of these model sizes. Ceilings
-    are left out.
+    are left out, and so are fp8 products and other optimizers than AdamW.
     """
     found = []
     for name, run in results.runs().items():
@@ -100,7 +100,7 @@ def stars(results: Results) -> list[Star]:
                 name,
             )
         )
-    for path, file in results.benchmarks().items():
+    for path, file in results.usual_benchmarks().items():
         work, device = file["plan"]["workload"], file["arguments"]["device_memory"]
         for record in file["systems"]:
             if record["system"] in _MEASURED and not record["failure"]:

@@ -209,6 +209,15 @@ class Results:
             for name in (f"figures/measured/{path.name}" for path in found)
         }
 
+    def usual_benchmarks(self) -> dict[str, dict[str, Any]]:
+        """Returns the `benchmarks` with AdamW and without fp8 products, as in the paper."""
+        return {
+            name: file
+            for name, file in self.benchmarks().items()
+            if (work := file["plan"]["workload"]).get("fp8") is None
+            and work.get("optimizer", "adamw") == "adamw"
+        }
+
     def benchmarks(self) -> dict[str, dict[str, Any]]:
         """Returns every other benchmark on an H200 that timed ours, by its path. Other JSON files
         in the same folders are left out.
