@@ -52,16 +52,19 @@ def base_name(spec: RunSpec, first_seed: int) -> str:
 def plan_of(spec: RunSpec, data: Path, device: torch.device) -> Plan:
     """Returns the plan of a run: everything stays on the device, and nothing is recomputed.
 
+    Gradients in 8 bits exist only where they wait on the host, so such a run keeps its state there.
+
     Raises UserError if the workload cannot have the variant's fields.
     """
+    workload = workload_of(spec.variant, spec.settings)
     plan = Plan(
-        policy="resident",
+        policy="resident" if workload.gradients == "exact" else "overlapped",
         hardware="",
         source=str(data.resolve()),
         device_limit_bytes=device_bytes(device) // spec.parallel,
         host_limit_bytes=host_bytes(),
         model=ModelSpec.load(str(data / "config.json")),
-        workload=workload_of(spec.variant, spec.settings),
+        workload=workload,
         knobs=Knobs(placement=Placement(saved_activations="all")),
     )
     return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from config_changes import Change, changes_of
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from whole_models import (
     difference,
     drawn,
@@ -92,7 +92,9 @@ def outcome(change: Change, folder: Path, run: Callable[..., Any]) -> str:
     return "equal" if off < BOUND else f"{change}: gradients {off:.1e} off"
 
 
-ALL = [change for family in FAMILIES for change in changes_of(family)]
+# Another version of transformers may lack a family.
+KNOWN = [family for family in FAMILIES if family in CONFIG_MAPPING]
+ALL = [change for family in KNOWN for change in changes_of(family)]
 
 
 @pytest.mark.parametrize("change", sorted(ALL, key=lambda change: change.number)[:SAMPLE], ids=str)
@@ -104,7 +106,7 @@ def test_a_changed_key_trains_like_transformers_or_is_refused(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KNOWN)
 def test_every_changed_key_trains_like_transformers_or_is_refused(
     family: str, run: Callable[..., Any], tmp_path: Path
 ) -> None:
