@@ -363,6 +363,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         able = workload.fp8 and not workload.tokens % FP8_MULTIPLE
         return self.fp8_weights(layer) if able else {}
 
+    def fp8_saved_bytes(self, layer: str, workload: Workload) -> int:
+        """Returns the bytes that a compiled decoder layer saves in addition because its products
+        are in fp8. It may be negative.
+
+        It saves its weights in fp8, because the compiler does not know that they stay in their
+        slot, and at most 8 bytes per token and product for scales. If all products are in fp8, it
+        does not save the outputs of norms and activations (`Compiled.rebuilt`): the operands in fp8
+        are computed again from what these were computed from.
+
+        tests/simulator/test_compiled_memory.py compares it with the compiler's choice.
+        """
+        part, products = self._part(layer), self.fp8_products(layer, workload)
+        weights = sum(map(math.prod, products.values()))
+        rebuilt = part.in_compiled.rebuilt if weights == part.active else 0
+        width = DTYPE_BYTES[workload.dtype]
+        return weights + workload.tokens * (8 * len(products) - rebuilt * width)
+
     def fp8_share(self, workload: Workload) -> float:
         """Returns the share of the decoder layers' matrix products, by FLOPs, that are in fp8."""
         able = sum(

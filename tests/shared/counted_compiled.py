@@ -37,6 +37,7 @@ from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -123,6 +124,11 @@ def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
+def _scaled_product(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
+    """Replaces an fp8 product, which has no fake kernel that writes into a tensor."""
+    return out
+
+
 _load = GraphLowering._compile_to_module_lines
 
 
@@ -139,6 +145,7 @@ def _without_kernels() -> Iterator[None]:
     """Lets inductor write programs as for a GPU and build no kernels."""
     changes = [
         (torch.nn.functional, "scaled_dot_product_attention", _attention),
+        (extern_kernels, "_scaled_mm", _scaled_product),
         (torch.utils._triton, "triton_hash_with_backend", lambda: ""),
         (AsyncCompile, "triton", _NoKernel),
         (AsyncCompile, "cpp_pybinding", _NoKernel),

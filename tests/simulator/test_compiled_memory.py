@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from counted_compiled import counted_compiled
 from decoder_layers import different_layers
@@ -27,14 +28,17 @@ from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 FILE = Path(__file__).with_name("compiled_memory.toml")
-COUNTED: dict[str, list[tuple[int, int]]] = (
-    {
-        family: [(saved, peak) for saved, peak in kinds]
-        for family, kinds in tomllib.loads(FILE.read_text()).items()
-    }
-    if FILE.exists()
-    else {}
-)
+Counts = dict[str, list[tuple[int, int]]]
+
+
+def counts_in(file: Path) -> Counts:
+    read = tomllib.loads(file.read_text()) if file.exists() else {}
+    return {family: [(saved, peak) for saved, peak in kinds] for family, kinds in read.items()}
+
+
+COUNTED = counts_in(FILE)
+FP8 = counts_in(FILE.with_name("fp8_memory.toml"))
+"""The same counts of layers with fp8 products, for families with dense layers of each kind."""
 WORKLOAD = Workload(batch=2, sequence=2048, compiled=True)
 NOT_COUNTED = ("apertus", "gemma3n_text")
 """Families whose layers read a number from a tensor, which a fake tensor does not have."""
@@ -63,9 +67,9 @@ def shares(family: str) -> Iterator[tuple[float, float]]:
         yield saved / counts[0], peak / counts[1]
 
 
-def count(family: str) -> list[tuple[int, int]]:
+def count(family: str, work: Workload = WORKLOAD) -> list[tuple[int, int]]:
     spec = wide_model(family)
-    found = [counted_compiled(spec, layer, WORKLOAD) for layer in different_layers(spec)]
+    found = [counted_compiled(spec, layer, work) for layer in different_layers(spec)]
     return [(each.saved, each.all) for each in found]
 
 
@@ -116,6 +120,36 @@ def test_measured_peaks_of_compiled_layers_are_predicted(
     peak = activations_estimate(model, work) + workspace_estimate(model, work).layer
     assert measured * 2**30 <= peak + 102 * 2**20
     assert peak <= 1.1 * measured * 2**30
+
+
+@pytest.mark.parametrize("family", FP8)
+def test_nothing_of_a_compiled_fp8_layer_is_predicted_too_low(family: str) -> None:
+    """The peak is an upper bound: that of some families is half of it."""
+    spec, work = wide_model(family), msgspec.structs.replace(WORKLOAD, fp8="rowwise")
+    saved, layer = activations_estimate(spec, work), workspace_estimate(spec, work).layer
+    most = max(each for each, _ in FP8[family])
+    assert most <= saved <= 1.12 * most
+    assert max(peak for _, peak in FP8[family]) <= saved + layer
+
+
+def test_the_memory_of_an_fp8_layer_is_what_was_measured_on_a_gpu() -> None:
+    """A layer of Qwen2.5-7B's shape saved 3.252 GiB and its output, and its peak was 10.814 GiB
+    with the output (experiments/results/h200-qwen2.5-7b-fp8).
+    """
+    model = ModelSpec.load("qwen2.5-7b").shortest(1)
+    work = msgspec.structs.replace(MEASURED, fp8="rowwise")
+    output = work.tokens * model.hidden * 2
+    saved, layer = activations_estimate(model, work), workspace_estimate(model, work).layer
+    assert 3.252 * 2**30 + output <= saved <= 1.01 * (3.252 * 2**30 + output)
+    assert 10.814 * 2**30 + output <= saved + layer <= 1.05 * (10.814 * 2**30 + output)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FP8)
+def test_a_compiled_fp8_layer_takes_what_it_took_before(family: str) -> None:
+    work = msgspec.structs.replace(WORKLOAD, fp8="rowwise")
+    for now, before in zip(count(family, work), FP8[family], strict=True):
+        assert now == pytest.approx(before, rel=0.004)
 
 
 @pytest.mark.nightly

@@ -173,6 +173,9 @@ class Compiled(NamedTuple):
     """As `Part.freed`."""
     cast: int = 0
     """Elements of weights of which it saves a copy in fp32."""
+    rebuilt: int = 0
+    """Elements per token of `kept` that the layer computes again in the backward pass if the
+    products that read them are in fp8: outputs of norms and of activations."""
 
     def plus(self, other: Compiled) -> Compiled:
         return Compiled(
@@ -180,6 +183,7 @@ class Compiled(NamedTuple):
             self.early + other.early,
             self.freed.plus(other.freed),
             self.cast + other.cast,
+            self.rebuilt + other.rebuilt,
         )
 
 
@@ -380,7 +384,9 @@ def rms_norm(
         forward=Traffic(2 * low, 5 * elements + 2 * wide, 2 * elements),
         backward=Traffic(6 * low, 17 * elements + 6 * wide, 2 * elements),
         kept=Kept(low + (elements if projected else 0), rows + wide + own, copy),
-        compiled=Compiled(Kept(elements * (projected + (not first)), rows)),
+        compiled=Compiled(
+            Kept(elements * (projected + (not first)), rows), rebuilt=elements * projected
+        ),
         early=() if projected or inside else held,
         between=held if projected and not first and not inside else (),
         late=held if inside else (),
@@ -397,11 +403,13 @@ def layer_norm(
     token share the weight.
     """
     elements = rows * size
+    kept = Kept(elements * ((0 if first else 1) + (1 if projected else 0)), 2 * rows)
     return Part(
         tensors=((f"{name}.weight", (size,)), (f"{name}.bias", (size,))),
         forward=Traffic(2 * elements),
         backward=Traffic(5 * elements),
-        kept=Kept(elements * ((0 if first else 1) + (1 if projected else 0)), 2 * rows),
+        kept=kept,
+        compiled=Compiled(kept, rebuilt=elements * projected),
     )
 
 
@@ -419,7 +427,7 @@ def centred_norm(
         forward=Traffic(0, 12 * elements, 2 * elements),
         backward=Traffic(0, 31 * elements, 2 * elements),
         kept=Kept(elements if projected else 0, 3 * elements + rows),
-        compiled=Compiled(Kept(elements * (1 + projected), 2 * rows)),
+        compiled=Compiled(Kept(elements * (1 + projected), 2 * rows), rebuilt=elements * projected),
     )
 
 
@@ -643,7 +651,7 @@ def gated_mlp(
         forward=Traffic(3 * inner),
         backward=Traffic((12 if fused else 6) * inner),
         kept=Kept(3 * inner),
-        compiled=Compiled(Kept(2 * inner), (Kept(inner),), Kept(3 * inner)),
+        compiled=Compiled(Kept(2 * inner), (Kept(inner),), Kept(3 * inner), rebuilt=inner),
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
@@ -696,7 +704,12 @@ def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
     more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
     return Part(
         kept=Kept(inner),
-        compiled=Compiled(Kept(inner), (Kept(inner),), Kept(inner)),
+        compiled=Compiled(
+            Kept(inner),
+            (Kept(inner),),
+            Kept(inner),
+            rebuilt=0 if c.get(act) == "relu" else inner,  # the activation's output is its input
+        ),
         freed=Kept(inner),
         early=(Kept((1 + more) * inner),),
         down=inner * c.hidden,
