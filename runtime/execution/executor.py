@@ -189,9 +189,7 @@ class Executor:
                 seed,
                 ranks,
             )
-            # Matrix products of updates have many short kernels, and each would wait for a long one
-            # of compute. The simulator lets compute wait for them.
-            first = {op.lane for op in self.schedule.ops if op.lane == "update" and op.flops}
+            first = {op.lane for op in self.schedule.ops if op.high_priority}
             self._streams = {
                 name: (
                     torch.cuda.Stream(device, priority=-1 if name in first else 0)
