@@ -194,7 +194,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def shared(self, cpu: str, version: str) -> SharedMachine:
-        """Returns what can be shared of a calibration.
+        """Returns the part of the calibration that can be shared.
 
         Args:
             cpu: the name of the processor.
@@ -329,7 +329,7 @@ def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
 
 
 def _only_measured() -> dict[str, HardwareSpec]:
-    """Returns the machines that others measured, without those of which the library has the GPU."""
+    """Returns the machines that others measured and whose GPU is not in the library."""
     return {
         name: _of_others(name, machine)
         for gpu, (name, machine) in shared_machines(_of_others).items()

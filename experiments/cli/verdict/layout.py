@@ -204,7 +204,9 @@ def fixed(count: float) -> str:
 
 
 def beside(part: float, whole: float) -> str:
-    """Returns a size to stand before `of` and the size `whole`: without a unit if it is the same.
+    """Returns the text of `part` for an output such as `1.0 of 2.0 GiB`, where `whole` follows.
+
+    It has no unit if it has the same unit as `whole`.
 
     >>> beside(2**33, 2**34), beside(2**20, 2**34)
     ('8.0', '1.0 MiB')
