@@ -39,6 +39,7 @@ class Traits(TypedDict, total=False):
     scales_with_tokens: bool
     per_gpu: bool
     sharded: bool
+    matrix_products: bool
     knob: str
 
 

@@ -83,7 +83,9 @@ def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
     }
     if not any(sizes.values()):
         return {layer: [] for layer in sizes}
-    made = builder.persistent("device.update_workspace", "all", max(sizes.values()), "workspace")
+    made = builder.persistent(
+        "device.update_workspace", "all", max(sizes.values()), "workspace", matrix_products=True
+    )
     return {layer: [made] if size else [] for layer, size in sizes.items()}
 
 
