@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime.batch import IGNORED, Batch, refuse_batch
-from megatrain.runtime.execution.binding import Binder, StepState
+from megatrain.runtime.execution.binding import Binder
 from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.execution.lanes import (
     DEVICE_LANES,
@@ -33,6 +33,7 @@ from megatrain.runtime.execution.lanes import (
 )
 from megatrain.runtime.execution.out_of_memory import out_of_memory
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.execution.step_state import StepState
 from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
