@@ -179,8 +179,8 @@ def _against_exact(row: QualityRow, folder: Path) -> tuple[float, float] | None:
 
 
 def along(mine: np.ndarray, exact: np.ndarray) -> tuple[float, float] | None:
-    """Returns the length of `mine` [n] along `exact` [n] in units of the latter's length, and the
-    cosine between them; None if one of them is zero.
+    """Returns the component of `mine` [n] in the direction of `exact` [n], divided by the length of
+    `exact`, and the cosine between them. Returns None if one of them is zero.
     """
     product, square = float(mine @ exact), float(exact @ exact)
     length = float(mine @ mine) ** 0.5

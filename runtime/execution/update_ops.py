@@ -346,8 +346,9 @@ class UpdateOps(BufferTensors):
         return made
 
     def _rule(self, dtype: str, index: int) -> Callable[..., None]:
-        """Returns the update of elements from `index` of the model on, whose moments have
-        `dtype`, but for matrices that are updated as a whole.
+        """Returns the update of elements from `index` of the model on, whose moments have `dtype`.
+
+        Matrices that are updated as a whole have another one.
         """
         if dtype == "block8":
             return functools.partial(blockwise.update, seed=self._seed, index=index)

@@ -115,8 +115,8 @@ def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
 
 def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
     """Returns a table behind an empty label. The first and the last column are aligned to the left,
-    the others to the right. If the last column is too wide, it goes into lines of its own. So do
-    the others of a row that is too wide without it.
+    the others to the right. If the last column is too wide, it goes into lines of its own. In
+    a row that is too wide without it, the other columns do, too.
     """
     columns = range(len(cells[0]) - 1)
     sizes = [max(len(row[column]) for row in cells) for column in columns]
