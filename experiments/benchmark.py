@@ -34,6 +34,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import metrics
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import executable
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import summarize
@@ -124,8 +125,8 @@ def parser() -> options.OneLineParser:
 def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     """Returns the plan to time and the machine that it was made for.
 
-    Raises UserError if the options contradict each other, if no plan fits, or if the runtime
-    cannot execute the plan although it is to be timed.
+    Raises UserError if the options contradict each other, if no plan fits, or if this system is
+    timed and the runtime cannot execute the plan.
     """
     if (args.model is None) == (args.plan is None):
         found = "neither" if args.model is None else "both"
@@ -171,42 +172,27 @@ def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     if not set(OWN).isdisjoint(args.systems):
         executable(plan)
     others = [system for system in args.systems if system not in OWN]
-    if others and plan.workload.state != EXACT:
-        raise UserError(
-            "state",
-            found=f"{plan.workload.state}, with {', '.join(others)}",
-            allowed=f"{EXACT}, which is what other systems run",
-            fix=f"leave out --state, or name only {', '.join(OWN)} in --systems",
-        )
-    if others and plan.workload.gradients != "exact":
-        raise UserError(
-            "gradients",
-            found=f"{plan.workload.gradients}, with {', '.join(others)}",
-            allowed="exact, which is what other systems run",
-            fix=f"leave out --gradients, or name only {', '.join(OWN)} in --systems",
-        )
-    if others and plan.workload.fp8:
-        raise UserError(
-            "--dtype",
-            found=f"fp8, with {', '.join(others)}",
-            allowed="bf16, which is what other systems run",
-            fix=f"use --dtype bf16, or name only {', '.join(OWN)} in --systems",
-        )
-    if others and plan.workload.token_piece:
-        raise UserError(
-            "--token-piece",
-            found=f"{plan.workload.token_piece}, with {', '.join(others)}",
-            allowed="no pieces, which is what other systems run",
-            fix=f"leave out --token-piece, or name only {', '.join(OWN)} in --systems",
-        )
-    if others and plan.workload.optimizer != ADAMW:
-        raise UserError(
-            "optimizer",
-            found=f"{plan.workload.optimizer}, with {', '.join(others)}",
-            allowed=f"{ADAMW}, which is what other systems run",
-            fix=f"leave out --optimizer, or name only {', '.join(OWN)} in --systems",
-        )
+    if others:
+        _refuse_for_others(plan.workload, ", ".join(others))
     return plan, hardware
+
+
+def _refuse_for_others(work: Workload, systems: str) -> None:
+    """Raises UserError for an option of `work` that the other `systems` do not have."""
+    for where, found, usual, fix in (
+        ("state", work.state, EXACT, "leave out --state"),
+        ("gradients", work.gradients, "exact", "leave out --gradients"),
+        ("--dtype", "fp8" if work.fp8 else "bf16", "bf16", "use --dtype bf16"),
+        ("--token-piece", work.token_piece or "no pieces", "no pieces", "leave out --token-piece"),
+        ("optimizer", work.optimizer, ADAMW, "leave out --optimizer"),
+    ):
+        if found != usual:
+            raise UserError(
+                where,
+                found=f"{found}, with {systems}",
+                allowed=f"{usual}, which is what other systems run",
+                fix=f"{fix}, or name only {', '.join(OWN)} in --systems",
+            )
 
 
 def timed(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:

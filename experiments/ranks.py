@@ -10,7 +10,6 @@ the CPU.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -19,14 +18,19 @@ from pathlib import Path
 
 import torch
 
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import joined
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.errors import RunError
 from megatrain.simulator.schedule.plan import Plan
+
+_LEAST_TIMEOUT_S = 0.1
+"""A rank that waits less would take every other one for lost."""
 
 
 def batches_of(plan: Plan, number: int) -> list[Batch]:
@@ -67,23 +71,38 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
                 print(json.dumps({"masters": digest.hexdigest()}), flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if the run stopped, or 2 for a mistake of the user."""
-    parser = argparse.ArgumentParser(prog="megatrain.experiments.ranks", description=__doc__)
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=1e-2, help="the learning rate")
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds that a rank waits for the others"
+def parser() -> options.OneLineParser:
+    """Returns the parser of the program's options."""
+    made = options.OneLineParser(prog="megatrain.experiments.ranks", description=__doc__)
+    made.add_argument("plan", type=Path)
+    made.add_argument(
+        "--steps", type=options.whole("--steps"), default=3, help="optimizer steps (default 3)"
     )
-    args = parser.parse_args(arguments)
-    settings = AdamW(max_norm=0.05, weight_decay=0.1)
-    try:
-        run(Plan.load(args.plan), args.steps, args.rate, settings, args.timeout)
-    except (UserError, RunError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return getattr(error, "status", 1)
-    return 0
+    made.add_argument(
+        "--rate", type=options.real("--rate"), default=1e-2, help="the learning rate (default 0.01)"
+    )
+    made.add_argument(
+        "--timeout",
+        type=options.real("--timeout", _LEAST_TIMEOUT_S),
+        default=60.0,
+        help="seconds that a rank waits for the others (default 60)",
+    )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the steps and returns the exit status of `run_program`."""
+
+    def work() -> int:
+        args = parser().parse_args(arguments)
+        settings = AdamW(max_norm=0.05, weight_decay=0.1)
+        try:
+            run(Plan.load(args.plan), args.steps, args.rate, settings, args.timeout)
+        except FloatingPointError as error:
+            raise RunError(str(error)) from None
+        return 0
+
+    return run_program("megatrain", work)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert path == "simulator/policies/pinned.py" or (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_of_prose_have_at_most_100_columns(page: Path) -> None:
+    """Tables and single words, such as long links, may be longer."""
+    lines = prose(page.read_text(encoding="utf-8")).splitlines()
+    assert not [
+        line
+        for line in lines
+        if len(line) > 100 and " " in line.strip().removeprefix("* ") and line[0] not in "|!["
+    ]
+
+
 def test_the_folders_of_the_architecture_exist() -> None:
     tables = re.findall(
         r"^### `(\w+)/`.*?\n(\|.*?)\n\n", read("docs/architecture.md"), re.DOTALL | re.MULTILINE

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -45,8 +45,8 @@ _MISTAKES: dict[str, tuple[str, str]] = {
 _ELSEWHERE = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-dir": "--out"}
 """Options of other programs -> what they are called here."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
-"""What a driver makes, of which one is there on every machine with a GPU: of NVIDIA, of Windows
-Subsystem for Linux, of AMD, and of Jetson."""
+"""Files that drivers make: those of NVIDIA, of Windows Subsystem for Linux, of AMD, and of Jetson.
+Every machine with a GPU has one of them."""
 FP8 = "fp8"
 """The value of `--dtype` for bf16 layers with fp8 matrix products."""
 LOSS_CHUNK = 1024
@@ -186,6 +186,20 @@ def real(name: str, least: float = 0.0) -> Callable[[str], int | float]:
 def size(name: str) -> Callable[[str], int]:
     """Returns an argparse type for a size in bytes, written like 24GiB."""
     return lambda text: parse_bytes(text, name)
+
+
+def assignments(texts: Sequence[str], form: str, example: str) -> Iterator[tuple[str, str]]:
+    """Yields the names and values of `texts`, the values of an option `--set`.
+
+    Raises UserError, which shows `form`, such as `KEY=VALUE`, and `example`, for a text without an
+    equals sign.
+    """
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            fix = f"write it like --set {example}"
+            raise UserError("--set", found=repr(text), allowed=form, fix=fix)
+        yield name.strip(), value.strip()
 
 
 def count(name: str) -> Callable[[str], int]:
@@ -549,11 +563,7 @@ def check_writable(path: Path) -> None:
 
 def check_new(path: Path) -> None:
     """Raises UserError if `path`, a new folder, exists or cannot be made."""
-    if os.path.lexists(path):
-        raise UserError(
-            str(path),
-            found="something there already",
-            allowed="a folder that does not exist",
-            fix="name another one with --out",
-        )
+    from megatrain.simulator.base.files import refuse_existing
+
+    refuse_existing(path)
     check_writable(path)

@@ -26,7 +26,7 @@ from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
-from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_visits
+from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_repetitions
 from megatrain.experiments.heldout.suites import HeldoutCase, Suite, refuse_grid, suite
 from megatrain.experiments.heldout.summary import summarize
 from megatrain.experiments.heldout.table import markdown
@@ -159,7 +159,7 @@ def announce(
                 f"{case.name:<{width}}  left out: it does not fit, or its variant changes nothing"
             )
             continue
-        seconds = case_seconds(choice) * max(repetitions - _visits(rows, case, choice), 0)
+        seconds = case_seconds(choice) * max(repetitions - _repetitions(rows, case, choice), 0)
         total += seconds
         account = choice.account
         memory = (
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = measured_machine(chosen, folder, device)
     refuse_grid(chosen, cases, hardware.costs)
     choices = plans(chosen, cases, folder, hardware)
-    rows = read_visits(folder / ROWS)
+    rows = read_repetitions(folder / ROWS)
     announce(cases, choices, rows, args.repetitions)
     if args.plan_only:
         return 0
@@ -228,7 +228,7 @@ def _execute(
     waiting = [
         choices[case.name].account
         for case in cases
-        if _visits(rows, case, choices[case.name]) < args.repetitions
+        if _repetitions(rows, case, choices[case.name]) < args.repetitions
     ]
     if not waiting:
         return
@@ -241,7 +241,7 @@ def _execute(
         load_libraries(next(iter(suite("tiny").models.values())), device)
         for repetition, case in itertools.product(range(args.repetitions), cases):
             choice = choices[case.name]
-            if case.name in later or _visits(rows, case, choice) > repetition:
+            if case.name in later or _repetitions(rows, case, choice) > repetition:
                 continue
             if twin := _twin(case, choice, rows):
                 row = msgspec.structs.replace(
@@ -280,7 +280,7 @@ def _execute(
         memory.free()
 
 
-def _visits(rows: Iterable[HeldoutRow], case: HeldoutCase, choice: Choice) -> int:
+def _repetitions(rows: Iterable[HeldoutRow], case: HeldoutCase, choice: Choice) -> int:
     """Returns how often this plan of the case was measured. If the plan is another case's plan, it
     needs no measurement, and the count is `sys.maxsize`.
     """

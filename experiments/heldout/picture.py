@@ -305,17 +305,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     canvas.add_heading(axes, "error of the step, plan by plan", "")
-    for name, place in _COLUMNS.items():
-        axes.annotate(
-            name,
-            (1 + place, 1),
-            (0, 7),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="right",
-            color=canvas.MUTED,
-            fontsize=8.5,
-        )
+    canvas.add_column_names(axes, _COLUMNS)
 
 
 def _numbers(axes: Axes, line: float, row: HeldoutRow) -> None:

@@ -73,7 +73,7 @@ class HeldoutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"{self.model}/{work.accumulation}x{work.batch}x{work.sequence}/{limit}"
 
 
-def read_visits(path: Path) -> list[HeldoutRow]:
+def read_repetitions(path: Path) -> list[HeldoutRow]:
     """Returns the rows of every line of a file, or none if the file does not exist. A half-written
     last line is left out. Raises UserError for other content.
     """
@@ -122,4 +122,4 @@ def _together(repetitions: list[HeldoutRow]) -> HeldoutRow:
 
 def read_rows(path: Path) -> list[HeldoutRow]:
     """Returns one row for each case of a file."""
-    return by_case(read_visits(path))
+    return by_case(read_repetitions(path))

@@ -38,10 +38,10 @@ def markdown(rows: Sequence[HeldoutRow]) -> str:
     parts = [
         (
             f"{machines}, {dates}: {summary.cases} cases, {summary.executed} plans executed,"
-            f" {summary.failed} failed. Errors are (predicted - measured) / measured."
+            f" {summary.failed} failed.\nErrors are (predicted - measured) / measured."
         ),
         _targets(summary),
-        *_visits(summary),
+        *_repetitions(summary),
         _grouped("policy", once, lambda row: row.plan.policy),
         _grouped("model", once, lambda row: row.model),
         _order(summary),
@@ -70,7 +70,7 @@ def _targets(summary: ErrorSummary) -> str:
     return _lines(["target", "value", "aimed at", ""], rows)
 
 
-def _visits(summary: ErrorSummary) -> list[str]:
+def _repetitions(summary: ErrorSummary) -> list[str]:
     """Returns a sentence about how closely the machine repeats a step."""
     if summary.spread_between_visits is None:
         return []
@@ -79,8 +79,8 @@ def _visits(summary: ErrorSummary) -> list[str]:
         signed_percent(summary.spread_between_visits_worst),
     )
     return [
-        f"Executed again minutes later: {summary.visited_again} of the plans. Visits lie {apart}"
-        f" apart in the median, {worst} at most."
+        f"{summary.visited_again} of the plans were executed again minutes later. The step times of"
+        f" a plan\ndiffer by {apart} in the median, and by {worst} at most."
     ]
 
 

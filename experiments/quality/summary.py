@@ -46,15 +46,15 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MovementSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a fine-tuning moved the weights, beside `exact` with the same seeds. Means."""
+    """How far fine-tuning moved the weights, compared with `exact`, as means over the seeds."""
 
     relative: float
     """L2 norm of the change, divided by that of the first weights."""
     changed: float
     """Share of the weights that changed."""
     progress: float | None
-    """The change along that of `exact`, divided by the length of the latter: 1 for the same
-    distance in its direction. None without `exact`."""
+    """The component of the change in the direction of that of `exact`, divided by the length of
+    `exact`'s change. 1 is the same distance in its direction. None without `exact`."""
     cosine: float | None
     """Cosine between the change and that of `exact`."""
 
@@ -155,7 +155,7 @@ def _movement(rows: Sequence[QualityRow], folder: Path | None) -> MovementSummar
     along = [
         found
         for row, _ in moved
-        if folder is not None and (found := _beside_exact(row, folder)) is not None
+        if folder is not None and (found := _against_exact(row, folder)) is not None
     ]
     return MovementSummary(
         relative=statistics.fmean(each.relative for _, each in moved),
@@ -165,9 +165,10 @@ def _movement(rows: Sequence[QualityRow], folder: Path | None) -> MovementSummar
     )
 
 
-def _beside_exact(row: QualityRow, folder: Path) -> tuple[float, float] | None:
-    """Returns progress and cosine of a run beside `exact` with its seed, from the stored weights;
-    None if one of the two has not stored them.
+def _against_exact(row: QualityRow, folder: Path) -> tuple[float, float] | None:
+    """Returns the progress and the cosine of a run, compared with `exact` and the same seed.
+
+    They come from the stored weights. Returns None if one of the two runs has not stored them.
     """
     other = msgspec.structs.replace(row.spec, variant=EXACT)
     paths = [folder / "runs" / f"{spec.name}.npy" for spec in (row.spec, other)]
@@ -178,8 +179,8 @@ def _beside_exact(row: QualityRow, folder: Path) -> tuple[float, float] | None:
 
 
 def along(mine: np.ndarray, exact: np.ndarray) -> tuple[float, float] | None:
-    """Returns the length of `mine` [n] along `exact` [n] in units of the latter's length, and the
-    cosine between them; None if one of them is zero.
+    """Returns the component of `mine` [n] in the direction of `exact` [n], divided by the length of
+    `exact`, and the cosine between them. Returns None if one of them is zero.
     """
     product, square = float(mine @ exact), float(exact @ exact)
     length = float(mine @ mine) ** 0.5

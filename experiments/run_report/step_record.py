@@ -73,7 +73,7 @@ class StepRecord(NamedTuple):
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last steps, of which there are `smoothing`, or one in a short run."""
+        """Mean loss of the last `smoothing` steps, or of the last one in a short run."""
         return statistics.fmean(self.losses[-max(self.smoothing, 1) :])
 
 

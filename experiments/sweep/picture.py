@@ -136,8 +136,9 @@ def _label(
 ) -> None:
     """Writes labels (x, y, text) next to their points, the first ones first.
 
-    A label that would cover another label or a point wherever it is written is left out. So is one
-    whose point is close to another with a label, since it would not be clear which is meant.
+    A label that would cover another label or a point wherever it is written is left out. A
+    label is also left out if its point is close to another point with a label, since it would not
+    be clear which one is meant.
 
     The layout of the figure must be final.
     """

@@ -99,7 +99,7 @@ class Keys:
         ).digest()
 
     def of(self, plan: Plan, *, planned: bool = False) -> str:
-        """Returns the key of a plan, or of a point of which the planner chooses the knobs."""
+        """Returns the key of a plan, or of a point whose knobs the planner chooses (`planned`)."""
         source = (
             Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
         )

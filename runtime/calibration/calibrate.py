@@ -2,10 +2,11 @@
 a CostTable.
 
 The executor measures op durations: it runs a few steps of a model with the same layers, but fewer
-of them. Ops on the CPU are timed with the policy `sequential`, where one op runs at a time. So is
-compute without a GPU. Compute on a GPU is timed with the policy `resident`, where it runs without
-pauses, because pauses let a GPU run at higher clocks than in a step (`docs/lab_notes.md`). Copies
-are also timed by size. Lanes run in pairs to measure how much they slow each other.
+of them. Ops on the CPU are timed with the policy `sequential`, where one op runs at a time.
+Without a GPU, compute is timed in the same way. On a GPU, compute is timed with the policy
+`resident`, where it runs without pauses, because pauses let a GPU run at higher clocks than in a
+step (`docs/lab_notes.md`). Copies are also timed by size. Lanes run in pairs to measure how much
+they slow each other.
 
 Costs that depend on the tokens (layers, head, activations, workspace) are measured for every model
 at every workload of the grid. All others (the optimizer's ops, copies, contention) are measured for

@@ -268,12 +268,12 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
             f"data {getattr(error, 'filename', None) or path}",
             found=found,
             allowed=allowed,
-            fix=_beside(path),
+            fix=_files_next_to(path),
         ) from None
 
 
-def _beside(path: Path) -> str:
-    """Returns the advice to name a data file that is beside `path`, if there is one."""
+def _files_next_to(path: Path) -> str:
+    """Returns the advice to name a data file in the folder of `path`, if there is one."""
     try:
         names = sorted(
             str(path.parent / file.name)
@@ -357,7 +357,7 @@ def _chosen(
             else "a folder without data"
         )
         allowed = f"a file or folder with {_listed()}"
-        raise UserError(f"data {path}", found=there, allowed=allowed, fix=_beside(path))
+        raise UserError(f"data {path}", found=there, allowed=allowed, fix=_files_next_to(path))
     of_kind = {kind: sum(sizes[file] for file in files) for kind, files in data.items()}
     chosen = max(sorted(of_kind), key=lambda kind: of_kind[kind])
     readable = set(data[chosen])

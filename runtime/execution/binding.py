@@ -1,80 +1,36 @@
 """Turns each op of a schedule into a closure over the tensors of its buffers.
 
 There is one method for each kind of op. Its docstring says what the closure does that it returns.
-`buffer_tensors.py` has the tensors of buffers.
+`update_ops.py` has the ops on gradients and optimizer state, and `buffer_tensors.py` the tensors of
+buffers.
 Nothing here decides an order or waits for another op: the lanes do that (`lanes.py`).
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 
-from megatrain.runtime.execution.buffer_tensors import BufferTensors
 from megatrain.runtime.execution.host_scalars import HostScalarCopy
-from megatrain.runtime.execution.param_groups import ParamGroup, group_slices, param_group
-from megatrain.runtime.layers.functional_layers import (
-    FunctionalLayers,
-    SavedForBackward,
-    layer_tensors,
-)
-from megatrain.runtime.memory.arenas import Arenas, length_of
+from megatrain.runtime.execution.param_groups import param_group
+from megatrain.runtime.execution.step_state import StepState
+from megatrain.runtime.execution.update_ops import Run, UpdateOps
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
+from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
-from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms, muon, outside
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks
-from megatrain.simulator.model.optimizer import ADAMW, MUON
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.model.workload import BY_TENSOR
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
-from megatrain.simulator.schedule.arithmetic import NORM_ROW, RATIO_ROW, micro_batch_of
+from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.update_layout import UpdateLayout, update_layout
 
 Gradient = torch.Tensor | Iterable[torch.Tensor] | None
 """The gradient of a tensor: whole, in blocks of columns, or none."""
-Run = Callable[[], object]
 
 
-@dataclass
-class StepState:
-    """Values that change from step to step and that ops read."""
-
-    scale: float = 0.0
-    """Factor on each token's loss: 1 / (labelled tokens of the step)."""
-    number: int = 0
-    """Number of the step whose gradients are computed."""
-    update_at: tuple[float, int] | None = None
-    """Learning rate and number of the step whose update is applied. None if no update is due, as
-    in the first step of a plan that defers updates."""
-    saved: dict[str, SavedForBackward] = field(default_factory=dict)
-    """The autograd graph of each buffer of activations, from forward or recompute to backward."""
-    host_scalars: dict[str, HostScalarCopy] = field(default_factory=dict)
-    """The host copy of each device buffer of losses, norms or clipping factors that ops on the cpu
-    lane read."""
-
-
-class _UpdateRun(NamedTuple):
-    """One call of an update on a range of an op's parameters."""
-
-    apply: Callable[..., None]
-    """The update."""
-    part: slice
-    """The range, from the op's first parameter on."""
-    moments: torch.Tensor | list[torch.Tensor]
-    """The moments of the range."""
-    treated: ParamGroup
-    """Its parameter group."""
-    how: dict[str, Any]
-    """Further arguments."""
-
-
-class Binder(BufferTensors):
+class Binder(UpdateOps):
     """Binds the ops of `schedule` to the tensors of `arenas`."""
 
     def __init__(
@@ -92,15 +48,10 @@ class Binder(BufferTensors):
         """`seed` is the run's seed, for stochastic rounding. `ranks` are needed for a plan for
         several GPUs.
         """
-        super().__init__(plan, schedule, arenas, ranks.rank if ranks else 0)
+        rank = ranks.rank if ranks else 0
+        super().__init__(plan, schedule, arenas, settings, host_workers, state, seed, rank)
         self._ranks = ranks
-        self._seed = seed
-        sizes = [layer.elements for layer in plan.model.stack.values()]
-        starts = itertools.accumulate(sizes, initial=0)
-        self._first = dict(zip(plan.model.stack, starts, strict=False))
-        """The index in the model of the first element of each layer."""
-        self.functional_layers, self.settings, self.state = functional_layers, settings, state
-        self._host_workers = host_workers
+        self.functional_layers = functional_layers
         self._kinds: dict[str, Callable[[Op], Run]] = {
             "load_weights": self._copy,
             "save_gradients": self._copy,
@@ -405,22 +356,6 @@ class Binder(BufferTensors):
         workers = self._host_workers if op.lane == "cpu" else None
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
 
-    def _workers(self, op: Op) -> optimizer.Workers:
-        return self._host_workers if op.lane == "cpu" else optimizer.ALONE
-
-    def _norm(self, op: Op) -> Run:
-        """Computes the sum of squares of a layer's gradient or, with clipping by `adagc`, of the
-        gradient of each of its tensors.
-        """
-        gradient, workers = self._elements(op.reads[0], op), self._workers(op)
-        if self.plan.workload.clipping == "adagc":
-            tensors = self.plan.model.stack[op.layer].tensors
-            sums = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
-            parts = list(gradient.split([tensor.padded for tensor in tensors]))
-            return lambda: moving_norms.sums_of_squares(parts, sums, workers)
-        total = self.arenas.flat(op.writes[0], torch.float32, 1)
-        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
-
     def _parts(self, buffer: str, op: Op) -> torch.Tensor:
         """Returns the parts of all ranks of the layer of `op` in `buffer`, [ranks, part]."""
         dtype = self._dtype(op.reads[0], op.layer)
@@ -493,275 +428,6 @@ class Binder(BufferTensors):
                     losses[key][:1].copy_(part[rank])
 
         return run
-
-    def _encode_gradients(self, op: Op) -> Run:
-        """Encodes a layer's gradient in 8 bits."""
-        gradient, stored = self._elements(op.reads[0], op), self._elements(op.writes[0], op)
-        index = self._first[op.layer]
-        return lambda: coded_gradients.encode(
-            gradient, stored, self._seed, self.state.number, index
-        )
-
-    def _ratios(self, op: Op) -> Run:
-        """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
-        gradient, moments = map(base_buffer, op.reads)
-        coded = self.schedule.dtype_of(moments, op.layer) == "block8"
-        measure = blockwise.ratio_sums if coded else optimizer.ratio_sums
-        g, second = self._elements(gradient, op), self._moments(moments, op)[1]
-        sums = self.arenas.flat(
-            op.writes[0], torch.float32, op.parameters // RATIO_ROW, 4 * op.offset // RATIO_ROW
-        )
-        workers = self._workers(op)
-
-        def run() -> None:
-            if self.state.update_at is not None:
-                measure(
-                    g,
-                    second,
-                    sums,
-                    settings=self.settings,
-                    number=self.state.update_at[1],
-                    workers=workers,
-                )
-
-        return run
-
-    def _values(self, op: Op, buffer: str, count: int) -> torch.Tensor:
-        """Returns the first `count` values of `buffer`, in memory that the lane of `op` can read:
-        for the cpu lane, the host copy if there is one.
-        """
-        return (
-            self._mirrors[buffer].landed
-            if op.lane == "cpu" and buffer in self._mirrors
-            else self._floats(buffer)
-        )[:count]
-
-    def _clip(self, op: Op) -> Run:
-        """Computes the clipping factors of the step or of a layer. They are NaN if a loss is not
-        finite, which stops the updates.
-        """
-        scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
-        losses = [
-            scalar
-            for buffer, scalar in scalars.items()
-            if self.schedule.buffer[buffer].data == "losses"
-        ]
-        if op.layer and self.plan.workload.clipping == "update":
-            return self._scales(op, losses)
-        if op.layer and self.plan.workload.clipping == "adagc":
-            return self._clip_by_moving_norms(op, losses)
-        sums = [
-            scalar
-            for buffer, scalar in scalars.items()
-            if self.schedule.buffer[buffer].data == "norms"
-        ]
-        result = self.arenas.flat(op.writes[0], torch.float32, 2)
-
-        def run() -> None:
-            factor = optimizer.finite_or_nan(losses)
-            if sums:
-                clip, norm = optimizer.clip_coefficient(sums, self.settings.max_norm)
-                result.copy_(torch.stack([factor * clip, norm]))
-            else:
-                result[0] = factor
-
-        return run
-
-    def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
-        """Returns the function that computes the factor on the learning rate of each tensor of a
-        layer, for clipping by `update`.
-        """
-        tensors = self.plan.model.stack[op.layer].tensors
-        rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split(
-            [tensor.padded // RATIO_ROW for tensor in tensors]
-        )
-        result = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
-        elements = torch.tensor(
-            [tensor.elements for tensor in tensors], dtype=torch.float32, device=result.device
-        )
-        workers = self._workers(op)
-        return lambda: result.copy_(
-            optimizer.update_scales(rows, elements, workers) * optimizer.finite_or_nan(losses)
-        )
-
-    def _clip_by_moving_norms(self, op: Op, losses: list[torch.Tensor]) -> Run:
-        """Returns the function that computes the factor on the gradient of each tensor of a layer,
-        for clipping by `adagc`. It also brings the moving norms up to date, unless the layer's
-        update is stopped.
-        """
-        count = len(self.plan.model.stack[op.layer].tensors)
-        sums, moving, result = (
-            self.arenas.flat(buffer, torch.float32, count)
-            for buffer in (*op.reads[:2], op.writes[0])
-        )
-
-        def run() -> None:
-            if self.state.update_at is not None:
-                factors, later = moving_norms.clip(
-                    sums, moving, settings=self.settings, number=self.state.update_at[1]
-                )
-                result.copy_(factors * optimizer.finite_or_nan(losses))
-                moving.copy_(torch.where(result.isnan(), moving, later))
-
-        return run
-
-    def _runs(
-        self, op: Op, factor: str
-    ) -> list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]]:
-        """Splits the elements of `op` into slices that AdamW updates in the same way. Each comes
-        with its parameter group, the clipping factor on its gradient, and the factor on its
-        learning rate; the factor that does not apply is None.
-        """
-        layer, kind = self.plan.model.stack[op.layer], self.plan.workload.clipping
-        if kind not in BY_TENSOR:
-            clip = self._values(op, factor, 1)[0]
-            return [
-                (part, treated, clip, None)
-                for part, treated in group_slices(
-                    self.settings, layer, self._owned(op.layer) + op.offset, op.parameters
-                )
-            ]
-        made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
-        factors = self._values(op, factor, len(layer.tensors))
-        for tensor, offset, value in zip(layer.tensors, layer.offsets, factors, strict=True):
-            start = offset - op.offset
-            part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
-            if part.start < part.stop:
-                both = (None, value) if kind == "update" else (value, None)
-                made.append((part, param_group(self.settings, layer, tensor), *both))
-        return made
-
-    def _update(self, op: Op) -> Run:
-        """Returns the function that updates a layer, or a chunk of one. If the op has a further
-        source, old weights are read from that weight slot. If it has a further target, new weights
-        are also written to that weight slot.
-        """
-        layout = update_layout(self.plan.workload.optimizer, self.plan.model.stack[op.layer])
-        gradient, factor, *sources = map(base_buffer, op.reads)
-        target, *rest = map(base_buffer, op.writes)
-        others = {self.schedule.buffer[buffer].data: buffer for buffer in rest}
-        low, copy_to = (
-            self._elements(others[name], op) if name in others else None
-            for name in ("master_low", "weights")
-        )
-        kept = others.get("moments")
-        dtype = self.schedule.dtype_of(kept, op.layer) if kept else "fp32"
-        weights, stored_gradient = self._elements(target, op), self._elements(gradient, op)
-        coded = self.schedule.dtype_of(gradient, op.layer) == "block8"
-
-        def gradient_of(part: slice) -> torch.Tensor:
-            if not coded:
-                return stored_gradient[part]
-            first, end = blockwise.records(part.start), blockwise.records(part.stop)
-            return coded_gradients.decoded(stored_gradient[first:end])
-
-        source = self._elements(sources[0], op) if sources else None
-        workers = self._workers(op)
-        if layout is not None:
-            assert kept is not None
-            workspace = others.get("workspace")
-            planes = self._planes(kept, op)
-            runs = self._runs_by_tensor(op, factor, layout, planes, dtype, workspace)
-        else:
-            moments = (
-                self._moments(kept, op)
-                if kept
-                else torch.empty(0, op.parameters, device=self.arenas.device)
-            )
-            runs = [
-                _UpdateRun(
-                    self._rule(dtype, self._first[op.layer] + op.offset + part.start),
-                    part,
-                    moments[:, length_of(dtype, part.start) : length_of(dtype, part.stop)],
-                    treated,
-                    {"clip": clip, "scale": scale, "workers": workers},
-                )
-                for whole, treated, clip, scale in self._runs(op, factor)
-                for part in (self._pieces_of(whole, weights.device) if coded else [whole])
-            ]
-
-        def run() -> None:
-            if source is not None:
-                weights.copy_(source)
-            if self.state.update_at is not None:
-                rate, number = self.state.update_at
-                for apply, part, moments, treated, how in runs:
-                    apply(
-                        weights[part],
-                        None if low is None else low[part],
-                        moments,
-                        gradient_of(part),
-                        settings=self.settings,
-                        rate=rate * treated.rate_factor,
-                        number=number,
-                        weight_decay=treated.weight_decay,
-                        copy_to=None if copy_to is None else copy_to[part],
-                        **how,
-                    )
-            elif copy_to is not None:
-                copy_to.copy_(weights)
-
-        return run
-
-    def _pieces_of(self, whole: slice, device: torch.device) -> list[slice]:
-        """Returns the parts of `whole` whose gradients are decoded at one time."""
-        size = coded_gradients.block_size(device)
-        return [
-            slice(start, min(start + size, whole.stop))
-            for start in range(whole.start, whole.stop, size)
-        ]
-
-    def _runs_by_tensor(
-        self,
-        op: Op,
-        factor: str,
-        layout: UpdateLayout,
-        planes: list[torch.Tensor],
-        dtype: str,
-        workspace: str | None,
-    ) -> list[_UpdateRun]:
-        """Returns the runs of an optimizer that treats tensors differently. `planes` are the
-        moments of the op's parameters, in `dtype`.
-        """
-        layer, made = self.plan.model.stack[op.layer], list[_UpdateRun]()
-        by_tensor = self.plan.workload.clipping in BY_TENSOR
-        factors = self._values(op, factor, len(layer.tensors) if by_tensor else 1)
-        workers = self._workers(op)
-        starts = [layout.start(plane, op.offset) for plane in range(layout.planes)]
-        for tensor, first, count, matrices in layout.parts(op.offset, op.parameters):
-            stored = [
-                plane[length_of(dtype, layout.start(index, first) - start) :][
-                    : length_of(dtype, length)
-                ]
-                for index, (plane, start, length) in enumerate(
-                    zip(planes, starts, layout.lengths(first, count), strict=True)
-                )
-            ]
-            part = slice(first - op.offset, first - op.offset + count)
-            treated = param_group(self.settings, layer, layer.tensors[tensor])
-            clip = factors[tensor if by_tensor else 0]
-            if matrices is None:
-                how: dict[str, Any] = {"clip": clip, "workers": workers}
-                rule = self._rule(dtype, self._first[op.layer] + first)
-                made.append(_UpdateRun(rule, part, stored, treated, how))
-            else:
-                assert workspace is not None
-                size = self.schedule.buffer[workspace].bytes
-                room = self.arenas.flat(workspace, torch.uint8, size)
-                how = {"clip": clip, "matrices": matrices, "workspace": room}
-                how |= {"seed": self._seed, "index": self._first[op.layer] + first}
-                made.append(_UpdateRun(muon.update, part, stored[0], treated, how))
-        return made
-
-    def _rule(self, dtype: str, index: int) -> Callable[..., None]:
-        """Returns the update of elements from `index` of the model on, whose moments have
-        `dtype`, but for matrices that are updated as a whole.
-        """
-        if dtype == "block8":
-            return functools.partial(blockwise.update, seed=self._seed, index=index)
-        if self.plan.workload.optimizer in (ADAMW, MUON):
-            return optimizer.update
-        return functools.partial(outside.update, self._optimizer)
 
 
 def _micro(op: Op) -> int:

@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime.batch import IGNORED, Batch, refuse_batch
-from megatrain.runtime.execution.binding import Binder, StepState
+from megatrain.runtime.execution.binding import Binder
 from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.execution.lanes import (
     DEVICE_LANES,
@@ -33,6 +33,7 @@ from megatrain.runtime.execution.lanes import (
 )
 from megatrain.runtime.execution.out_of_memory import out_of_memory
 from megatrain.runtime.execution.preflight import preflight
+from megatrain.runtime.execution.step_state import StepState
 from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
@@ -189,9 +190,7 @@ class Executor:
                 seed,
                 ranks,
             )
-            # Matrix products of updates have many short kernels, and each would wait for a long one
-            # of compute. The simulator lets compute wait for them.
-            first = {op.lane for op in self.schedule.ops if op.lane == "update" and op.flops}
+            first = {op.lane for op in self.schedule.ops if op.high_priority}
             self._streams = {
                 name: (
                     torch.cuda.Stream(device, priority=-1 if name in first else 0)

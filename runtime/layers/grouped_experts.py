@@ -84,7 +84,7 @@ _GROUPED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 
 def install(whole: Any) -> None:
-    """Changes the experts of transformers' model `whole` to grouped ones, if it has such."""
+    """Changes the experts of transformers' model `whole` to grouped ones, if it has any."""
     for module in whole.modules():
         if grouped := _GROUPED.get(type(module)):
             module.__class__ = grouped

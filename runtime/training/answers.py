@@ -44,7 +44,7 @@ def read_answers(run: Path) -> list[Answer]:
 
 
 def add_answer(run: Path, answer: Answer) -> None:
-    """Adds an answer, in place of that of the same model to the same question."""
+    """Adds an answer. It replaces an answer of the same model to the same question."""
     key = (answer.model, answer.question)
     kept = [each for each in read_answers(run) if (each.model, each.question) != key]
     encoded = msgspec.json.Encoder().encode_lines([*kept, answer])

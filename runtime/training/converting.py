@@ -22,6 +22,7 @@ from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.training.exporting import sound_checkpoint
 from megatrain.runtime.training.run_folder import save_plan
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import refuse_existing
 from megatrain.simulator.model.optimizer import WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.policies import lower
@@ -68,13 +69,7 @@ def convert_run(
     Raises UserError if there is no undamaged checkpoint, if it has the format already or cannot
     have it, or if `out` exists.
     """
-    if out.exists():
-        raise UserError(
-            str(out),
-            found="something there already",
-            allowed="a folder that does not exist",
-            fix="name another one with --out",
-        )
+    refuse_existing(out)
     folder, manifest = sound_checkpoint(run, step, on_note)
     work = manifest.workload
     if work.dtype != "bf16" or work.optimizer not in WITH_STATE_FORMATS:
@@ -135,7 +130,7 @@ def _write(tensors: Mapping[str, TensorSource], place: Path) -> list[Shard]:
 
 
 def _save_run(home: Path, aside: Path, state: str) -> None:
-    """Writes what a run has beside its checkpoints, with a plan in the format `state`."""
+    """Writes the files of a run other than its checkpoints, with a plan in the format `state`."""
     for name in _KEPT:
         if (home / name).is_file():
             shutil.copyfile(home / name, aside / name)

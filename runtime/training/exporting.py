@@ -26,6 +26,7 @@ from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import exported_config, find_model, not_trained
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import refuse_existing
 from megatrain.simulator.model.workload import Dtype
 from megatrain.simulator.schedule.plan import Plan
 
@@ -67,13 +68,7 @@ def export_run(
 
     Raises UserError if there is no undamaged checkpoint, or if `out` exists or cannot be written.
     """
-    if out.exists():
-        raise UserError(
-            str(out),
-            found="something there already",
-            allowed="a folder that does not exist",
-            fix="name another one with --out",
-        )
+    refuse_existing(out)
     folder, manifest = sound_checkpoint(run, step, on_note)
     home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None

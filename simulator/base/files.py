@@ -43,6 +43,17 @@ def read_toml(path: Path, into: type[T]) -> T:
     return convert(data, into, str(path))
 
 
+def refuse_existing(path: Path) -> None:
+    """Raises UserError if there is anything at `path`, where a command is to make a folder."""
+    if os.path.lexists(path):
+        raise UserError(
+            str(path),
+            found="something there already",
+            allowed="a folder that does not exist",
+            fix="name another one with --out",
+        )
+
+
 def read_json(path: Path) -> Any:
     """Returns the content of the JSON file at `path`. Raises UserError if the file is missing,
     unreadable or malformed.

@@ -71,7 +71,7 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
         table.host_memory or hardware.host_memory,
         hardware.duplex_curve,
         table.turns or hardware.turns,
-        products=find(workload.optimizer).by_tensor,
+        high_priority=find(workload.optimizer).by_tensor,
     )
     datasheet = (
         Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None

@@ -9,8 +9,8 @@ millionths of its full speed. Three effects are combined:
    also be a factor for both directions of the link and the cpu lane being busy. It then replaces
    the pairs among these three.
 2. Turns. If the machine has a KernelInterleaving, compute and update share the device by it. The
-   shorter an update op is, the more of its time is waiting. An update that multiplies matrices
-   takes the whole device, because its stream has priority, and compute waits.
+   shorter an update op is, the more of its time is waiting. An op of high priority takes the whole
+   device, and compute waits.
 3. Host DRAM. At full speed, the traffic of the cores is the bytes that they read and write, and the
    traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic that the pairs
    leave is more than the machine's `gb_per_s`, the lanes share the bandwidth by weighted max-min:
@@ -51,8 +51,8 @@ class Demand(NamedTuple):
     """For an update: its rate in millionths while compute is busy. For a compute op: the millionths
     of its speed that it loses for a rate of 1 of the update lane. 0 means that the pair's factor is
     used."""
-    products: bool = False
-    """Whether it is an update that multiplies matrices."""
+    high_priority: bool = False
+    """Whether compute waits while the op runs (`Op.high_priority`)."""
 
 
 class ContentionModel:
@@ -65,7 +65,7 @@ class ContentionModel:
         duplex_curve: Sequence[Sequence[float]] = (),
         turns: KernelInterleaving | None = None,
         *,
-        products: bool = False,
+        high_priority: bool = False,
     ) -> None:
         """Makes the sharing of one machine.
 
@@ -76,7 +76,7 @@ class ContentionModel:
             duplex_curve: points (bytes, GB/s of each direction while both are busy), in ascending
                 order of bytes. It replaces the pairs of the two directions.
             turns: the sharing of the device. It replaces the pairs of compute and update.
-            products: whether there are updates that multiply matrices.
+            high_priority: whether schedules have ops of high priority.
         """
         dram = (
             {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")}
@@ -102,7 +102,7 @@ class ContentionModel:
         self._cost = (
             {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
         )
-        self._turns, self._products = turns, products
+        self._turns, self._high_priority = turns, high_priority
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
 
     @property
@@ -111,7 +111,7 @@ class ContentionModel:
         return self._capacity
 
     def demand(
-        self, lane: str, size: int, duration_ns: int, kind: str = "", *, products: bool = False
+        self, lane: str, size: int, duration_ns: int, kind: str = "", *, high_priority: bool = False
     ) -> Demand | None:
         """Returns the demand of an op, or None if it neither slows another op nor is slowed.
 
@@ -123,7 +123,7 @@ class ContentionModel:
             size: the bytes that the op copies, or that the host's cores read and write in it.
             duration_ns: the time that the op takes while nothing else runs.
             kind: the kind of the op.
-            products: whether it is an update that multiplies matrices.
+            high_priority: the field of the op.
         """
         if duration_ns <= 0:
             return None
@@ -136,12 +136,12 @@ class ContentionModel:
             duplex = min(max(round(PARTS * duration_ns / self._duplex_ns(size)), 1), PARTS)
         turn = self._turn(lane, kind, duration_ns)
         return (
-            Demand(lane, traffic, duplex, turn, products)
+            Demand(lane, traffic, duplex, turn, high_priority)
             if traffic
             or duplex
             or turn
             or lane in self._paired
-            or (self._products and lane in ("compute", "update"))
+            or (self._high_priority and lane in ("compute", "update"))
             else None
         )
 
@@ -191,9 +191,9 @@ class ContentionModel:
         for other in busy:
             if three and other.lane in DRAM_LANES:
                 continue
-            if demand.products and other.lane == "compute":
+            if demand.high_priority and other.lane == "compute":
                 continue
-            if other.products and demand.lane == "compute":
+            if other.high_priority and demand.lane == "compute":
                 return 1
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
             if demand.turn and other.turn and other is not demand:

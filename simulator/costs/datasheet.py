@@ -120,7 +120,7 @@ class Datasheet(EstimatedCosts):
             hardware.host_memory,
             hardware.duplex_curve,
             hardware.turns,
-            products=find(workload.optimizer).by_tensor,
+            high_priority=find(workload.optimizer).by_tensor,
         )
         self._elementwise = Elementwise(model, workload, hardware.cores)
         self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0

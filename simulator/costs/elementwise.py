@@ -120,11 +120,11 @@ class Elementwise:
         return max(self._updated, least) + gradient
 
     def update_ns(self, op: Op, exact_ns: float) -> float:
-        """Returns the time of the update `op`, in ns. `exact_ns` is that of AdamW with fp32
-        moments, which is what machines are measured with.
+        """Returns the time of the update `op`, in ns.
 
-        Such an update is bound by memory, so another one takes the share of its time that it moves
-        of its bytes. On the host, the cores limit an update that computes more than it moves.
+        `exact_ns` is the measured time of AdamW with fp32 moments. That update is bound by memory
+        bandwidth, so the time of another update is in proportion to the bytes that it moves. On
+        the host, an update with more arithmetic is bound by the cores instead.
         """
         share = self._update_bytes(op) / (24 + self._gradient_width(op.layer))
         time = exact_ns * share

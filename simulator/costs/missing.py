@@ -37,7 +37,7 @@ class _Measured(NamedTuple):
 
 
 def missing_measurement(measured_on: str, kind: str, shape: str, known: Iterable[str]) -> UserError:
-    """Returns the error for an op of `kind` and `shape` of which nothing similar was measured.
+    """Returns the error for an op of `kind` and `shape` if no similar op was measured.
 
     Args:
         measured_on: the machine of the measurements.

@@ -92,7 +92,7 @@ class ContendedCosts(abc.ABC):
             self.touched_bytes(op) if op.lane == "cpu" else op.bytes,
             self.duration_ns(op),
             op.kind,
-            products=op.lane == "update" and op.flops > 0,
+            high_priority=op.high_priority,
         )
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:

@@ -161,6 +161,18 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
             within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
 
+    def memory_limits(
+        self, device_limit: int | None = None, host_limit: int | None = None
+    ) -> tuple[int, int]:
+        """Returns the limits of device and host memory of a plan for this machine, in bytes.
+
+        A limit that is None is that of the machine. On a unified machine both are the lower one,
+        because they limit the same memory.
+        """
+        device = self.device_bytes if device_limit is None else device_limit
+        host = self.host_bytes if host_limit is None else host_limit
+        return (min(device, host),) * 2 if self.unified else (device, host)
+
     def with_cores(self, cores: int) -> HardwareSpec:
         """Returns the machine with `cores` cores, and CPU optimizer rates scaled in proportion.
 
@@ -182,7 +194,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def shared(self, cpu: str, version: str) -> SharedMachine:
-        """Returns what can be shared of a calibration.
+        """Returns the part of the calibration that can be shared.
 
         Args:
             cpu: the name of the processor.
@@ -317,7 +329,7 @@ def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
 
 
 def _only_measured() -> dict[str, HardwareSpec]:
-    """Returns the machines that others measured, without those of which the library has the GPU."""
+    """Returns the machines that others measured and whose GPU is not in the library."""
     return {
         name: _of_others(name, machine)
         for gpu, (name, machine) in shared_machines(_of_others).items()

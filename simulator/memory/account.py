@@ -28,8 +28,6 @@ from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
 WORKSPACE = "device.workspace"
-UPDATE_WORKSPACE = "device.update_workspace"
-"""The pool of the temporary tensors of updates that multiply matrices."""
 PROCESS = "host.process"
 """The pool of the memory that the process needs in addition to the schedule's pools."""
 PLACES = ("device", "host")
@@ -270,7 +268,7 @@ def peak_workspace_bytes(
     if any(buffer.data == "gradients" and buffer.dtype == "block8" for buffer in schedule.buffers):
         own = [max([0, *own]) + CODED_GRADIENT_BYTES.temporary * GPU_BLOCK]
     update = max(own) + workspace.update if own else 0
-    products = any(buffer.pool == UPDATE_WORKSPACE for buffer in schedule.buffers)
+    products = any(buffer.matrix_products for buffer in schedule.buffers)
     return max(workspace.layer, workspace.head - saved, update - saved) + (
         LIBRARY_BYTES if products else 0
     )

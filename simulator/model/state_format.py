@@ -1,8 +1,8 @@
 """StateFormat: how a model's master weights and moments are stored.
 
-A format says which planes a layer has beside its bf16 or fp32 weights, and the dtype of each. The
-simulator reads the sizes here. The runtime's arithmetic is in `runtime/optimizer/`: `adamw.py` for
-fp32 moments, `blockwise.py` for moments in 8 bits.
+A format says which planes a layer has in addition to its bf16 or fp32 weights, and the dtype of
+each. The simulator reads the sizes here. The runtime's arithmetic is in `runtime/optimizer/`:
+`adamw.py` for fp32 moments, `blockwise.py` for moments in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 EXACT = "exact"
 ANY = "any"
-"""In place of a format: the one with the most bytes with which a model fits."""
+"""Stands for the format with the most bytes in which the model fits."""
 BLOCK = 32
 """Parameters that share one scale. Tensors and chunks are whole multiples of it."""
 PlaneDtype = Literal["bf16", "fp32", "int16", "int8", "block8"]

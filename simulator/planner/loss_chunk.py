@@ -66,10 +66,6 @@ def with_loss_chunk(
 
     Raises UserError for an unknown policy, as `candidates` does.
     """
-    if hardware.unified:
-        device_limit = host_limit = min(
-            device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
-        )
     plans = [
         plan
         for plan in plans_of(

@@ -47,10 +47,6 @@ def outlook(
 
     Raises UserError as `candidates` does.
     """
-    if hardware.unified:
-        device_limit = host_limit = min(
-            device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
-        )
     plans = plans_of(
         model,
         hardware,

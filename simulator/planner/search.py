@@ -71,7 +71,7 @@ def search(
 
     Plans that fit come first, the fastest before the others. Plans that do not fit follow, the
     nearest miss first. A machine with unified memory has nothing to stream, so only `resident` is
-    searched there.
+    searched there, and the lower of both limits holds for the one memory.
 
     Args:
         model: The model to train.
@@ -129,14 +129,15 @@ def plans_of(
             allowed="resident",
             fix="leave --policy out",
         )
+    device, host = hardware.memory_limits(device_limit, host_limit)
     first = Plan(
         policy=names[0],
         hardware=hardware_name or hardware.name,
         source=source or model.name,
         model=model,
         workload=workload,
-        device_limit_bytes=hardware.device_bytes if device_limit is None else device_limit,
-        host_limit_bytes=hardware.host_bytes if host_limit is None else host_limit,
+        device_limit_bytes=device,
+        host_limit_bytes=host,
     )
     return [msgspec.structs.replace(first, policy=name) for name in names]
 
@@ -225,22 +226,17 @@ def candidates(
 ) -> list[Choice]:
     """Returns the best plan of each policy, as `search` does, and the runner-up of the best one.
 
-    It adds three things to `search`:
+    It adds two things to `search`:
 
-    1. On a machine with unified memory, the lower of both limits holds for the one memory.
-    2. If `policies` is None, the policies that place state and `resident` are searched first. Each
+    1. If `policies` is None, the policies that place state and `resident` are searched first. Each
        other policy is skipped if it would be slower even with copies that take no time. This halves
        the time of the search.
-    3. If no plan that was found fits, the plans that need the least memory (`capacity.py`) are
+    2. If no plan that was found fits, the plans that need the least memory (`capacity.py`) are
        tried.
 
     Raises UserError as `search` does.
     """
     names = policy_library.contenders() if policies is None else policies
-    if hardware.unified:
-        device_limit = host_limit = min(
-            device_limit or hardware.device_bytes, host_limit or hardware.host_bytes
-        )
 
     def found_by(chosen: list[str]) -> list[Choice]:
         return search(

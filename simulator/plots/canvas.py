@@ -6,6 +6,7 @@ Pictures are PNG files. A file is either written completely or not at all.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,25 @@ def add_heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
         fontsize=10,
         color=colour,
     )
+
+
+def add_column_names(axes: Axes, columns: Mapping[str, float]) -> None:
+    """Adds names of columns of text to the right of a panel, each aligned to the right.
+
+    `columns` maps a name to the distance of the column's right edge from the panel, as a multiple
+    of the panel's width.
+    """
+    for name, place in columns.items():
+        axes.annotate(
+            name,
+            (1 + place, 1),
+            (0, 7),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="right",
+            color=MUTED,
+            fontsize=8.5,
+        )
 
 
 def make_plain(axes: Axes) -> None:

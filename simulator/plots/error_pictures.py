@@ -188,17 +188,7 @@ def _numbers(axes: Axes, columns: dict[str, float], rows: list[list[str]]) -> No
     `columns` maps a column's name to the distance of its right edge from the panel, as a multiple
     of the panel's width.
     """
-    for name, place in columns.items():
-        axes.annotate(
-            name,
-            (1 + place, 1),
-            (0, 7),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="right",
-            color=canvas.MUTED,
-            fontsize=8.5,
-        )
+    canvas.add_column_names(axes, columns)
     for row, cells in enumerate(rows):
         for place, text in zip(columns.values(), cells, strict=True):
             axes.text(

@@ -144,14 +144,6 @@ def kept_moments(plan: Plan) -> Callable[[str, int, int], int]:
     return kept
 
 
-def layer_moments(plan: Plan, layer: str) -> int:
-    """Returns the moments that are kept for every parameter of a layer, without those that only
-    some of its tensors keep.
-    """
-    layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
-    return find(plan.workload.optimizer).moments if layout is None else layout.least
-
-
 def whole_matrices(plan: Plan) -> frozenset[str]:
     """Returns the layers whose update needs whole matrices. Only the device updates them."""
     name = plan.workload.optimizer

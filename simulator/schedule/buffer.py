@@ -116,6 +116,8 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sharded: bool = False
     """With several GPUs: True if it holds the part of a layer that this rank owns, False if it
     holds a whole layer or no layer."""
+    matrix_products: bool = False
+    """True if updates multiply matrices in it. The library that does so needs further memory."""
     knob: str = ""
     """The knob that sets how many buffers the pool has, or empty if no knob does."""
 
@@ -140,5 +142,14 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.id.partition(":")[2]
 
 
-FLAGS = ("persistent", "dynamic", "chunk", "staging", "scales_with_tokens", "per_gpu", "sharded")
+FLAGS = (
+    "persistent",
+    "dynamic",
+    "chunk",
+    "staging",
+    "scales_with_tokens",
+    "per_gpu",
+    "sharded",
+    "matrix_products",
+)
 """The boolean fields of a Buffer, in the order of the schedule's text form."""

@@ -170,6 +170,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
     shape: str = ""
     """The key of a compute op in a calibrated cost table."""
+    high_priority: bool = False
+    """Whether ops of `compute` wait while it runs. The CUDA stream of its lane has a higher
+    priority than the others. Only ops on `update` can have it."""
 
     @property
     def kind(self) -> str:

@@ -41,8 +41,8 @@ class Compiled(NamedTuple):
 class Sizes(NamedTuple):
     """The ops of a schedule grouped by size. All ops of one size have the same cost.
 
-    The size is the kind, lane, bytes, parameters, FLOPs, elements, shape and whether the op adds to
-    its target. For the embedding and the head it includes the layer.
+    The size is the kind, lane, bytes, parameters, FLOPs, elements, shape, priority and whether the
+    op adds to its target. For the embedding and the head it includes the layer.
     """
 
     ops: tuple[Op, ...]
@@ -151,7 +151,17 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for buffer in op.writes:
                 if buffer in reads:
                     adds = True
-            key = (name, op.lane, op.bytes, op.parameters, op.flops, op.elements, op.shape, adds)
+            key = (
+                name,
+                op.lane,
+                op.bytes,
+                op.parameters,
+                op.flops,
+                op.elements,
+                op.shape,
+                op.high_priority,
+                adds,
+            )
             size = found.get(key)
             if size is None:
                 size = found[key] = len(ops)
@@ -190,6 +200,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 ("flops", op.flops),
                 ("elements", op.elements),
                 ("shape", op.shape),
+                ("high_priority", int(op.high_priority)),
             ):
                 if value:
                     line += f" {field}={value}"
@@ -202,6 +213,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Checks that:
 
         * ids are unique and can be parsed
+        * only ops on the lane `update` have a high priority
         * dependencies are earlier in program order, so FIFO lanes cannot deadlock
         * if two ops touch the same buffer and one of them writes it, dependencies order the two, so
           no race is possible
@@ -225,6 +237,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if str(parse_id(op.id)) != op.id or op.lane not in LANES:
                 raise ScheduleError(
                     f"{op.id}: not in its canonical form, or on no lane: {op.lane!r}"
+                )
+            if op.high_priority and op.lane != "update":
+                raise ScheduleError(
+                    f"{op.id}: a high priority on {op.lane}; only update can have it"
                 )
             for dependency in op.after:
                 if dependency not in place:

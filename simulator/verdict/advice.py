@@ -448,7 +448,7 @@ class Adviser:
 
 
 def _formats_last(found: list[Suggestion], most: int) -> tuple[Suggestion, ...]:
-    """Returns the first `most` of those that keep the state format, and all of the others."""
+    """Returns the first `most` suggestions that keep the state format, then all that change it."""
     exact = [entry for entry in found if not entry.compressed]
     return (*exact[:most], *(entry for entry in found if entry.compressed))
 

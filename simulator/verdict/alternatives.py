@@ -38,9 +38,8 @@ def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
 
     Raises UserError if `hardware` was measured and has no costs for the model and the workload.
     """
-    if hardware.unified:
-        least = min(plan.device_limit_bytes, plan.host_limit_bytes)
-        plan = msgspec.structs.replace(plan, device_limit_bytes=least, host_limit_bytes=least)
+    device, host = hardware.memory_limits(plan.device_limit_bytes, plan.host_limit_bytes)
+    plan = msgspec.structs.replace(plan, device_limit_bytes=device, host_limit_bytes=host)
     costs = cost_model(hardware, plan.model, plan.workload)
     return any(footprint.account().fits for footprint in usable(plan, hardware, costs, names))
 

@@ -39,7 +39,7 @@ _SHARED = (
     "load_second_moment",
     "update_ratios",
 )
-"""Kinds of ops of which each GPU does 1/N."""
+"""Kinds of ops that N GPUs share equally."""
 
 
 class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):

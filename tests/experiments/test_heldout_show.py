@@ -112,7 +112,7 @@ def test_every_case_and_every_target_is_in_the_table(rows: list[HeldoutRow]) -> 
 
 
 def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
-    assert "Executed again" not in markdown(rows)
+    assert "executed again" not in markdown(rows)
     again = [
         (
             msgspec.structs.replace(row, repetitions=(1.0, 1.05), failures=("no | room",))
@@ -123,8 +123,8 @@ def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
     ]
     table = markdown(again)
     assert (
-        "Executed again minutes later: 1 of the plans. Visits lie +5.0 % apart in the median, +5.0"
-        " % at most." in table
+        "1 of the plans were executed again minutes later. The step times of a plan\ndiffer by"
+        " +5.0 % in the median, and by +5.0 % at most." in table
     )
     assert "| is overlapped; another repetition failed: no / room |" in table
 

@@ -180,15 +180,34 @@ def test_a_rank_with_another_plan_is_refused(
     assert driver.wait() == [2, 2]
     for rank in range(2):
         assert results(driver.printed(rank)) == []
-        lines = [line for line in driver.printed(rank).splitlines() if line.startswith("error")]
+        lines = [
+            line for line in driver.printed(rank).splitlines() if line.startswith("megatrain: ")
+        ]
         mine, theirs = (
             identity(Plan.load(Path(each)), SETTINGS, 3, 1e-2) for each in (plan, other)
         )
         assert lines == [
-            f"error: ranks: plan: found {theirs} on rank 1;"
+            f"megatrain: ranks: plan: found {theirs} on rank 1;"
             f" allowed: {mine}, as on rank 0; fix: start all"
             " ranks with the same plan, settings and version"
         ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "0"], "--steps: found '0'; allowed: a whole number >= 1"),
+        (["--rate", "nan"], "--rate: found 'nan'; allowed: a number >= 0"),
+        (["--timeout", "-1"], "--timeout: found '-1'; allowed: a number >= 0.1"),
+        (["--gpus"], "megatrain.experiments.ranks: found --gpus; allowed: an option"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert main([saved_plan("plan"), *words]) == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"megatrain: {line}")
 
 
 @pytest.mark.parametrize("words", [["--rate", "0.5"], ["--steps", "2"]])
@@ -200,7 +219,7 @@ def test_a_rank_with_another_rate_or_other_steps_is_refused(
     assert driver.wait() == [2, 2]
     for rank in range(2):
         assert results(driver.printed(rank)) == []
-        assert "error: ranks: plan: found " in driver.printed(rank)
+        assert "megatrain: ranks: plan: found " in driver.printed(rank)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +240,14 @@ def test_a_lost_rank_ends_the_others_with_one_line(
             time.sleep(0.02)
         os.kill(processes[1], sent)
         end = time.monotonic() + 60
-        while "error" not in driver.printed(0):
+        while "megatrain: " not in driver.printed(0):
             assert time.monotonic() < end, "the other rank does not end"
             time.sleep(0.02)
     finally:
         os.kill(processes[1], signal.SIGKILL)
     assert driver.wait() == [1, -signal.SIGKILL]
-    (line,) = [line for line in driver.printed(0).splitlines() if line.startswith("error")]
-    lost = rf"error: \S+ on lane exchange of rank 0: rank 1 \(process {processes[1]}\) {state}"
+    (line,) = [line for line in driver.printed(0).splitlines() if line.startswith("megatrain: ")]
+    lost = rf"megatrain: \S+ on lane exchange of rank 0: rank 1 \(process {processes[1]}\) {state}"
     assert re.fullmatch(lost, line)
 
 

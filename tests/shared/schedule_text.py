@@ -7,7 +7,7 @@ import msgspec
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 
 _LISTS = ("after", "reads", "writes", "acquires", "releases")
-_NUMBERS = ("offset", "bytes", "parameters", "flops", "elements")
+_NUMBERS = ("offset", "bytes", "parameters", "flops", "elements", "high_priority")
 
 
 def from_text(text: str) -> Schedule:
@@ -45,5 +45,6 @@ def from_text(text: str) -> Schedule:
             )
             for key, value in words
         }
+        fields["high_priority"] = bool(fields.get("high_priority"))
         ops.append(msgspec.convert({"id": name, "lane": second, **fields}, Op))
     return Schedule(policy=first.removeprefix("schedule "), buffers=tuple(buffers), ops=tuple(ops))

@@ -205,6 +205,21 @@ def test_an_outside_optimizer_cannot_differ_between_tensors() -> None:
         _refuse(Mine(), "optimizer mine.py")
 
 
+@pytest.mark.parametrize("policy", ["overlapped", "resident"])
+def test_compute_waits_for_updates_that_the_schedule_gives_priority(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
+    plan = make_plan(policy, optimizer="muon", chunk_bytes=2**20)
+    schedule, costs = policies.lower(plan), cost_model(H200, plan.model, plan.workload)
+    first = {each.id for each in schedule.ops if each.high_priority}
+    assert first == {each.id for each in schedule.ops if each.lane == "update" and each.flops}
+    assert 0 < len(first) < len(schedule.lanes["update"])
+    for each in schedule.ops:
+        demand = costs.demand(each)
+        assert bool(demand and demand.high_priority) == each.high_priority
+    assert not any(each.high_priority for each in policies.lower(make_plan(policy)).ops)
+
+
 def test_an_update_takes_the_time_of_its_products_and_compute_waits(
     make_plan: Callable[..., Plan],
 ) -> None:
@@ -217,10 +232,10 @@ def test_an_update_takes_the_time_of_its_products_and_compute_waits(
     forward = next(
         each for each in policies.lower(make_plan("resident")).ops if each.kind == "forward"
     )
-    sharing = ContentionModel({}, products=True)
+    sharing = ContentionModel({}, high_priority=True)
     demands = (
         sharing.demand("compute", 0, 1000, forward.kind),
-        sharing.demand("update", 0, 1000, "update", products=True),
+        sharing.demand("update", 0, 1000, "update", high_priority=True),
     )
     assert all(demands)
     assert sharing.rates(tuple(each for each in demands if each)) == (1, 1_000_000)

@@ -18,6 +18,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import splits
@@ -31,6 +32,7 @@ from megatrain.simulator.planner.filling import (
     updated_like,
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.planner.slot_search import (
     GRADIENT_SLOTS,
     GRADIENT_STAGING,
@@ -381,6 +383,18 @@ def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy:
                     limits = {**roomy, f"{name}_limit_bytes": peak - less}
                     search.plan = msgspec.structs.replace(plan, **limits)
                     assert search._excess(pair, path) == less
+
+
+def test_limits_of_one_memory_are_the_lower_one() -> None:
+    """A search without the verdict knows it, too. With two memories each has its own limit."""
+    mac, own = HardwareSpec.load("apple-m4-max"), HardwareSpec.load("h200")
+    assert mac.memory_limits() == (mac.device_bytes,) * 2
+    assert mac.memory_limits(5, 3) == mac.memory_limits(3, None) == (3, 3)
+    assert own.memory_limits(5, 3) == (5, 3)
+    assert own.memory_limits(None, 3) == (own.device_bytes, 3)
+    model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=1, sequence=64)
+    (plan,) = plans_of(model, mac, work, host_limit=2**30)
+    assert (plan.device_limit_bytes, plan.host_limit_bytes) == (2**30, 2**30)
 
 
 def test_a_unified_machine_needs_one_policy_and_no_copies(make_plan: MakePlan) -> None:

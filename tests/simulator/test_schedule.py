@@ -84,6 +84,7 @@ ops = st.builds(
     parameters=sizes,
     flops=sizes,
     shape=st.just("") | words,
+    high_priority=st.booleans(),
 )
 
 
@@ -119,9 +120,10 @@ def test_any_change_changes_the_digest(make_plan: Callable[..., Plan]) -> None:
             {"shape": "other"},
             {"reads": (*op.reads, "x")},
             {"lane": "other"},
+            {"high_priority": not op.high_priority},
         ):
             digests.add(replace(schedule, index, **changes).digest)
-    assert len(digests) == 1 + 5 * len(schedule.ops)
+    assert len(digests) == 1 + 6 * len(schedule.ops)
 
 
 # ---- what check() finds
@@ -254,6 +256,10 @@ def test_the_sound_schedule_behind_the_broken_ones() -> None:
             "W0.c00: not in its canonical form",
         ),
         (schedule_of(but(LOAD, lane="disk"), USE, AGAIN), "on no lane: 'disk'"),
+        (
+            schedule_of(LOAD, but(USE, high_priority=True), AGAIN),
+            "F0.m0: a high priority on compute; only update can have it",
+        ),
         (
             schedule_of(LOAD, but(USE, reads=("device.weights:7",)), AGAIN),
             "F0.m0: unknown buffer device.weights:7",

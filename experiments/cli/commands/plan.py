@@ -202,19 +202,11 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     from megatrain.simulator.schedule.plan import Plan
 
     values: dict[str, Any] = {}
-    for text in args.set:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(
-                "--set",
-                found=repr(text),
-                allowed="KEY=VALUE",
-                fix="write it like --set checkpoint_interval=1",
-            )
-        if name.strip() == "gpus":
-            values["gpus"] = options.whole("--set gpus")(value.strip())
+    for name, value in options.assignments(args.set, "KEY=VALUE", "checkpoint_interval=1"):
+        if name == "gpus":
+            values["gpus"] = options.whole("--set gpus")(value)
             continue
-        key, (values[key],) = axis(name.strip(), [value.strip()], "--set")
+        key, (values[key],) = axis(name, [value], "--set")
     plan = Plan.load(args.source_plan)
     hardware = options.hardware_of(args.source_plan, plan.hardware)
     folder, before = args.source_plan.parent, plan.prediction

@@ -239,16 +239,8 @@ def config_of(args: argparse.Namespace) -> Config:
     `--steps`, `--epochs` or `--data`.
     """
     overrides: dict[str, Any] = {}
-    for text in args.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(
-                "--set",
-                found=repr(text),
-                allowed="FIELD=VALUE",
-                fix="write it like --set rate=3e-4",
-            )
-        overrides[_field(key.strip())] = parse_value(value.strip())
+    for key, value in options.assignments(args.set, "FIELD=VALUE", "rate=3e-4"):
+        overrides[_field(key)] = parse_value(value)
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
     # Absolute paths, because the run may be resumed from another folder.
     for key in _PATHS:

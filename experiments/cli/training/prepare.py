@@ -409,7 +409,7 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
 
 
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
-    """Returns the error for a model of which no plan fits."""
+    """Returns the error for a model that no plan fits."""
     from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.simulator.verdict.verdict import explain
 

@@ -133,9 +133,10 @@ def as_json(verdict: Verdict) -> dict[str, object]:
 def with_fitting_state(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with a state format in place of `--state any`: the one with the most bytes
-    with which the model fits, if need be with a micro-batch of one sequence. If it fits with none,
-    returns the one with the fewest bytes.
+    """Returns `args` with a state format instead of `--state any`.
+
+    The format is the one with the most bytes in which the model fits, if necessary with a
+    micro-batch of one sequence. If it fits in none, it is the one with the fewest bytes.
     """
     if args.state != ANY:
         return args

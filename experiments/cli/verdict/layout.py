@@ -115,8 +115,8 @@ def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
 
 def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
     """Returns a table behind an empty label. The first and the last column are aligned to the left,
-    the others to the right. If the last column is too wide, it goes into lines of its own. So do
-    the others of a row that is too wide without it.
+    the others to the right. If the last column is too wide, it goes into lines of its own. In
+    a row that is too wide without it, the other columns do, too.
     """
     columns = range(len(cells[0]) - 1)
     sizes = [max(len(row[column]) for row in cells) for column in columns]
@@ -204,7 +204,9 @@ def fixed(count: float) -> str:
 
 
 def beside(part: float, whole: float) -> str:
-    """Returns a size to stand before `of` and the size `whole`: without a unit if it is the same.
+    """Returns the text of `part` for an output such as `1.0 of 2.0 GiB`, where `whole` follows.
+
+    It has no unit if it has the same unit as `whole`.
 
     >>> beside(2**33, 2**34), beside(2**20, 2**34)
     ('8.0', '1.0 MiB')

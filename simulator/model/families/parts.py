@@ -172,7 +172,7 @@ class Compiled(NamedTuple):
     freed: Kept = Kept()
     """As `Part.freed`."""
     cast: int = 0
-    """Elements of weights of which it saves a copy in fp32."""
+    """Elements of the weights that it saves a copy of in fp32."""
     rebuilt: int = 0
     """Elements per token of `kept` that the layer computes again in the backward pass if the
     products that read them are in fp8: outputs of norms and of activations."""

@@ -39,6 +39,7 @@ class Traits(TypedDict, total=False):
     scales_with_tokens: bool
     per_gpu: bool
     sharded: bool
+    matrix_products: bool
     knob: str
 
 
@@ -177,8 +178,8 @@ class Builder:
     ) -> None:
         """Appends an op.
 
-        `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements` and `shape` of
-        `Op`.
+        `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
+        `high_priority` of `Op`.
         """
         reads, writes = tuple(reads), tuple(writes)
         also = None
@@ -259,6 +260,7 @@ class Builder:
                 get("flops", 0),
                 get("elements", 0),
                 get("shape", ""),
+                get("high_priority", False),
             )
             size = found.get(key)
             if size is None:

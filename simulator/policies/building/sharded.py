@@ -43,7 +43,6 @@ from megatrain.simulator.schedule.arithmetic import (
     UPDATED,
     StateClass,
     layer_state,
-    micro_batch_of,
     part_elements,
 )
 from megatrain.simulator.schedule.plan import Plan
@@ -355,9 +354,3 @@ class ShardedStore:
             )
             for each in slots.values():
                 self.builder.release(each)
-
-
-def order_of_losses(plan: Plan) -> list[tuple[int, int]]:
-    """Returns (rank, its micro-batch) of each micro-batch of the step, in the order of the step."""
-    pairs = [(rank, micro) for rank in range(plan.gpus) for micro in range(plan.micro_batches)]
-    return sorted(pairs, key=lambda pair: micro_batch_of(plan, *pair))

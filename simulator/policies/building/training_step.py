@@ -83,14 +83,21 @@ def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
     }
     if not any(sizes.values()):
         return {layer: [] for layer in sizes}
-    made = builder.persistent("device.update_workspace", "all", max(sizes.values()), "workspace")
+    made = builder.persistent(
+        "device.update_workspace", "all", max(sizes.values()), "workspace", matrix_products=True
+    )
     return {layer: [made] if size else [] for layer, size in sizes.items()}
 
 
-def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, int]:
-    """Returns the field `flops` of an update op, if its optimizer multiplies matrices."""
+def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, Any]:
+    """Returns the fields `flops` and `high_priority` of an update op that multiplies matrices.
+
+    Such an op has many short kernels. Without priority each of them would wait for a long one of
+    compute. Other update ops have no such fields.
+    """
     layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
-    return {"flops": layout.flops(first, count)} if layout and layout.matrices else {}
+    flops = layout.flops(first, count) if layout and layout.matrices else 0
+    return {"flops": flops, "high_priority": True} if flops else {}
 
 
 def update_operands(
