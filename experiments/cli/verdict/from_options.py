@@ -100,16 +100,19 @@ def choices(
     )
 
 
-def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict | None:
-    """Returns what is known of the verdict before plans are searched, or None if nothing is.
+def outlook(
+    args: argparse.Namespace, hardware: HardwareSpec, source: str, model: ModelSpec
+) -> Choice | None:
+    """Returns what is known of the best plan before plans are searched, or None if nothing is.
 
-    Of the result, only whether the model fits is right, the speed as the most that any plan can
-    have, and, if the model does not fit, the memory.
+    If it does not fit, it is the plan that `choices` returns, without its digest and its time.
+    Otherwise, only its speed is right, as the most that any plan can have.
 
-    Raises UserError as `choices` does.
+    The arguments are those of `choices`. Raises UserError as `choices` does.
     """
+    import msgspec
+
     from megatrain.simulator.planner.outlook import outlook as found_by_memory
-    from megatrain.simulator.verdict.verdict import summarize
 
     found = found_by_memory(
         model,
@@ -119,7 +122,16 @@ def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) 
         host_limit=args.host_memory,
         policies=policies(args.policy),
     )
-    return _stated(summarize(found, hardware), args) if found else None
+    if found is None:
+        return None
+    return msgspec.structs.replace(found, plan=msgspec.structs.replace(found.plan, source=source))
+
+
+def outlook_verdict(args: argparse.Namespace, choice: Choice, hardware: HardwareSpec) -> Verdict:
+    """Returns the verdict on a choice of `outlook`. Only what is right in it is right here."""
+    from megatrain.simulator.verdict.verdict import summarize
+
+    return _stated(summarize(choice, hardware), args)
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
@@ -275,29 +287,24 @@ def explained(
     *,
     batch_chosen: bool,
     chunk_chosen: bool,
-    advise: bool = True,
+    explore: bool = True,
 ) -> Verdict:
     """Returns the verdict on a choice for the options of `args`.
 
     Args:
         batch_chosen: whether the micro-batch was chosen because none was named.
         chunk_chosen: whether the loss chunk was chosen because none was named.
-        advise: whether to try changes that would help.
+        explore: whether to add what other plans would give, as `explored` does.
     """
     import msgspec
 
-    from megatrain.simulator.verdict.verdict import explain
+    from megatrain.simulator.verdict.verdict import described, explored
 
-    verdict = explain(
-        choice,
-        hardware,
-        policies(args.policy),
-        gpus=args.gpus,
-        tokens=args.tokens,
-        advise=advise,
-        chunk_chosen=chunk_chosen,
+    verdict = described(
+        choice, hardware, gpus=args.gpus, tokens=args.tokens, chunk_chosen=chunk_chosen
     )
-    return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+    verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+    return explored(verdict, choice, hardware, policies(args.policy)) if explore else verdict
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:
