@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
@@ -217,11 +218,34 @@ def with_fitting_batch(
 ) -> argparse.Namespace:
     """Returns `args` with the largest of the usual micro-batches that fits, or 1 if none does.
 
+    With `--token-piece` it is the fastest of them, because layers in pieces compute no faster with
+    more sequences, and those take more memory.
+
     A size for which a calibrated machine has no costs is left out. If it has none for any, the
     largest is taken, so that the search says what is missing.
     """
     fitting, priced = _fitting(args, hardware, model, BATCHES)
+    if args.token_piece and fitting and fitting[0].batch > BATCHES[-1]:
+        return _fastest(args, hardware, model, fitting[0].batch)
     return (fitting or priced)[0]
+
+
+def _fastest(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, largest: int
+) -> argparse.Namespace:
+    """Returns `args` with the micro-batch of the most tokens a second. `largest` is the largest of
+    the usual ones that fits. Smaller ones are tried as long as they are faster.
+    """
+    best, least = argparse.Namespace(**{**vars(args), "batch": largest}), math.inf
+    for batch in (size for size in BATCHES if size <= largest):
+        tried = argparse.Namespace(**{**vars(args), "batch": batch})
+        planned = with_loss_chunk(tried, hardware, model)
+        choice = choices(planned, hardware, model.name, hardware.name, model)[0]
+        seconds = choice.step_seconds / batch if choice.feasible else math.inf
+        if seconds >= least:
+            break
+        best, least = tried, seconds
+    return best
 
 
 def _fitting(
