@@ -106,11 +106,13 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns the options with the page's tokens, and with a micro-batch and a loss chunk if they
-    name none.
+    """Returns the options with the page's tokens, and with a piece of tokens, a micro-batch and a
+    loss chunk as `check` chooses them.
     """
+    chosen = args.batch is None
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
-    if args.batch is None:
+    args = from_options.with_fitting_piece(args, hardware, model)
+    if chosen:
         args = from_options.with_fitting_batch(args, hardware, model)
     return from_options.with_loss_chunk(args, hardware, model)
 

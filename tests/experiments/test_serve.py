@@ -120,12 +120,23 @@ def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
     assert ask("outlook", {**SMALL, "policy": "zero3_offload"}).json is None
 
 
+def test_a_long_context_is_computed_in_pieces_as_check_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(from_options, "PIECES", (16384,))
+    values = {"model": "qwen2.5-0.5b", "hardware": "rtx3080-10gb", "seq": "131072"}
+    name, outlook = next(answer(Question.read(values)))
+    assert (name, outlook and outlook["shown"]["answer"]) == ("outlook", "YES")
+
+
 def test_a_model_that_does_not_fit_is_answered_without_a_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {**SMALL, "model": "llama-3.1-8b", "host-memory": "16GiB"}
-    words = ["llama-3.1-8b", *CHECK[1:], "--host-memory", "16GiB", "--tokens", "1B"]
-    expected = checked(capsys, *words)
+    values = {**SMALL, "hardware": "rtx3080-10gb", "clipping": "none", "host-memory": "1GiB"}
+    values["model"] = "llama-3.2-1b"
+    words = ["llama-3.2-1b", "--hardware", "rtx3080-10gb", *CHECK[3:], "--clipping", "none"]
+    expected = checked(capsys, *words, "--host-memory", "1GiB", "--tokens", "1B")
+    assert not expected["feasible"]
     searched: list[object] = []
     monkeypatch.setattr(from_options, "choices", lambda *given: searched.append(given))
     parts: dict[str, Any] = dict(answer(Question.read(values)))
