@@ -16,9 +16,10 @@ from megatrain.experiments.web.timeline_data import timeline_data
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import play
+from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.plots.pictures import DATA_COLOURS
 from megatrain.simulator.policies.policy import PolicyWarning
-from megatrain.simulator.verdict.verdict import advised, summarize
+from megatrain.simulator.verdict.verdict import explored, summarize
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -33,8 +34,8 @@ _ONE_LINE = 10**6
 
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the `outlook`, which takes a fraction of a second, the `verdict` without advice, and
-    then as `advice` the verdict with advice.
+    """Yields the `outlook`, which takes a fraction of a second, the `verdict` on one plan, and
+    then as `advice` the verdict with all that other plans would give.
 
     The outlook is what is known before plans are searched, as the page shows it, or None. The
     others have the verdict as `check --json` prints it, and as the page shows it. Raises UserError
@@ -43,17 +44,19 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     with without_garbage_collection():
         fitted = _fitted(args, hardware, model)
-        expected = from_options.outlook(fitted, hardware, model)
-        yield "outlook", _expected(expected) if expected else None
-        chosen = _choices(fitted, question, model, hardware)
-        best = chosen[0]
+        known = from_options.outlook(fitted, hardware, _source(question, model), model)
+        yield (
+            "outlook",
+            _expected(from_options.outlook_verdict(fitted, known, hardware)) if known else None,
+        )
+        best = _best(fitted, known, question, model, hardware)
         verdict = from_options.explained(
             fitted,
             best,
             hardware,
             batch_chosen=args.batch is None,
             chunk_chosen=args.loss_chunk is None,
-            advise=False,
+            explore=False,
         )
         yield (
             "verdict",
@@ -67,7 +70,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
                 "timeline": _timeline(best, hardware),
             },
         )
-        yield "advice", _told(advised(verdict, best, hardware, from_options.policies(args.policy)))
+        yield "advice", _told(explored(verdict, best, hardware, from_options.policies(args.policy)))
 
 
 def _expected(verdict: Verdict) -> dict[str, Any]:
@@ -103,20 +106,41 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns the options with the page's tokens, and with a micro-batch and a loss chunk if they
-    name none.
+    """Returns the options with the page's tokens, and with a piece of tokens, a micro-batch and a
+    loss chunk as `check` chooses them.
     """
+    chosen = args.batch is None
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
-    if args.batch is None:
+    args = from_options.with_fitting_piece(args, hardware, model)
+    if chosen:
         args = from_options.with_fitting_batch(args, hardware, model)
     return from_options.with_loss_chunk(args, hardware, model)
+
+
+def _best(
+    args: argparse.Namespace,
+    known: Choice | None,
+    question: Question,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+) -> Choice:
+    """Returns the best plan. `known` is what is known of it before a search."""
+    if known and not known.feasible:  # a search would find the same
+        plan = known.plan
+        return assess(plan, cost_model(hardware, plan.model, plan.workload))
+    return _choices(args, question, model, hardware)[0]
+
+
+def _source(question: Question, model: ModelSpec) -> str:
+    """Returns the model as plans name it."""
+    return "config.json" if question.config else model.name
 
 
 def _choices(
     args: argparse.Namespace, question: Question, model: ModelSpec, hardware: HardwareSpec
 ) -> list[Choice]:
     """Returns the plans as the command searches them."""
-    source = "config.json" if question.config else model.name
+    source = _source(question, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
         return from_options.choices(args, hardware, source, hardware.name, model)

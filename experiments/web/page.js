@@ -175,6 +175,9 @@ function fill() {
   put("config", state.config);
   put("tokens", state.tokens);
   for (const id of CHOICES) at(id).value = state[id];
+  const [usual] = library.states;
+  at("state-what").textContent = (library.states.find(({ name }) => name === state.state)
+    || usual).what;
   for (const id of KNOBS) {
     put(id, state[id].replace(/\s*GiB$/i, ""));
     const own = id === "host-memory" && host ? `${host / 2 ** 30}GiB` : "";
@@ -207,16 +210,17 @@ function setUp() {
       [name, `${title}, ${gib(device_bytes)}`]),
   ]);
   const { own, others } = library.policies;
-  choices(at("policy"), [["", "fastest"], ...[...own, ...others].map((name) =>
-    [name, name.replace(/_/g, " ") + (others.includes(name) ? " (other system)" : "")])]);
-  choices(at("state"), library.states.map(({ name, what }, place) =>
-    [place ? name : "", `${name}: ${what}`]));
+  const spaced = (name) => [name, name.replace(/_/g, " ")];
+  choices(at("policy"), [["", "fastest"], ...own.map(spaced)]);
+  const group = make("optgroup", { label: "Other systems" });
+  choices(group, others.map(spaced));
+  at("policy").append(group);
+  choices(at("state"), library.states.map(({ name }, place) => [place ? name : "", name]));
   choices(at("optimizer"), [["", "adamw"], ...library.optimizers
     .filter((name) => name !== "adamw").map((name) => [name, name])]);
   chips("compared-machines", "machines",
     library.machines.map(({ name, title }) => [name, title]));
-  chips("compared-policies", "policies",
-    [...own, ...others].map((name) => [name, name.replace(/_/g, " ")]));
+  chips("compared-policies", "policies", [...own, ...others].map(spaced));
   for (const id of KNOBS) {
     const slider = at(`${id}-slider`);
     Object.assign(slider, { min: 0, max: stops[id].length - 1, step: 1 });

@@ -179,6 +179,7 @@ class Encoder:
                 allowed=f"one, for {layout.name} rows",
                 fix="name a template with --chat-template, or use an instruction-tuned model's",
             )
+        self._rendered = False
         self.flagged = layout.name != "text"
         """Whether ids have the bit TARGET."""
         specials = tokenizer("", verbose=False)["input_ids"]
@@ -192,8 +193,10 @@ class Encoder:
 
     @property
     def templated(self) -> bool:
-        """Whether rows are rendered by a chat template."""
-        return self._chat is not None
+        """Whether any row was rendered by a chat template. Strings of prompt and completion are
+        not.
+        """
+        return self._rendered
 
     def describe(self) -> str:
         """Returns how rows are interpreted, with remarks on those that were encoded so far."""
@@ -282,6 +285,7 @@ class Encoder:
             ]
         pairs = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
         conversations = [value for value in found if isinstance(value, Conversation)]
+        self._rendered |= bool(self._chat and conversations)
         chats = iter(
             self._chat.encode(conversations)
             if self._chat

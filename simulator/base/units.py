@@ -12,6 +12,8 @@ _FACTORS = {
     **{"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40},
 }
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_MOST_GIB = 10_000
+"""No machine has so much memory in GiB, so such a number without a unit means bytes."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -27,14 +29,33 @@ def parse_bytes(text: str, where: str = "size") -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
-        bare = match is not None and not match[2] and 0 < float(match[1]) < 2**30
+        bare = match is not None and not match[2] and 0 < float(match[1]) < 2**60
         raise UserError(
             where,
             found=f"{text.strip()}, a number without a unit" if bare else repr(text),
             allowed="a positive size with B, kB, MB, GB, TB, KiB (K), MiB (M), GiB (G) or TiB (T)",
-            fix=f"write {text.strip()}GiB" if bare else "write it like 24GiB",
+            fix=f"write {_with_unit(text.strip())}" if bare else "write it like 24GiB",
         )
     return round(float(match[1]) * factor)
+
+
+def _with_unit(number: str) -> str:
+    """Returns the size that a number without a unit probably means: GiB below 10,000, and bytes
+    from there on.
+
+    >>> _with_unit("24"), _with_unit("25769803776"), _with_unit("400000"), _with_unit("123456")
+    ('24GiB', '24GiB', '400kB', '123456B')
+    """
+    count = round(float(number))
+    if count < _MOST_GIB:
+        return f"{number}GiB"
+    if count % 2**10 == 0:
+        return exact_size(count)
+    return next(
+        f"{count // factor}{unit}"
+        for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
+        if count % factor == 0
+    )
 
 
 def parse_count(text: str, where: str = "count") -> int:

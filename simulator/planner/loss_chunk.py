@@ -156,14 +156,20 @@ class _ChunkSearch:
 
     def _may_fit(self, chunk: int) -> bool:
         """Returns whether the search of placements finds a plan with this chunk. It takes less time
-        than to compare chunks.
+        than to compare chunks. If not, the chunk has its time, so that no plans are compared.
         """
         plan = self._fastest[0]
         work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
         costs = cost_model(self._hardware, plan.model, work)
         places = policy_library.find(plan.policy).places_state
         plan = msgspec.structs.replace(plan, workload=work)
-        return places and PlacementSearch(plan, costs).may_fit()
+        if not places:
+            return False
+        if PlacementSearch(plan, costs).may_fit():
+            return True
+        if len(group_sizes(plan)) == 1:  # larger groups of micro-batches may fit otherwise
+            self._times[chunk] = math.inf
+        return False
 
     def _fits(self, chunk: int) -> bool:
         """Returns whether a plan that needs the least memory fits with this chunk."""

@@ -475,6 +475,22 @@ def explain(
 
     Raises UserError if a host cannot have so many GPUs.
     """
+    verdict = described(choice, hardware, gpus=gpus, tokens=tokens, chunk_chosen=chunk_chosen)
+    return explored(verdict, choice, hardware, names, advise=advise)
+
+
+def described(
+    choice: Choice,
+    hardware: HardwareSpec,
+    *,
+    gpus: int = 1,
+    tokens: int | None = None,
+    chunk_chosen: bool = False,
+) -> Verdict:
+    """Returns the verdict of `explain` without what `explored` adds, which takes most of the time.
+
+    The arguments are those of `explain`. Raises UserError as it does.
+    """
     plan, verdict = choice.plan, summarize(choice, hardware)
     costs = cost_model(hardware, plan.model, plan.workload)
     schedule = policy_library.lower(plan)
@@ -486,24 +502,14 @@ def explain(
             flagged[op.kind] += counts[index]
     timeline = play(schedule, costs)
     exposed = exposed_ns(timeline)
-    names = policy_library.contenders() if names is None else names
-    footprints = _footprints(choice, hardware, costs, names)
-    works = least_chunks(plan.workload, hardware) if chunk_chosen else (plan.workload,)
     verdict = msgspec.structs.replace(
         verdict,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
         step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
         extrapolated=dict(flagged),
-        one_more_gib=one_more_gib(choice, hardware, costs),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
-        longest_context=(
-            max(longest_context(footprints, work) for work in works) if footprints else None
-        ),
-        largest_batch=(
-            max(largest_batch(footprints, work) for work in works) if footprints else None
-        ),
         multi_gpu=(
             estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
             if gpus != 1
@@ -512,13 +518,19 @@ def explain(
     )
     if tokens is not None:
         verdict = msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
-    return advised(verdict, choice, hardware, names) if advise else verdict
+    return verdict
 
 
-def advised(
-    verdict: Verdict, choice: Choice, hardware: HardwareSpec, names: list[str] | None = None
+def explored(
+    verdict: Verdict,
+    choice: Choice,
+    hardware: HardwareSpec,
+    names: list[str] | None = None,
+    *,
+    advise: bool = True,
 ) -> Verdict:
-    """Returns the verdict of `explain` on a choice, with changes that were tried and would help.
+    """Returns the verdict of `described` on a choice with what other plans would give: the longest
+    context, the largest batch, one more GiB and, with `advise`, changes that would help.
 
     The other arguments are those of `explain`.
     """
@@ -526,6 +538,19 @@ def advised(
     costs = cost_model(hardware, plan.model, plan.workload)
     names = policy_library.contenders() if names is None else names
     footprints = _footprints(choice, hardware, costs, names)
+    works = least_chunks(plan.workload, hardware) if verdict.chunk_chosen else (plan.workload,)
+    verdict = msgspec.structs.replace(
+        verdict,
+        one_more_gib=one_more_gib(choice, hardware, costs),
+        longest_context=(
+            max(longest_context(footprints, work) for work in works) if footprints else None
+        ),
+        largest_batch=(
+            max(largest_batch(footprints, work) for work in works) if footprints else None
+        ),
+    )
+    if not (advise and footprints):
+        return verdict
     # If the chosen policy places state, the other policies were slower or did not fit.
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
@@ -542,8 +567,6 @@ def advised(
             most_seconds=most_seconds,
         )
 
-    if not footprints:
-        return verdict
     adviser = Adviser(choice, hardware, costs, names, search_again, footprints)
     return msgspec.structs.replace(verdict, advice=adviser.suggestions())
 

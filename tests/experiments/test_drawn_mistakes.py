@@ -17,6 +17,7 @@ import pytest
 from drawn_mistakes import VALID, draw_mistakes, write_files
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.cli.main import VERBS
 from megatrain.simulator.base.errors import UserError
 
 
@@ -69,6 +70,7 @@ def test_they_are_of_every_verb_and_differ() -> None:
     drawn = draw_mistakes(200)
     assert len({tuple(words) for words in drawn}) > 150
     assert {words[0] for words in drawn} >= {name.partition(" ")[0] for name in VALID}
+    assert {name.partition(" ")[0] for name in VALID} >= set(VERBS)
 
 
 def test_200_wrong_invocations(place: Path, files_in: Any) -> None:

@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.verdict import from_options
 from megatrain.experiments.files.hardware_file import write_shared
 from megatrain.experiments.web import static_site
+from megatrain.experiments.web.answer import answer
 from megatrain.experiments.web.files import library_data
 from megatrain.experiments.web.jobs import Jobs, Superseded
 from megatrain.experiments.web.question import Question
@@ -70,7 +72,8 @@ def test_the_answer_is_what_check_prints(ask: Ask, capsys: pytest.CaptureFixture
     first, full = ask("verdict", SMALL).json, ask("advice", SMALL).json
     expected = checked(capsys, *CHECK, "--tokens", "1B")
     assert full["verdict"] == expected
-    assert first["verdict"] == {**expected, "advice": []}
+    later = {"advice": [], "one_more_gib": [], "longest_context": None, "largest_batch": None}
+    assert first["verdict"] == {**expected, **later}
     assert first["command"] == "megatrain check " + " ".join(CHECK)
     assert first["shown"]["answer"] == "YES"
     assert first["shown"]["speed"] == f"{expected['tokens_per_second']:,.0f}"
@@ -115,6 +118,30 @@ def test_the_outlook_is_what_the_verdict_says(ask: Ask, host: str) -> None:
 
 def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
     assert ask("outlook", {**SMALL, "policy": "zero3_offload"}).json is None
+
+
+def test_a_long_context_is_computed_in_pieces_as_check_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(from_options, "PIECES", (16384,))
+    values = {"model": "qwen2.5-0.5b", "hardware": "rtx3080-10gb", "seq": "131072"}
+    name, outlook = next(answer(Question.read(values)))
+    assert (name, outlook and outlook["shown"]["answer"]) == ("outlook", "YES")
+
+
+def test_a_model_that_does_not_fit_is_answered_without_a_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {**SMALL, "hardware": "rtx3080-10gb", "clipping": "none", "host-memory": "1GiB"}
+    values["model"] = "llama-3.2-1b"
+    words = ["llama-3.2-1b", "--hardware", "rtx3080-10gb", *CHECK[3:], "--clipping", "none"]
+    expected = checked(capsys, *words, "--host-memory", "1GiB", "--tokens", "1B")
+    assert not expected["feasible"]
+    searched: list[object] = []
+    monkeypatch.setattr(from_options, "choices", lambda *given: searched.append(given))
+    parts: dict[str, Any] = dict(answer(Question.read(values)))
+    assert not searched
+    assert json.loads(json.dumps(parts["advice"]["verdict"])) == expected
 
 
 def test_a_model_that_does_not_fit_has_no_timeline(ask: Ask) -> None:

@@ -339,6 +339,17 @@ def test_machines_and_policies_are_compared_side_by_side(
     assert (query["machines"], query["policies"]) == (["rtx4090"], ["overlapped,resident"])
 
 
+CUT = """() => [...document.querySelectorAll('select')].filter((each) => {
+  const free = each.cloneNode(true);
+  free.style.width = 'max-content';
+  each.after(free);
+  const width = free.offsetWidth;
+  free.remove();
+  return width > each.offsetWidth;
+}).map(({ id }) => id)"""
+"""The fields that cut the longest of their values."""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_it_without_scrolling_sideways(
     open_page: Callable[..., Page], address: str, scheme: str
@@ -351,6 +362,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(
     for width in (390, 320, 768, 950, 1000, 1181):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(CUT) == [], width
     colours = page.evaluate(
         "() => { const c = document.getElementById('timeline'); return new"
         " Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size }"

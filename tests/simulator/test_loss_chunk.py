@@ -15,6 +15,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.loss_chunk import least_chunks, with_loss_chunk
+from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.verdict.verdict import explain, judge
 
@@ -177,3 +178,16 @@ def test_every_split_gets_its_own_chunk() -> None:
     again = with_loss_chunk(HALF, H200, found.plan.workload, policies=["overlapped"])
     assert found.plan.workload == again
     assert found.step_seconds <= given.step_seconds
+
+
+def test_no_times_are_compared_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single chunk is possible, and the search of placements finds no plan with it."""
+
+    def compare(*_: object) -> float:
+        raise AssertionError("plans are compared")
+
+    monkeypatch.setattr(PlacementSearch, "first_ns", compare)
+    model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
+    work = Workload(batch=1, sequence=256)
+    limits = {"device_limit": 2**28, "host_limit": 2**28}
+    assert with_loss_chunk(model, hardware, work, **limits) == work

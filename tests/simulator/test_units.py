@@ -93,8 +93,18 @@ def test_other_texts_are_refused_in_one_line(text: str) -> None:
 
 
 def test_a_number_without_a_unit_is_told_the_usual_one() -> None:
-    with pytest.raises(UserError, match=r"found 24, a number without a unit; .*; fix: write 24GiB"):
-        parse_bytes("24", "--device-memory")
+    for number, size in (
+        ("24", "24GiB"),
+        ("1.5", "1.5GiB"),
+        ("400000", "400kB"),
+        ("402653184", "384MiB"),
+        ("25769803776", "24GiB"),
+        ("5000000000", "5GB"),
+        ("123457", "123457B"),
+    ):
+        with pytest.raises(UserError, match=f"found {number}, a number .*; fix: write {size}$"):
+            parse_bytes(number, "--device-memory")
+        parse_bytes(size)
 
 
 @given(st.integers(1, 2**59))

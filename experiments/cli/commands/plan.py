@@ -19,6 +19,7 @@ from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import DoesNotFit, UserError
+from megatrain.simulator.base.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -161,11 +162,15 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             continue
         if getattr(args, action.dest) != getattr(default, action.dest):
             name = (*action.option_strings, action.metavar)[0]
+            given = getattr(args, action.dest)
+            another = name == "MODEL" and "=" in given  # a second value after --set
             raise UserError(
                 "plan --from",
-                found=f"{name} as well",
+                found=f"{given} without --set" if another else f"{name} as well",
                 allowed="--set and --out",
-                fix=f"leave {name} out, and change the plan with --set KEY=VALUE",
+                fix=f"write --set {given}"
+                if another
+                else f"leave {name} out, and change the plan with --set KEY=VALUE",
             )
 
 
@@ -196,7 +201,6 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     import msgspec
 
     from megatrain.experiments.sweep.grid import axis, changed
-    from megatrain.simulator.base.units import format_seconds
     from megatrain.simulator.costs import cost_model
     from megatrain.simulator.planner.search import assess
     from megatrain.simulator.schedule.plan import Plan
@@ -209,7 +213,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         key, (values[key],) = axis(name, [value], "--set")
     plan = Plan.load(args.source_plan)
     hardware = options.hardware_of(args.source_plan, plan.hardware)
-    folder, before = args.source_plan.parent, plan.prediction
+    folder, before = args.source_plan.parent, plan
     moved = {
         field: options.relative(folder / name, args.out.parent)
         for field, name in (("hardware", plan.hardware), ("source", plan.source))
@@ -219,12 +223,26 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     _refuse_unread(plan, values)
     choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
     args.policy = plan.policy
-    if before is not None:
+    if before.prediction is not None:
+        seconds = before.prediction.step_seconds
         print(
-            f"step {format_seconds(choice.step_seconds)}; it was"
-            f" {format_seconds(before.step_seconds)} in {args.source_plan}"
+            f"step {_timed(plan, choice.step_seconds, before)}; it was"
+            f" {_timed(before, seconds, plan)} in {args.source_plan}"
         )
     return [choice], hardware
+
+
+def _timed(plan: Plan, seconds: float, other: Plan) -> str:
+    """Returns the step time of `plan` in words, with what makes it hard to compare with that of
+    `other`: other tokens a step, or another number of GPUs.
+    """
+    from megatrain.simulator.model.metrics import tokens_per_second
+
+    work, text = plan.workload, format_seconds(seconds)
+    if work.step_tokens != other.workload.step_tokens:
+        speed = layout.speed(tokens_per_second(work, seconds))
+        text += f" of {work.step_tokens:,} tokens, {speed} tokens/s"
+    return text + (f" on {counted(plan.gpus, 'GPU')}" if plan.gpus != other.gpus else "")
 
 
 def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:

@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
             )
         )
         return 0 if choice.feasible else DoesNotFit.status
+    several = f", {plan.gpus} GPUs" if plan.gpus > 1 else ""
     print(
-        f"{plan.model.name}, policy {plan.policy}, schedule {schedule.digest}:"
-        f" {len(schedule.ops)} ops"
+        f"{plan.model.name}, policy {plan.policy}{several}, schedule {schedule.digest}:"
+        f" {len(schedule.ops)} ops{' on each GPU' if several else ''}"
     )
     print(
         f"step {format_seconds(choice.step_seconds)}, including"
@@ -104,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
         ("host", account.host_peak_bytes, account.host_limit_bytes),
     ):
         print(
-            f"  {place:<6} memory {format_bytes(peak):>12} of"
-            f" {format_bytes(limit)}{'' if peak <= limit else ': DOES NOT FIT'}"
+            f"  {place:<6} memory {format_bytes(peak):>12} of {format_bytes(limit)}"
+            f"{' for each GPU' if several else ''}{'' if peak <= limit else ': DOES NOT FIT'}"
         )
     if not choice.feasible:
         print(f"  limited by {account.binding}: {account.advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
@@ -100,16 +101,19 @@ def choices(
     )
 
 
-def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict | None:
-    """Returns what is known of the verdict before plans are searched, or None if nothing is.
+def outlook(
+    args: argparse.Namespace, hardware: HardwareSpec, source: str, model: ModelSpec
+) -> Choice | None:
+    """Returns what is known of the best plan before plans are searched, or None if nothing is.
 
-    Of the result, only whether the model fits is right, the speed as the most that any plan can
-    have, and, if the model does not fit, the memory.
+    If it does not fit, it is the plan that `choices` returns, without its digest and its time.
+    Otherwise, only its speed is right, as the most that any plan can have.
 
-    Raises UserError as `choices` does.
+    The arguments are those of `choices`. Raises UserError as `choices` does.
     """
+    import msgspec
+
     from megatrain.simulator.planner.outlook import outlook as found_by_memory
-    from megatrain.simulator.verdict.verdict import summarize
 
     found = found_by_memory(
         model,
@@ -119,7 +123,16 @@ def outlook(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) 
         host_limit=args.host_memory,
         policies=policies(args.policy),
     )
-    return _stated(summarize(found, hardware), args) if found else None
+    if found is None:
+        return None
+    return msgspec.structs.replace(found, plan=msgspec.structs.replace(found.plan, source=source))
+
+
+def outlook_verdict(args: argparse.Namespace, choice: Choice, hardware: HardwareSpec) -> Verdict:
+    """Returns the verdict on a choice of `outlook`. Only what is right in it is right here."""
+    from megatrain.simulator.verdict.verdict import summarize
+
+    return _stated(summarize(choice, hardware), args)
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
@@ -206,11 +219,34 @@ def with_fitting_batch(
 ) -> argparse.Namespace:
     """Returns `args` with the largest of the usual micro-batches that fits, or 1 if none does.
 
+    With `--token-piece` it is the fastest of them, because layers in pieces compute no faster with
+    more sequences, and those take more memory.
+
     A size for which a calibrated machine has no costs is left out. If it has none for any, the
     largest is taken, so that the search says what is missing.
     """
     fitting, priced = _fitting(args, hardware, model, BATCHES)
+    if args.token_piece and fitting and fitting[0].batch > BATCHES[-1]:
+        return _fastest(args, hardware, model, fitting[0].batch)
     return (fitting or priced)[0]
+
+
+def _fastest(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, largest: int
+) -> argparse.Namespace:
+    """Returns `args` with the micro-batch of the most tokens a second. `largest` is the largest of
+    the usual ones that fits. Smaller ones are tried as long as they are faster.
+    """
+    best, least = argparse.Namespace(**{**vars(args), "batch": largest}), math.inf
+    for batch in (size for size in BATCHES if size <= largest):
+        tried = argparse.Namespace(**{**vars(args), "batch": batch})
+        planned = with_loss_chunk(tried, hardware, model)
+        choice = choices(planned, hardware, model.name, hardware.name, model)[0]
+        seconds = choice.step_seconds / batch if choice.feasible else math.inf
+        if seconds >= least:
+            break
+        best, least = tried, seconds
+    return best
 
 
 def _fitting(
@@ -276,29 +312,24 @@ def explained(
     *,
     batch_chosen: bool,
     chunk_chosen: bool,
-    advise: bool = True,
+    explore: bool = True,
 ) -> Verdict:
     """Returns the verdict on a choice for the options of `args`.
 
     Args:
         batch_chosen: whether the micro-batch was chosen because none was named.
         chunk_chosen: whether the loss chunk was chosen because none was named.
-        advise: whether to try changes that would help.
+        explore: whether to add what other plans would give, as `explored` does.
     """
     import msgspec
 
-    from megatrain.simulator.verdict.verdict import explain
+    from megatrain.simulator.verdict.verdict import described, explored
 
-    verdict = explain(
-        choice,
-        hardware,
-        policies(args.policy),
-        gpus=args.gpus,
-        tokens=args.tokens,
-        advise=advise,
-        chunk_chosen=chunk_chosen,
+    verdict = described(
+        choice, hardware, gpus=args.gpus, tokens=args.tokens, chunk_chosen=chunk_chosen
     )
-    return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+    verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
+    return explored(verdict, choice, hardware, policies(args.policy)) if explore else verdict
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

@@ -164,7 +164,8 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
         "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({certainty})", width
     )
     step = f"{layout.seconds(verdict.step_seconds)} a step of {step_tokens(work)}"
-    chosen = ", the largest micro-batch up to 32 that fits" if verdict.batch_chosen else ""
+    most = "fastest" if verdict.workload.token_piece else "largest"
+    chosen = f", the {most} micro-batch up to 32 that fits" if verdict.batch_chosen else ""
     mfu = f", MFU {verdict.mfu:.0%}" if verdict.mfu is not None else ""
     lines += labelled("", f"{step}{chosen}{mfu}", width)
     training = verdict.training

@@ -89,6 +89,11 @@ def test_each_is_said_where_it_holds(
     )
     assert remarks(said(chat, unstopped)) == {TURNS, STOP}
 
+    pair = jsonl([{"prompt": "hello", "completion": "world"}] * 90, "pairs.jsonl")
+    assert remarks(said(pair, tokenizer_folder("marked"))) == set()
+    turns = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
+    assert remarks(said(jsonl([turns] * 20, "turns.jsonl"), tokenizer_folder("marked"))) == {TURNS}
+
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(9):
