@@ -26,6 +26,7 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import joined
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -54,17 +55,23 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
             executor.state.load(random_weights(0))
             for number in range(1, steps + 1):
-                result = executor.step(batches_of(plan, number), rate=rate, number=number)
+                batches = batches_of(plan, number)
+                own = [batches[place] for place in own_micro_batches(plan, executor.rank)]
+                result = executor.step(own, rate=rate, number=number)
                 if show:
                     loss, norm = result.loss, result.gradient_norm
                     row = {"step": number, "loss": loss, "norm": norm, "seconds": result.seconds}
                     print(json.dumps(row), flush=True)
+            if not show:
+                executor.state.follow()
+                return
             digest = hashlib.sha256()
             for layer in plan.model.stack.values():
                 for tensor in executor.state.masters(layer).values():
                     digest.update(tensor.cpu().contiguous().numpy().tobytes())
-            if show:
-                print(json.dumps({"masters": digest.hexdigest()}), flush=True)
+            if ranks is not None:
+                ranks.tell("no more reads")
+            print(json.dumps({"masters": digest.hexdigest()}), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
