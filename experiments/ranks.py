@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import joined
 from megatrain.simulator.base.errors import RunError, UserError
@@ -44,12 +44,7 @@ def batches_of(plan: Plan, number: int) -> list[Batch]:
 
 def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) -> None:
     """Runs the steps. Raises what `joined` and `Executor` raise."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
