@@ -3,8 +3,9 @@
 Each GPU trains as many micro-batches as the plan has, so a step of N GPUs has N times the tokens.
 All state is in host memory, in parts. No search finds this plan: it has the saved activations, the
 micro-batch and the copies of the one it is made from. Only the groups of micro-batches whose
-gradients are summed before they are exchanged, the number of slots, and whether inputs of layers
-are offloaded, are tried.
+gradients are summed before they are exchanged, the number of slots, and whether no inputs of
+layers, half of them or the same are offloaded, are tried. If nothing of this fits, all layers
+recompute their activations.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
 
     Raises UserError if the policy of the plan cannot share the step.
     """
-    tried, refused = [], None
-    for each in _shared(plan, hardware, gpus):
-        try:
-            tried.append(assess(each, cost_model(hardware, each.model, each.workload, gpus)))
-        except UserError as error:
-            refused = refused or error
-    if refused and not tried:
-        raise refused
-    return min(tried, key=lambda choice: (not choice.feasible, choice.step_seconds))
+    tried: list[Choice] = []
+    for recomputes in (False, True):
+        for each in _shared(plan, hardware, gpus, recomputes=recomputes):
+            try:
+                tried.append(assess(each, cost_model(hardware, each.model, each.workload, gpus)))
+            except UserError:
+                if not shares(plan):
+                    raise
+        best = min(tried, key=lambda choice: (not choice.feasible, choice.step_seconds))
+        if best.feasible:
+            break
+    return best
 
 
 def shares(plan: Plan) -> bool:
@@ -58,12 +62,17 @@ def shares(plan: Plan) -> bool:
     return False
 
 
-def _shared(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Iterator[Plan]:
+def _shared(
+    plan: Plan, hardware: HardwareSpec | None, gpus: int, *, recomputes: bool = False
+) -> Iterator[Plan]:
+    """Yields the plans to try. `recomputes` saves no activations of any layer."""
     work, knobs = plan.workload, plan.knobs
+    saved = {"saved_activations": "", "saved_attention": ""} if recomputes else dict[str, str]()
     own_memory = hardware is not None and has_own_memory(hardware)
     slots = dict.fromkeys((min(knobs.weight_slots, knobs.gradient_slots), _SLOTS))
     groups = dict.fromkeys((knobs.micro_batch_group, work.accumulation))
-    offloaded = dict.fromkeys((knobs.placement.offloaded_inputs, ""))
+    half = f"0-{max(plan.model.layers // 2 - 1, 0)}"
+    offloaded = dict.fromkeys((knobs.placement.offloaded_inputs, "", half))
     for group, least, inputs in itertools.product(groups, slots, offloaded):
         yield msgspec.structs.replace(
             plan,
@@ -87,6 +96,7 @@ def _shared(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Iterator[Pl
                     gradients="",
                     host_updated="",
                     offloaded_inputs=inputs,
+                    **saved,
                 ),
             ),
         )

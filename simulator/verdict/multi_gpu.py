@@ -65,6 +65,8 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of host memory for all GPUs, in bytes."""
     feasible: bool
     """Whether host and device memory suffice."""
+    device_peak_bytes: int | None = None
+    """Peak of the memory of each device, in bytes, if it is too much."""
     gb_per_s: float
     """Copy rate of each GPU in GB/s, with one direction busy."""
     gb_per_s_both: float
@@ -117,6 +119,11 @@ def predicted(
         speedup=speed / tokens_per_second(plan.workload, alone),
         host_peak_bytes=gpus * shared.account.host_peak_bytes,
         feasible=shared.feasible,
+        device_peak_bytes=(
+            shared.account.device_peak_bytes
+            if shared.account.device_peak_bytes > shared.account.device_limit_bytes
+            else None
+        ),
         gb_per_s=links.alone,
         gb_per_s_both=links.together,
         note=_SHARED_NOTE,
