@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "state_slots": 1,
         "chunk_bytes": 2**14,
     },
+    "tied": {"accumulation": 4, "tied": True, "dtype": "fp32", "vocabulary": 272},
     "other layers": {
         "accumulation": 2,
         "family": "qwen2",
@@ -58,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
         "placement": Placement(saved_activations="0", offloaded_inputs="all"),
     },
 }
-FOR_ALL_COUNTS = ("in their order", "groups")
+FOR_ALL_COUNTS = ("in their order", "groups", "tied")
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,9 @@ def test_ranks_that_do_not_come_together_are_refused(
         monkeypatch.setenv(name, value)
     plan = executable("overlapped", gpus=2, accumulation=2)
     with (
-        pytest.raises(UserError, match=r"ranks: found not all of 2 ranks came together"),
+        pytest.raises(
+            UserError, match=r"ranks: found not all of 2 ranks of this host came together"
+        ),
         joined(plan, CPU, timeout_s=0.5),
     ):
         pass
