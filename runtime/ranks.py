@@ -226,7 +226,8 @@ class Ranks:
 
     def stopping(self, error: BaseException) -> None:
         """Tells the others why this rank stops."""
-        self.board.error = f"{type(error).__name__}" if not str(error) else str(error)
+        for_users = isinstance(error, UserError | RunError)
+        self.board.error = str(error) if for_users else f"{type(error).__name__}: {error}"
 
     def lost(self, op: str) -> RankLost | None:
         """Returns the error to report if the collective `op` failed because another rank is gone,
