@@ -227,3 +227,17 @@ def test_a_stopped_rank_ends_the_others(driver: Driver) -> None:
     os.kill(processes[1], signal.SIGKILL)
     assert driver.wait() == [1, -signal.SIGKILL]
     assert f"rank 1 (process {processes[1]}) is stopped, " in driver.printed(0)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_rank_that_hangs_in_an_op_is_named(driver: Driver) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes = on(driver, 2, words, timeout_s=2, hangs_at=10)
+    while "megatrain: " not in driver.printed(0):
+        time.sleep(0.02)
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    late = f"rank 1 (process {processes[1]}) has not reached it, in "
+    assert late in driver.printed(0)
+    assert "on lane compute" in driver.printed(0)

@@ -87,7 +87,7 @@ def results(text: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_give_the_bits_of_one_gpu(
     driver: Driver, saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str], count: int
 ) -> None:

@@ -5,16 +5,19 @@ Each line has for each rank the arguments of one run after the other, and the po
 run is one of `megatrain.experiments.ranks`, or of `megatrain` if its first word is `train`. What a
 rank prints goes to a file of its own. `folder` is the working directory, `timeout_s` is how long
 ranks wait for each other in a step, and `file_bytes` is the largest file that the last rank can
-write. The answer is the process ids of the ranks. An empty line waits for them, and the answer is
-their exit statuses, each the largest of the rank's runs.
+write, and `hangs_at` is the call of the embedding in which it sleeps for ever. The answer is the
+process ids of the ranks. An empty line waits for them, and the answer is their exit statuses, each
+the largest of the rank's runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import sys
+import time
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from megatrain.experiments.cli import main as cli
 from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
+from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
 
 
@@ -33,6 +37,15 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
     if "file_bytes" in request and rank == count - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
+    if "hangs_at" in request and rank == count - 1:
+        calls, embed = itertools.count(1), FunctionalLayers.embed
+
+        def sleep(*given: Any) -> Any:
+            if next(calls) == request["hangs_at"]:
+                time.sleep(1e6)
+            return embed(*given)
+
+        FunctionalLayers.embed = sleep  # type: ignore[method-assign]
     pictures.draw_loss = lambda *_: None
     handle = os.open(request["out"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
