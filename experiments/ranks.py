@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -24,9 +23,11 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import joined
 from megatrain.simulator.base.errors import RunError
+from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 
 _LEAST_TIMEOUT_S = 0.1
@@ -47,28 +48,29 @@ def batches_of(plan: Plan, number: int) -> list[Batch]:
 
 def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) -> None:
     """Runs the steps. Raises what `joined` and `Executor` raise."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
             executor.state.load(random_weights(0))
             for number in range(1, steps + 1):
-                result = executor.step(batches_of(plan, number), rate=rate, number=number)
+                batches = batches_of(plan, number)
+                own = [batches[place] for place in own_micro_batches(plan, executor.rank)]
+                result = executor.step(own, rate=rate, number=number)
                 if show:
                     loss, norm = result.loss, result.gradient_norm
                     row = {"step": number, "loss": loss, "norm": norm, "seconds": result.seconds}
                     print(json.dumps(row), flush=True)
+            if not show:
+                executor.state.follow()
+                return
             digest = hashlib.sha256()
             for layer in plan.model.stack.values():
                 for tensor in executor.state.masters(layer).values():
                     digest.update(tensor.cpu().contiguous().numpy().tobytes())
-            if show:
-                print(json.dumps({"masters": digest.hexdigest()}), flush=True)
+            if ranks is not None:
+                ranks.tell("no more reads")
+            print(json.dumps({"masters": digest.hexdigest()}), flush=True)
 
 
 def parser() -> options.OneLineParser:

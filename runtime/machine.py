@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from megatrain.runtime.host import cores, host_bytes, processor
+from megatrain.simulator.base.errors import UserError
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -18,11 +19,26 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 def default_device() -> torch.device:
     """Returns the first CUDA device, or the CPU if there is none. On a CPU, a limited part of host
     memory stands in for device memory.
+
+    In a process that torchrun has started, it is the device of its number on this host. Raises
+    UserError if there are fewer devices than such processes.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.init()
-    return torch.device("cuda", 0)
+    number, needed = (
+        int(os.environ.get(name, default))
+        for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if (found := torch.cuda.device_count()) < needed:
+        raise UserError(
+            "ranks: GPUs",
+            found=found,
+            allowed=f"{needed}, one for each process that torchrun has started on this host",
+            fix="make a plan for as many GPUs as there are, or pass --device cpu",
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def grow_segments() -> None:

@@ -494,9 +494,10 @@ def refuse_missing_gpu(args: argparse.Namespace) -> None:
 
 
 def device(args: argparse.Namespace) -> torch.device:
-    """Returns the device that `--device` selects, and configures the CUDA allocator for it.
+    """Returns the device that `--device` selects, and configures the CUDA allocator for it. A rank
+    of several has the GPU of its number.
 
-    Raises UserError for `cuda` if torch has no CUDA device.
+    Raises UserError for `cuda` if torch has no CUDA device, or too few for all ranks.
     """
     import torch
 

@@ -2,7 +2,8 @@
 
 The folder is written under a temporary name, synced and renamed. It contains the state by layer and
 class (weights, low halves of the masters, moments), independently of where a plan keeps it. So it
-can be restored with any plan of the same model and workload.
+can be restored with any plan of the same model and workload, for any number of GPUs. With several,
+each rank writes the part of the state that it owns to files of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, RunState, Shard
 from megatrain.runtime.checkpoint.randomness import RandomState
+from megatrain.runtime.checkpoint.stored_parts import StoredParts
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import (
@@ -29,6 +31,7 @@ from megatrain.runtime.files.tensor_stream import (
 )
 from megatrain.runtime.layers.model_config import differences
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
@@ -47,12 +50,16 @@ class CheckpointError(RunError):
 def save(executor: Executor, run: RunState, folder: Path) -> None:
     """Writes the checkpoint `folder`, completely or not at all. Replaces a folder of that name.
 
-    Needs additional host memory for one piece of a tensor.
+    Needs additional host memory for one piece of a tensor. With several GPUs, every rank must call
+    this at the same point. Each writes the state that it owns, and rank 0 the manifest after it.
 
-    Raises CheckpointError if the checkpoint cannot be written.
+    Raises CheckpointError, on every rank, if the checkpoint cannot be written.
     """
-    tensors = executor.state.tensors()
-    try:
+    ranks, number = executor.ranks, executor.rank
+
+    def begin() -> str:
+        if number:
+            return ""
         if not folder.parent.is_dir():
             folder.parent.mkdir(parents=True)
             sync(folder.parent.parent)
@@ -61,14 +68,29 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
             raise OSError(
                 28, f"no space left on device: {needed} bytes are needed, {free} are free"
             )
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{ASIDE}{folder.name}-"))
-    except OSError as error:
-        raise _failed(folder, error) from None
-    try:
-        shards = [
-            _write(aside / f"state-{number:05d}.safetensors", part)
-            for number, part in enumerate(_parts(tensors), 1)
+        return tempfile.mkdtemp(dir=folder.parent, prefix=f"{ASIDE}{folder.name}-")
+
+    def write() -> list[Shard]:
+        tensors = executor.state.tensors()
+        firsts = dict.fromkeys(tensors, 0)
+        if ranks is not None:
+            layers = executor.plan.model.stack.values()
+            own = {layer.name: executor.state.first(layer) for layer in layers}
+            firsts = {name: own[name.rpartition(".")[0]] for name in tensors}
+            tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        files = range(number + 1, 10**9, ranks.count if ranks else 1)
+        return [
+            _write(
+                aside / f"state-{file:05d}.safetensors",
+                part,
+                tuple(firsts[name] for name in part) if ranks else (),
+            )
+            for file, part in zip(files, _parts(tensors), strict=False)
         ]
+
+    def finish() -> None:
+        if number:
+            return
         manifest = Manifest(
             format=FORMAT,
             run=run,
@@ -82,24 +104,53 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
         aside.chmod(0o755)
         sync(aside)
         replace(aside, folder)
-    except (OSError, UserError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise _failed(folder, error) from None
+
+    aside = Path(_on_all_ranks(ranks, begin, folder)[0])
+    try:
+        shards = msgspec.convert(
+            [shard for each in _on_all_ranks(ranks, write, folder) for shard in each], list[Shard]
+        )
+        _on_all_ranks(ranks, finish, folder)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        if not number:
+            shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _on_all_ranks(ranks: Ranks | None, work: Callable[[], Any], folder: Path) -> list[Any]:
+    """Does `work` and returns the results of all ranks, with several as plain values.
+
+    Raises CheckpointError, on every rank, if one of them fails because of the disk.
+    """
+    made, reason = None, ""
+    try:
+        made = work()
+    except UserError as error:
+        reason = str(error.found)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    found = [(made, reason)] if ranks is None else ranks.values((made, reason))
+    for _, text in found:
+        if text:
+            raise CheckpointError(
+                f"checkpoint {folder} was not saved: {text}; earlier checkpoints are unchanged;"
+                " free some space or name another folder"
+            )
+    return [each for each, _ in found]
 
 
 def checkpoint_bytes(executor: Executor) -> int:
     """Returns the size of a checkpoint on the disk, or a little more."""
-    return sum(tensor.nbytes for tensor in executor.state.tensors().values()) + _OVERHEAD_BYTES
+    own = sum(tensor.nbytes for tensor in executor.state.tensors().values())
+    # rank 0 has no smaller parts than the others
+    return executor.plan.gpus * own + _OVERHEAD_BYTES
 
 
 def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> RunState:
     """Restores weights, moments and random generators. Returns the state of the run.
 
-    The executor's plan may differ from the one that wrote the checkpoint, if model and workload are
-    the same.
+    The executor's plan may differ from the one that wrote the checkpoint, also in the number of
+    GPUs, if model and workload are the same. With several GPUs, every rank must call this.
 
     Raises:
         MalformedFile: if the checkpoint is damaged. Files are verified while they are read, so the
@@ -110,8 +161,10 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
     manifest = Manifest.load(folder)
     refuse_other_run(manifest, executor.plan, executor.settings, settings, folder)
     tensors = executor.state.tensors()
+    in_parts = executor.ranks is not None or any(shard.firsts for shard in manifest.shards)
     named = [name for shard in manifest.shards for name in shard.tensors]
-    if sorted(named) != sorted(tensors):
+    # a tensor in parts is named by several files, which `StoredParts` checks
+    if sorted(set(named) if in_parts else named) != sorted(tensors):
         differs = sorted(set(named) ^ set(tensors)) or sorted(
             name for name in set(named) if named.count(name) > 1
         )
@@ -122,6 +175,10 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
             fix="use another checkpoint",
         )
     check_sizes(folder, manifest)
+    if in_parts:
+        _restore_parts(executor, folder, manifest, tensors)
+        manifest.random.put(executor.device)
+        return manifest.run
     for shard in manifest.shards:
         path = folder / shard.file
         try:
@@ -136,6 +193,32 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
         _refuse_checksum(path, found, shard)
     manifest.random.put(executor.device)
     return manifest.run
+
+
+def _restore_parts(
+    executor: Executor, folder: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fills `tensors`, of which this rank owns what it owns, from files that have any parts.
+
+    Each rank verifies some of the files, and all of them are verified before any is used.
+    """
+    ranks = executor.ranks
+    for shard in manifest.shards[executor.rank :: ranks.count if ranks else 1]:
+        _refuse_checksum(folder / shard.file, checksum_of(folder / shard.file), shard)
+    if ranks is not None:
+        ranks.meet()
+    stored = StoredParts(folder, manifest)
+    for layer in executor.plan.model.stack.values():
+        first = executor.state.first(layer)
+        for name in [name for name in tensors if name.rpartition(".")[0] == layer.name]:
+            target = tensors[name]
+            shape = (*target.shape[:-1], layer.elements if ranks else target.shape[-1])
+            expected = (target.dtype, shape)
+            if (found := (stored.dtype(name), stored.shape(name))) != expected:
+                raise MalformedFile(
+                    f"{folder}: {name}", found=found, allowed=expected, fix="use another checkpoint"
+                )
+            stored.fill(name, target, first)
 
 
 def verify(folder: Path) -> Manifest:
@@ -217,11 +300,12 @@ def _moved_away(folder: Path) -> Path:
     return folder.with_name(f"{REPLACED}{folder.name}")
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], firsts: tuple[int, ...]) -> Shard:
     size, checksum = write_tensors(
         path, {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
     )
-    return Shard(file=path.name, bytes=size, checksum=checksum, tensors=tuple(tensors))
+    names = tuple(tensors)
+    return Shard(file=path.name, bytes=size, checksum=checksum, tensors=names, firsts=firsts)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -340,13 +424,3 @@ def _plain(values: object) -> dict[str, Any]:
 
 def _short(value: object) -> str:
     return str(value)[:60]
-
-
-def _failed(folder: Path, error: OSError | UserError) -> CheckpointError:
-    reason = (
-        str(error.found) if isinstance(error, UserError) else (error.strerror or str(error)).lower()
-    )
-    return CheckpointError(
-        f"checkpoint {folder} was not saved: {reason}; earlier checkpoints are unchanged; free"
-        " some space or name another folder"
-    )

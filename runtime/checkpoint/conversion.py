@@ -7,16 +7,13 @@ tensor is in memory at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatrain.runtime.checkpoint.manifest import Manifest
-from megatrain.runtime.files.malformed_file import MalformedFile
-from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
+from megatrain.runtime.checkpoint.stored_parts import StoredParts
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer.adamw import join, round_to_bf16, split
@@ -51,12 +48,10 @@ class ConvertedState:
         """
         self._old, self._new = FORMATS[manifest.workload.state], FORMATS[state]
         self._optimizer = manifest.workload.optimizer
-        self._model, self._folder = manifest.model, folder
+        self._model = manifest.model
         self._key = rounding_keys(seed, manifest.run.step)[1]
-        self._found: dict[str, tuple[Path, TensorEntry]] = {}
-        for shard in manifest.shards:
-            path = folder / shard.file
-            self._found |= {name: (path, entry) for name, entry in read_entries(path).items()}
+        self._stored = StoredParts(folder, manifest)
+        self._read = self._stored.read
 
     def sources(self) -> Mapping[str, TensorSource]:
         """Returns the tensors to write, by name."""
@@ -68,16 +63,17 @@ class ConvertedState:
             index += layer.elements
         return made | {
             name: self._copied(name)
-            for name in self._found
+            for name in self._stored
             if name.rpartition(".")[2] not in ("weights", "master_low", "moments")
         }
 
     def _copied(self, name: str) -> TensorSource:
         """Returns a tensor that does not depend on the format, such as moving norms."""
-        entry = self._found[name][1]
-        size = math.prod(entry.shape)
+        stored = self._stored
         return TensorSource(
-            entry.dtype, tuple(entry.shape), lambda: iter([self._read(name, 0, size)])
+            stored.dtype(name),
+            stored.shape(name),
+            lambda: iter([stored.read(name, 0, stored.elements(name))]),
         )
 
     def _layer(self, layer: LayerSpec, index: int) -> dict[str, TensorSource]:
@@ -127,22 +123,6 @@ class ConvertedState:
                         values = made
                     yield values
                 place += count
-
-    def _read(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Returns elements of a tensor, counted through all of its dimensions."""
-        path, entry = self._found[name]
-        width = entry.dtype.itemsize
-        data = np.fromfile(
-            path, dtype=np.uint8, count=(end - first) * width, offset=entry.start + first * width
-        )
-        if data.nbytes != (end - first) * width:
-            raise MalformedFile(
-                str(path),
-                found="an end before that of the last tensor",
-                allowed="a file that does not change",
-                fix="convert it again",
-            )
-        return torch.from_numpy(data).view(entry.dtype)
 
 
 def _pieces(count: int) -> Iterator[tuple[int, int]]:

@@ -32,15 +32,20 @@ _REMOVING = ".removing-"
 
 
 class Checkpoints:
-    """Saves, restores and removes the checkpoints of one run. No other process may write there."""
+    """Saves, restores and removes the checkpoints of one run. No other process may write there,
+    except for the ranks of the run: each has a `Checkpoints`, and only rank 0 tidies the folder.
+    """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_best: int = 0, tidies: bool = True
+    ) -> None:
         """Uses the folder `folder`, which need not exist.
 
         Args:
             folder: the folder.
             keep_last: number of newest checkpoints to keep, at least 1.
             keep_best: number of checkpoints with the lowest loss to keep as well.
+            tidies: whether to remove what is not needed, as rank 0 does.
 
         Raises UserError if one of these numbers is too small.
         """
@@ -53,6 +58,7 @@ class Checkpoints:
                     fix=f"set {name} = {least}",
                 )
         self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+        self._tidies = tidies
         self._current: int | None = None
 
     def steps(self) -> list[int]:
@@ -83,7 +89,8 @@ class Checkpoints:
             self.recover()
             save(executor, run, path)
             self._current = run.step
-            self._prune()
+            if self._tidies:
+                self._prune()
         return path
 
     def refuse(
@@ -224,7 +231,8 @@ class Checkpoints:
 
         Removes incomplete folders, and renames a checkpoint back if its replacement is missing.
         """
-        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+        there = self._tidies and self.folder.is_dir()
+        for path in list(self.folder.iterdir()) if there else ():
             if path.name.startswith(REPLACED):
                 put_back(path.with_name(path.name.removeprefix(REPLACED)))
             elif path.name.startswith((ASIDE, _REMOVING)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
@@ -47,8 +47,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file with some of a checkpoint's tensors."""
+class Shard(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A file with some of a checkpoint's tensors, or with parts of them."""
 
     file: str
     """name of the file"""
@@ -58,8 +60,18 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """xxh3 checksum of the file, 128 bits, hexadecimal"""
     tensors: tuple[str, ...]
     """names of its tensors, `LAYER.CLASS`, in the order of their data"""
+    firsts: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    """for each tensor, the index in the last dimension of the first element that the file has, if a
+    rank of several saved its part; empty if the file has whole tensors"""
 
     def __post_init__(self) -> None:
+        if self.firsts and len(self.firsts) != len(self.tensors):
+            raise UserError(
+                "firsts",
+                found=f"{len(self.firsts)} numbers",
+                allowed=f"none, or {len(self.tensors)}, one for each tensor",
+                fix="use another checkpoint",
+            )
         if not _SHARD.fullmatch(self.file):
             raise UserError(
                 "file",

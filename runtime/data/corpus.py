@@ -11,7 +11,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -136,13 +136,13 @@ class Corpus:
 
         Steps may be requested in any order.
         """
+        return self.micro_batches(number, range(self._work.accumulation))
+
+    def micro_batches(self, number: int, places: Iterable[int]) -> list[Batch]:
+        """Returns those micro-batches of step `number` that are at `places`, counted from 0."""
         work = self._work
-        per_step = work.batch * work.accumulation
-        begin = (number - 1) * per_step
-        return [
-            self._batch(range(first, first + work.batch))
-            for first in range(begin, begin + per_step, work.batch)
-        ]
+        firsts = [((number - 1) * work.accumulation + place) * work.batch for place in places]
+        return [self._batch(range(first, first + work.batch)) for first in firsts]
 
     def batches(self) -> Iterator[Batch]:
         """Yields every row of the first epoch once, in micro-batches.

@@ -369,17 +369,25 @@ class Binder(UpdateOps):
 
     def _exchange_gradients(self, op: Op) -> Run:
         """Sends each rank its part of a layer's gradient, and sums the parts that arrive in the
-        order of the ranks. If the op reads its target, they are added to its content.
+        order of the ranks. If the op reads its target, they are added to its content. Of several
+        gradients of a layer, those of a rank are added before those of the next.
         """
         assert self._ranks is not None
         ranks, (target, workspace) = self._ranks, op.writes
-        sent, received = self._parts(op.reads[0], op), self._parts(workspace, op)
+        sent = [self._parts(name, op) for name in op.reads if name != target]
+        room = self.arenas.tensor(
+            workspace, sent[0].dtype, (len(sent), self.plan.gpus, op.parameters)
+        )
         total, adding = self._elements(target, op), target in op.reads
 
         def run() -> None:
-            ranks.exchange(received, sent)
-            for rank, part in enumerate(received):
-                optimizer.accumulate(total, part, first=not adding and rank == 0)
+            for received, gradient in zip(room, sent, strict=True):
+                ranks.exchange(received, gradient)
+            first = not adding
+            for rank in range(self.plan.gpus):
+                for received in room:
+                    optimizer.accumulate(total, received[rank], first=first)
+                    first = False
 
         return run
 

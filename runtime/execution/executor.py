@@ -46,7 +46,6 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
-from megatrain.simulator.schedule.arithmetic import micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -152,7 +151,7 @@ class Executor:
             UserError: The plan cannot be executed, or does not fit.
         """
         refuse_without_ranks(plan, ranks)
-        self.plan, self.settings, self.device, self._ranks = plan, settings, device, ranks
+        self.plan, self.settings, self.device, self.ranks = plan, settings, device, ranks
         self.schedule = schedule or preflight(plan, settings, device, ranks=ranks)
         self._flush = flush_update(plan)
         # a schedule that times compute alone has no clip ops
@@ -207,7 +206,12 @@ class Executor:
             update."""
             self._lanes = LaneGroup(
                 [
-                    Lane(name, self._threads.get(name, 1), self._streams[name])
+                    Lane(
+                        name,
+                        self._threads.get(name, 1),
+                        self._streams[name],
+                        None if ranks is None else ranks.board,
+                    )
                     for name in self._step.queues
                 ]
             )
@@ -267,7 +271,7 @@ class Executor:
 
         Args:
             batches: `accumulation` micro-batches, each [batch, sequence] as planned. With several
-                GPUs, every rank gets those of all ranks, and computes its own.
+                GPUs, those of this rank (`own_micro_batches`).
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
 
@@ -282,7 +286,7 @@ class Executor:
                 may be updated. Without clipping only losses are checked.
         """
         # a checksum of all weights needs the parts of the other ranks
-        deterministic = torch.are_deterministic_algorithms_enabled() and self._ranks is None
+        deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
         seen = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
         same_shapes = all(batch.documents is None for batch in batches)
@@ -313,8 +317,8 @@ class Executor:
         )
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        """Returns the loss of `accumulation` micro-batches, forward only. A deferred update is
-        applied first, so that the weights include all steps so far.
+        """Returns the loss of `accumulation` micro-batches, forward only. `batches` are as in
+        `step`. A deferred update is applied first, so that the weights include all steps so far.
 
         Weights and moments do not change. The loss has the same bits as that of a step on these
         batches (with compiled layers, in deterministic mode), except for a family whose layers draw
@@ -352,6 +356,11 @@ class Executor:
         return self._arenas
 
     @property
+    def rank(self) -> int:
+        """The rank of this process; 0 with one GPU."""
+        return self.ranks.rank if self.ranks else 0
+
+    @property
     def tasks(self) -> Mapping[str, Task]:
         """The step's tasks by op id. Profiling and tests wrap their `run`."""
         return self._step.tasks
@@ -378,15 +387,15 @@ class Executor:
 
     def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
         """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
-        tokens. `step` is the number of the step, or None in an evaluation. Raises UserError if the
-        micro-batches are not as planned.
+        tokens, with several GPUs of all ranks. `step` is the number of the step, or None in an
+        evaluation. Raises UserError if the micro-batches are not as planned.
         """
         work = self.plan.workload
-        if len(batches) != work.accumulation:
+        if len(batches) != self.plan.micro_batches:
             raise UserError(
                 "data",
                 found=f"{len(batches)} micro-batches",
-                allowed=f"{work.accumulation}, as planned",
+                allowed=f"{self.plan.micro_batches}, as planned",
                 fix="pass this many to each step, or make a plan with another --accumulation",
             )
         for micro, batch in enumerate(batches, 1):
@@ -398,11 +407,10 @@ class Executor:
             )
         labels = [batch.trained_labels for batch in batches]
         labelled = sum(int((each != IGNORED).sum()) for each in labels)
+        if self.ranks is not None:
+            labelled = self.ranks.total(labelled)
         self._state.scale = 1 / max(labelled, 1)
-        rank = self._ranks.rank if self._ranks else 0
-        for micro in range(self.plan.micro_batches):
-            place = micro_batch_of(self.plan, rank, micro)
-            batch, each = batches[place], labels[place]
+        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -429,8 +437,8 @@ class Executor:
             self._synchronize()
         except OpFailed as failure:
             error = out_of_memory(failure, self._arenas)
-            if error is None and self._ranks is not None and failure.lane == "exchange":
-                error = self._ranks.lost(failure.op)
+            if error is None and self.ranks is not None and failure.lane == "exchange":
+                error = self.ranks.lost(failure.op)
             if error is None:
                 raise
         if error is not None:
@@ -452,7 +460,7 @@ class Executor:
         """Returns the sum of the micro-batches' losses, which are already divided by the number of
         labelled tokens.
         """
-        keys = "{}" if self._ranks is None else "all.{}"
+        keys = "{}" if self.ranks is None else "all.{}"
         losses = torch.stack(
             [
                 self._values("losses", keys.format(micro))[0]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.runtime.rank_board import Board
 from megatrain.simulator.base.errors import RunError
 
 # replaces `record_function` while no profiler runs: that takes 8 us and Python's lock twice
@@ -151,10 +152,14 @@ class Task:
 
 
 class Lane:
-    """One thread, which runs a queue of tasks. `stream` is None for a host lane."""
+    """One thread, which runs a queue of tasks. `stream` is None for a host lane. What it does is
+    shown on `board`, if there are other ranks that look at it.
+    """
 
-    def __init__(self, name: str, threads: int, stream: torch.cuda.Stream | None) -> None:
-        self.name, self._threads, self._stream = name, threads, stream
+    def __init__(
+        self, name: str, threads: int, stream: torch.cuda.Stream | None, board: Board | None = None
+    ) -> None:
+        self.name, self._threads, self._stream, self._board = name, threads, stream, board
         self.queue: Sequence[Task] = ()
         """The tasks to run: those of a step or, for example, of an evaluation."""
         self._go, self._done = threading.Semaphore(0), threading.Event()
@@ -215,9 +220,13 @@ class Lane:
                     if torch.autograd.profiler._is_profiler_enabled
                     else _NOT_PROFILED
                 ):
+                    if self._board is not None:
+                        self._board.begin(self.name, task.op)
                     task.mark.begin()
                     task.run()
                     task.mark.end()
+                    if self._board is not None:
+                        self._board.end(self.name)
             except BaseException as error:
                 self.failure = (task.op, error)
                 self.abort.set()

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -35,6 +35,8 @@ from megatrain.simulator.schedule.update_layout import update_layout
 
 _SHARD_BYTES = 4 * 10**9
 _OTHER_WEIGHTS = "use weights that belong to this config.json"
+_LAYER = "layer"
+"""What rank 0 tells the others when it reads a layer."""
 _PIECE = 2**22
 """elements that are converted at a time: 16 MiB in fp32, and twice as much to round them"""
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
@@ -191,8 +193,8 @@ class ModelState:
                 (`Executor.memory`). Called at every access.
             buffers: buffers of the decoder layers that a Hugging Face checkpoint contains, by layer
                 and name (`FunctionalLayers.persistent`).
-            ranks: the ranks of a plan for several GPUs. Whoever reads state gets that of the whole
-                model, as a copy, and every rank must read it at the same point.
+            ranks: the ranks of a plan for several GPUs. Rank 0 reads weights of the whole model,
+                as a copy, while the others are in `follow`.
         """
         self._plan, self._schedule, self._memory, self._buffers = (
             plan,
@@ -201,6 +203,9 @@ class ModelState:
             buffers or {},
         )
         self._dtype, self._ranks = TORCH_DTYPE[plan.workload.dtype], ranks
+        self._read: tuple[tuple[str, int], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        """The layer that rank 0 has read last, the number of collectives until then, and its
+        halves."""
 
     def home(self, name: str, layer: str) -> str | None:
         """Returns the buffer of the layer's state `name`, or None if there is none.
@@ -211,15 +216,46 @@ class ModelState:
 
     def _halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the layer's flat compute weights, and the low halves of its masters or None."""
-        high, low = self._own_halves(layer)
         if self._ranks is None:
-            return high, low
-        whole = [
-            None if part is None else self._ranks.gathered(part).view(-1)[: layer.elements]
-            for part in (high, low)
+            return self._own_halves(layer)
+        self._memory()  # a deferred update is part of the key
+        key = layer.name, self._ranks.board.collectives
+        if self._read is None or self._read[0] != key:
+            self._read = None
+            self._ranks.tell([_LAYER, layer.name])
+            high, low = self._gathered(layer)
+            assert high is not None, "rank 0 reads the state"
+            self._read = key, (high, low)
+        return self._read[1]
+
+    def _gathered(self, layer: LayerSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the layer's halves on rank 0, and sends this rank's parts of them on others."""
+        ranks = self._ranks
+        assert ranks is not None
+        wholes = [
+            None if part is None else ranks.gathered(part) for part in self._own_halves(layer)
         ]
-        assert whole[0] is not None
-        return whole[0], whole[1]
+        high, low = (
+            None if whole is None else whole.view(-1)[: layer.elements] for whole in wholes
+        )
+        return high, low
+
+    def follow(self) -> Any:
+        """Sends rank 0 the weights that it reads, until it tells something else. Returns that.
+
+        Every rank but rank 0 must be here while rank 0 reads weights.
+        """
+        assert self._ranks is not None
+        while True:
+            told = self._ranks.hear()
+            if not (isinstance(told, list) and told[:1] == [_LAYER]):
+                return told
+            self._gathered(self._plan.model.stack[told[1]])
+
+    def first(self, layer: LayerSpec) -> int:
+        """Returns the first element of the layer that this rank owns; 0 with one GPU."""
+        rank = self._ranks.rank if self._ranks else 0
+        return min(rank * part_elements(self._plan, layer.name), layer.elements)
 
     def _own_halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_halves`, of the part of the layer that this rank owns."""
@@ -293,30 +329,25 @@ class ModelState:
                 buffer.copy_(weights(layer, name, tuple(buffer.shape)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors.
+        """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors. With
+        several GPUs, it is the state that this rank owns: of each layer the elements from `first`
+        on, which may be none.
 
         Weights and low halves are flat. Moments are [2, elements], [2, bytes] if they are in
         records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
         Names and shapes are the same for every plan of a model and a workload. The tensors are
         views of the pools, so they are not valid after the next step.
-
-        Raises UserError if the plan is for several GPUs, where no rank has the whole state.
         """
-        if self._ranks is not None:
-            raise UserError(
-                "checkpoint",
-                found=f"a plan for {self._ranks.count} GPUs",
-                allowed="a plan for one GPU, which has all state",
-                fix="run without checkpoints",
-            )
         found = {}
         for layer in self._plan.model.stack.values():
-            high, low = self._halves(layer)
-            found[f"{layer.name}.weights"] = high
+            high, low = self._own_halves(layer)
+            # a rank's part may reach beyond the layer
+            own = slice(layer.elements - self.first(layer) if self._ranks else None)
+            found[f"{layer.name}.weights"] = high[own]
             if low is not None:
-                found[f"{layer.name}.master_low"] = low
+                found[f"{layer.name}.master_low"] = low[own]
             if (moments := self._moments(layer)) is not None:
-                found[f"{layer.name}.moments"] = moments
+                found[f"{layer.name}.moments"] = moments[:, own] if self._ranks else moments
             if (moving := self._moving_norms(layer)) is not None:
                 found[f"{layer.name}.moving_norms"] = moving
         return found
@@ -326,13 +357,15 @@ class ModelState:
 
         They are converted one piece at a time if they are stored in another dtype.
         """
-        high, low = self._halves(layer)
-        return weight_sources(
-            layer,
-            dtype,
-            lambda first, end: high[first:end],
-            None if low is None else lambda first, end: low[first:end],
-        )
+
+        def read(half: int, first: int, end: int) -> torch.Tensor:
+            found = self._halves(layer)[half]
+            assert found is not None
+            return found[first:end]
+
+        has_low = self.home("master_low", layer.name) is not None
+        high, low = (functools.partial(read, half) for half in range(2))
+        return weight_sources(layer, dtype, high, low if has_low else None)
 
     def not_finite(self) -> list[str]:
         """Returns the names of tensors whose compute weights contain infinity or NaN."""

@@ -40,8 +40,9 @@ class TensorSource(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSource:
-        """Returns the source of a contiguous tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
+        """Returns the source of a tensor that is contiguous, or whose rows are."""
+        rows = (tensor,) if tensor.is_contiguous() else tensor.unbind()
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: iter(rows))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> tuple[int, str]:

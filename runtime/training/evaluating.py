@@ -26,6 +26,7 @@ from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import find_model, packing_of
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import is_calibrated
+from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -41,17 +42,21 @@ def evaluate(
     """Returns the loss of the executor's weights on `batches`, a mean over all labelled tokens.
 
     Args:
+        executor: executes the evaluation. With several GPUs, every rank must call this.
+        batches: all micro-batches. With several GPUs, each rank computes its own.
         accumulation: micro-batches of one optimizer step.
         number: number of the step after which this is.
         over_steps: the most batches of one optimizer step; 0 for all.
         stop: called before each of them. If it returns True, the result is None.
     """
     parts, left = [], iter(batches)
+    places = own_micro_batches(executor.plan, executor.rank)
     while group := list(itertools.islice(left, accumulation)):
         if stop():
             return None
         empty = group[0]._replace(labels=torch.full_like(group[0].labels, IGNORED))
-        parts.append(executor.evaluate([*group, *[empty] * (accumulation - len(group))]))
+        group += [empty] * (accumulation - len(group))
+        parts.append(executor.evaluate([group[place] for place in places]))
         if len(parts) == over_steps:
             break
     tokens = sum(part.labelled for part in parts)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.data.corpus import Corpus
 from megatrain.runtime.data.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
@@ -39,6 +42,7 @@ from megatrain.runtime.machine import (
     make_deterministic,
 )
 from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
+from megatrain.runtime.ranks import Ranks
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.evaluating import evaluate
@@ -66,12 +70,14 @@ from megatrain.runtime.training.stopped_run import command_to_continue, no_check
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
+T = TypeVar("T")
 _KEPT_TIMELINES = 64
 """number of newest steps that the median step is chosen from"""
 
@@ -117,6 +123,7 @@ class Trainer(TrainingRun):
         progress: bool = True,
         evaluation_data: EvaluationSource | None = None,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Checks the plan, the config and the run folder. Nothing is allocated or written yet.
 
@@ -136,6 +143,9 @@ class Trainer(TrainingRun):
             evaluation_data: any object with a method `batches()`; None for the evaluation data in
                 the config.
             device: None for the default device.
+            ranks: this process among those of a plan for several GPUs (`joined`). Each of them has
+                a trainer with the same arguments. Only that of rank 0 locks and writes the run
+                folder, and has the callbacks that are made here.
 
         Raises UserError if the plan, the config or `out` cannot be used.
         """
@@ -168,11 +178,14 @@ class Trainer(TrainingRun):
             self.config.optimizer,
             self.device,
             deterministic=self.config.training.deterministic,
+            ranks=ranks,
         )
+        self._ranks, self._leads = ranks, ranks is None or ranks.leads
         refuse_unmatched(self.config.optimizer, self.plan.model)
-        self._lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
-        self.out = place = None if self._lock is None else self._lock.folder
-        logging, self._notes = trackers(self.config.logging, place)
+        lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
+        self._lock = lock if self._leads else None
+        self.out = place = None if lock is None else lock.folder
+        logging, self._notes = trackers(self.config.logging, place) if self._leads else ([], [])
         saving = self.config.saving
         if place is None and (saving.every_steps or resume is not None):
             raise UserError(
@@ -185,18 +198,24 @@ class Trainer(TrainingRun):
             None
             if place is None
             else Checkpoints(
-                place / "checkpoints", keep_last=saving.keep_last, keep_best=saving.keep_best
+                place / "checkpoints",
+                keep_last=saving.keep_last,
+                keep_best=saving.keep_best,
+                tidies=self._leads,
             )
         )
         self._resume: Literal["newest", "scratch"] | int | None = resume
         folder = [] if place is None else [RunFolder(place, resumed=resume is not None)]
         self._refuse_taken()
         printed = [Progress()] if progress else []
-        self._callbacks: list[Callback] = [*folder, *logging, *printed, *callbacks]
+        made: list[Callback] = [*folder, *logging, *printed]
+        self._callbacks: list[Callback] = [*(made if self._leads else ()), *callbacks]
         self.folder: Path | None = None
         # The limit in a plan for a calibrated machine is better than what a virtual machine
         # reports, which may be less than the memory that it can grow to.
-        self._host_bytes = None if is_calibrated(origin / self.plan.hardware) else host_bytes()
+        self._host_bytes = (
+            None if is_calibrated(origin / self.plan.hardware) else host_bytes() // self.plan.gpus
+        )
         self.first_step = 1
         self.finished = False
         self.timelines: list[Timeline] = []
@@ -219,6 +238,13 @@ class Trainer(TrainingRun):
         self._stopped = reason
 
     def switch(self, plan: Path | str) -> None:
+        if self._ranks is not None:
+            raise UserError(
+                "training: switch",
+                found=f"a plan for {self.plan.gpus} GPUs",
+                allowed="a plan for one GPU",
+                fix="let it end, and resume it with the other plan",
+            )
         if self._checkpoints is None:
             raise UserError(
                 "training: switch",
@@ -270,6 +296,7 @@ class Trainer(TrainingRun):
             CheckpointError: if a checkpoint cannot be written and `on_failure` is "stop".
             FloatingPointError: if the loss or the gradient norm is not finite.
             Interrupted: after a signal.
+            RankLost: if another rank has ended or does not answer.
         """
         with self._lock or contextlib.nullcontext():
             self._refuse_taken()
@@ -287,6 +314,39 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
+        # Rank 0 tidies the run's folder, and fetches and tokenizes what is not in the caches yet.
+        with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
+            data, held_out = self._prepare()
+        if self._ranks is not None:
+            self._ranks.agree("data", str(self._settings.get("data.digest")))
+            self._ranks.agree("steps", str(self.config.training.steps))
+        for note in self._notes:
+            self.note(note)
+        if training.deterministic:
+            make_deterministic()
+        torch.manual_seed(training.seed)
+        with self._executing:
+            self._open_executor()
+            self._load(buffers_alone=self._restore())
+            self._note_little_room()
+            try:
+                self._notify("on_start", self)
+                with Interruption() as interruption:
+                    fitted = self._loop(data, held_out, interruption)
+            except BaseException as error:
+                self._end(error)
+                raise
+            self._end(None)
+            self._led(None)  # the others are here while rank 0 exports the model
+        if self._not_saved is not None:
+            raise self._not_saved
+        return fitted
+
+    def _prepare(self) -> tuple[BatchSource, EvaluationSource | None]:
+        """Finds and checks all that the run needs, before memory is allocated. Returns the training
+        and the evaluation data.
+        """
+        training = self.config.training
         self._refuse_to_start_over()
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
@@ -308,28 +368,9 @@ class Trainer(TrainingRun):
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
-        if note := little_memory_note(self.schedule, free_host_bytes()):
+        if note := little_memory_note(self.schedule, free_host_bytes() // self.plan.gpus):
             self._notes.append(note)
-        for note in self._notes:
-            self.note(note)
-        if training.deterministic:
-            make_deterministic()
-        torch.manual_seed(training.seed)
-        with self._executing:
-            self._open_executor()
-            self._load(buffers_alone=self._restore())
-            self._note_little_room()
-            try:
-                self._notify("on_start", self)
-                with Interruption() as interruption:
-                    fitted = self._loop(data, held_out, interruption)
-            except BaseException as error:
-                self._end(error)
-                raise
-            self._end(None)
-        if self._not_saved is not None:
-            raise self._not_saved
-        return fitted
+        return data, held_out
 
     def _open_executor(self) -> None:
         """Allocates the memory of the plan. It is released with `_executing`."""
@@ -346,8 +387,28 @@ class Trainer(TrainingRun):
                 schedule=self.schedule,
                 on_allocate=lambda done, total: self._notify("on_allocate", done, total),
                 seed=self.config.training.seed,
+                ranks=self._ranks,
             )
         )
+
+    def _led(self, value: T) -> T:
+        """Returns the `value` of rank 0, on every rank. Until rank 0 is here too, the others send
+        it the weights that it reads, for an export or a callback.
+        """
+        if self._ranks is None:
+            return value
+        if not self._leads:
+            led: T = self.state.follow()
+            return led
+        self._ranks.tell(value)
+        return value
+
+    def _interrupted(self, interruption: Interruption) -> bool:
+        """Returns whether a signal has come, with several GPUs to any rank."""
+        if self._ranks is None:
+            return bool(interruption)
+        self._ranks.board.signalled = bool(interruption)
+        return self._led(self._ranks.signalled())
 
     def _refuse_to_start_over(self) -> None:
         """Raises UserError if a resumed run has no checkpoint, or if one that is to begin again has
@@ -496,12 +557,14 @@ class Trainer(TrainingRun):
         number, loss, evaluation = self.first_step - 1, None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
+        stopping = self._interrupted(interruption)
         for number in range(self.first_step, steps + 1):
-            if interruption:
+            if stopping:
                 break
             step = self._step(data, number)
             loss = step.loss
             self._notify("on_step", self, step)
+            self._stopped = self._led(self._stopped)
             self.finished = number == steps or bool(self._stopped)
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
@@ -510,9 +573,10 @@ class Trainer(TrainingRun):
                 self._evaluate(held_out, number, interruption) if evaluate and held_out else None
             )
             evaluation = found or evaluation
-            by_clock = clock > 0 and time.monotonic() - saved_at >= 60 * clock
-            due = bool(interruption) or by_clock or (save and (saving.every_steps or clock))
-            switch = self._next is not None and not (self.finished or interruption)
+            by_clock = self._led(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
+            stopping = self._interrupted(interruption)
+            due = stopping or by_clock or (save and (saving.every_steps or clock))
+            switch = self._next is not None and not (self.finished or stopping)
             if due or switch:
                 best_by = found.loss if found else None if held_out else loss
                 pending = bool(evaluate and held_out and not found)
@@ -528,13 +592,14 @@ class Trainer(TrainingRun):
                 saved_at = time.monotonic()
             if self.finished:
                 break
-        if interruption:
-            raise interruption.error()
+        if stopping or self._interrupted(interruption):
+            # a signal to another rank ends this one as well
+            raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
 
     def _step(self, data: BatchSource, number: int) -> Step:
         steps = self.config.training.steps
-        rate, batches, failed = self.config.schedule.at(number, steps), data.step(number), ""
+        rate, batches, failed = self.config.schedule.at(number, steps), self._read(data, number), ""
         try:
             result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
@@ -564,6 +629,16 @@ class Trainer(TrainingRun):
             timeline=result.timeline,
             checksum=result.checksum,
         )
+
+    def _read(self, data: BatchSource, number: int) -> list[Batch]:
+        """Returns the micro-batches of a step; with several GPUs, those of this rank."""
+        if self._ranks is None:
+            return data.step(number)
+        places = own_micro_batches(self.plan, self._ranks.rank)
+        if isinstance(data, Corpus):
+            return data.micro_batches(number, places)
+        batches = data.step(number)
+        return [batches[place] for place in places]
 
     def _switch(self, run: RunState, *, saved: bool) -> None:
         """Continues under the plan of `switch`, from the checkpoint of `run`, which is made unless
@@ -639,7 +714,13 @@ class Trainer(TrainingRun):
         Called if the first step fails. A step with a loss that is not finite does not change the
         weights, so neither the learning rate nor the data can be the cause.
         """
-        if names := self.state.not_finite():
+        if not self._leads:
+            self.state.follow()  # until rank 0 has found the reason
+            return
+        names = self.state.not_finite()
+        if self._ranks is not None:
+            self._ranks.tell(None)
+        if names:
             others = f" and {len(names) - 3} other tensors" if len(names) > 3 else ""
             where, fix = (
                 (f"model {self.folder}", "fetch the model again")
@@ -666,7 +747,7 @@ class Trainer(TrainingRun):
             accumulation=self.plan.workload.accumulation,
             number=number,
             over_steps=self.config.evaluation.over_steps,
-            stop=lambda: bool(interruption),
+            stop=lambda: self._interrupted(interruption),
         )
         if evaluation is None:
             return None

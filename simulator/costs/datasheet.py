@@ -56,6 +56,7 @@ from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention, is_whole
+from megatrain.simulator.schedule.operands import exchanged
 
 _ADAM_BYTES = 22
 """Bytes per parameter that the AdamW of `cpu_adam_per_s` reads and writes: bf16 weight 2 + 2, bf16
@@ -281,7 +282,8 @@ class Datasheet(EstimatedCosts):
 
     def _exchange_ns(self, op: Op) -> int:
         """Returns the time of a collective: of the bytes that arrive and, with gradients, of adding
-        them. Each of the N parts is read, and the sum is written N times and read N - 1 times.
+        them. Each of the N parts, or 2 N with tied embeddings, is read. The sum is written as often
+        and read once less.
         """
         peer = self.hardware.peer_gb_per_s or min(
             self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
@@ -289,9 +291,9 @@ class Datasheet(EstimatedCosts):
         added = 0
         if op.kind == "exchange_gradients":
             width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
-            part = width * op.parameters
-            ranks = 1 + op.bytes // part
-            added = ranks * part + (2 * ranks - 1) * 4 * op.parameters
+            part, sources = width * op.parameters, exchanged(op)
+            parts = sources + op.bytes // part
+            added = parts * part + (2 * parts - 1) * 4 * op.parameters
         return math.ceil(
             self.hardware.link_latency_ns + op.bytes / peer + added / self.hardware.device_gb_per_s
         )

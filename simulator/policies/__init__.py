@@ -252,16 +252,10 @@ def flush_update(plan: Plan) -> Schedule | None:
 def evaluation(plan: Plan) -> Schedule:
     """Returns a forward pass with loss over the micro-batches of one step, on the step's buffers.
 
-    Raises UserError if the policy lacks a buffer that evaluation needs, or if the plan is for
-    several GPUs.
+    With several GPUs, it is that of one rank.
+
+    Raises UserError if the policy lacks a buffer that evaluation needs.
     """
-    if plan.gpus > 1:
-        raise UserError(
-            "evaluation: gpus",
-            found=plan.gpus,
-            allowed="1: several GPUs only train",
-            fix="evaluate with a plan for one GPU",
-        )
     return forward_only(plan, lower(plan))
 
 

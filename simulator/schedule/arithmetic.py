@@ -90,6 +90,11 @@ def micro_batch_of(plan: Plan, rank: int, micro: int) -> int:
     return (turn * plan.gpus + rank) * group + place
 
 
+def own_micro_batches(plan: Plan, rank: int) -> list[int]:
+    """Returns the micro-batches of the step that `rank` computes, in its order."""
+    return [micro_batch_of(plan, rank, micro) for micro in range(plan.micro_batches)]
+
+
 def sums_on_device(plan: Plan, layer: str) -> bool:
     """Returns whether a slot can hold the gradient of `layer` until it is complete.
 

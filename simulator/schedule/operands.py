@@ -39,7 +39,7 @@ OPERANDS = {
     "norm": ("gradients", "norms"),
     "encode_gradients": ("gradients", "gradients"),
     "gather_weights": ("weights", "weights"),
-    "exchange_gradients": ("gradients( gradients)?", "gradients workspace"),
+    "exchange_gradients": ("gradients( gradients){0,2}", "gradients workspace"),
     "sum_rows": ("gradients", "row_sums"),
     "exchange_sums": ("(row_sums|losses| )+", "(norms|losses| )+ workspace"),
     "update_ratios": ("gradients moments", "ratio_sums"),
@@ -60,7 +60,7 @@ _WHOLE = ("norm", "accumulate_gradients", "encode_gradients", "sum_rows")
 """Kinds that work on the gradient of a whole layer, or of the part of it that a rank owns."""
 _EXCHANGED = ("gather_weights", "exchange_gradients")
 """Collectives on a layer. `parameters` is the part that each rank owns, and `bytes` is what a rank
-receives: all other parts."""
+receives: all other parts. With tied embeddings, two gradients of a layer are exchanged at once."""
 
 
 def check_buffer(buffer: Buffer) -> None:
@@ -162,6 +162,13 @@ def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
     return [computed]
 
 
+def exchanged(op: Op) -> int:
+    """Returns how many buffers of a layer a collective exchanges: those that it reads but, if it
+    adds to one, that one.
+    """
+    return max(sum(name not in op.writes for name in op.reads), 1)
+
+
 def _check_sizes(
     op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str], kept: KeptMoments
 ) -> None:
@@ -182,10 +189,13 @@ def _check_sizes(
             values = kept(op.layer, first, count) if buffer.data == "moments" else count
             needed = int(values * WIDTH[dtypes[name]])
         elif op.kind in _EXCHANGED:
-            like = op.reads[0] if buffer.data == "workspace" else name
-            needed = int(op.parameters * WIDTH[dtypes[like]])
+            workspace = buffer.data == "workspace"
+            sources = exchanged(op)
+            needed = int(op.parameters * WIDTH[dtypes[op.reads[0] if workspace else name]])
             if not buffer.sharded:
-                needed += op.bytes
+                needed += op.bytes // sources
+            if workspace:
+                needed *= sources
         elif op.kind in _WHOLE and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:

@@ -1,14 +1,13 @@
-"""Estimates the speed of several GPUs in one host, from the plan for one. A plan that several GPUs
-execute (`Plan.gpus`) is predicted from its own schedule instead.
+"""Predicts the speed of several GPUs in one host, from the plan for one.
 
-The estimate assumes data parallelism. Each of N GPUs trains a batch of its own and loads all
-streamed weights. Optimizer state and summed gradients are in host memory once, and each GPU copies
-and updates 1/N of them. If nothing streams, each GPU holds and updates everything.
+If the policy can share the step (`planner/shared_step.py`), it is that of the schedule that each of
+the GPUs would execute. Otherwise it is an estimate, which assumes data parallelism. Each of N GPUs
+trains a batch of its own and loads all streamed weights. Optimizer state and summed gradients are
+in host memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds
+and updates everything. The sum of gradients among GPUs is left out (tens of milliseconds for 7B
+over NVLink, far more over PCIe).
 
-The links share the host's DRAM (`costs/several_gpus.py`).
-
-Not modelled: the sum of gradients among GPUs (tens of milliseconds for 7B over NVLink, far more
-over PCIe), NUMA, and further cores.
+The links share the host's DRAM (`costs/several_gpus.py`). Not modelled: NUMA, and further cores.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, Account
 from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.shared_step import shared_step, shares
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
 
@@ -42,8 +43,14 @@ _SHARED = (
 """Kinds of ops that N GPUs share equally."""
 
 
+_SHARED_NOTE = (
+    "from the schedule of `megatrain plan --gpus`: all state in host memory, 1/N of it for each;"
+    " links limited by DRAM; not yet run on several GPUs"
+)
+
+
 class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A first estimate of what several GPUs of one host reach together."""
+    """A prediction, or a first estimate, of what several GPUs of one host reach together."""
 
     gpus: int
     """Number of GPUs."""
@@ -58,6 +65,8 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of host memory for all GPUs, in bytes."""
     feasible: bool
     """Whether host and device memory suffice."""
+    device_peak_bytes: int | None = None
+    """Peak of the memory of each device, in bytes, if it is too much."""
     gb_per_s: float
     """Copy rate of each GPU in GB/s, with one direction busy."""
     gb_per_s_both: float
@@ -86,6 +95,39 @@ def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
             allowed=f"1 to {MOST_GPUS}, on one host",
             fix="write it like --gpus 8",
         )
+
+
+def predicted(
+    choice: Choice, schedule: Schedule, hardware: HardwareSpec, costs: CostModel, gpus: int
+) -> MultiGpu:
+    """Returns what `gpus` GPUs reach that share the step of `choice`, a plan for one GPU, or the
+    estimate if its policy cannot share it.
+
+    `schedule` is that of the plan, and `costs` is the cost model of one GPU. Raises UserError as
+    `check_gpus` does.
+    """
+    check_gpus(gpus, hardware)
+    plan, alone = choice.plan, choice.step_seconds
+    if not shares(plan):
+        return estimate(plan, schedule, choice.account, hardware, costs, alone, gpus)
+    shared, links = shared_step(plan, hardware, gpus), link_share(hardware, gpus)
+    speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
+    return MultiGpu(
+        gpus=gpus,
+        step_seconds=shared.step_seconds,
+        tokens_per_second=speed,
+        speedup=speed / tokens_per_second(plan.workload, alone),
+        host_peak_bytes=gpus * shared.account.host_peak_bytes,
+        feasible=shared.feasible,
+        device_peak_bytes=(
+            shared.account.device_peak_bytes
+            if shared.account.device_peak_bytes > shared.account.device_limit_bytes
+            else None
+        ),
+        gb_per_s=links.alone,
+        gb_per_s_both=links.together,
+        note=_SHARED_NOTE,
+    )
 
 
 def estimate(

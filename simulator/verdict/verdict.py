@@ -46,7 +46,7 @@ from megatrain.simulator.planner.search import best_estimate, candidates
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
-from megatrain.simulator.verdict.multi_gpu import MultiGpu, estimate
+from megatrain.simulator.verdict.multi_gpu import MultiGpu, predicted
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 
@@ -426,7 +426,7 @@ def _lacking(verdict: Verdict) -> str:
 def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> TrainingEstimate | None:
     """Returns the time and energy of training on `tokens` tokens, or None if the plan does not fit.
 
-    If the verdict has an estimate for several GPUs, it is for all of them.
+    If the verdict is also on several GPUs, it is for all of them.
     """
     if not (verdict.feasible and (verdict.multi_gpu is None or verdict.multi_gpu.feasible)):
         return None
@@ -467,7 +467,7 @@ def explain(
         choice: The plan to explain.
         hardware: The machine of the plan.
         names: Policies that advice may choose. The default is all that may be the fastest.
-        gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
+        gpus: Number of GPUs in one host. For more than one, the verdict says what they reach.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
         chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
@@ -510,11 +510,7 @@ def described(
         extrapolated=dict(flagged),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
-        multi_gpu=(
-            estimate(plan, schedule, choice.account, hardware, costs, choice.step_seconds, gpus)
-            if gpus != 1
-            else None
-        ),
+        multi_gpu=(None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus)),
     )
     if tokens is not None:
         verdict = msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
@@ -604,7 +600,7 @@ def judge(
         device_limit: Device memory in bytes. The default is the machine's.
         host_limit: Host memory in bytes. The default is the machine's.
         policies: Policies to search. The default is that of `search`.
-        gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
+        gpus: Number of GPUs in one host. For more than one, the verdict says what they reach.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
 

@@ -628,7 +628,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     assert training["days"] == pytest.approx(training["hours"] / 24)
     assert f"8 GPUs {report['multi_gpu']['tokens_per_second']:,.0f} tokens/s" in text
     assert report["multi_gpu"]["note"] in text
-    assert "first estimate" in report["multi_gpu"]["note"]
+    assert "from the schedule of" in report["multi_gpu"]["note"]
     assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB" in text
 
 

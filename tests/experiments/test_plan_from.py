@@ -149,7 +149,7 @@ def test_a_name_with_a_blank_is_printed_in_quotes(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_for_several_gpus_is_predicted_and_not_trained(command: Any) -> None:
+def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command: Any) -> None:
     """`simulate` says what each rank does, and `train` refuses it before it reads anything."""
     words = ("--set", "policy=overlapped", "--set", "accumulation=2")
     outcome = command(*FROM, *words, "--set", "gpus=2")
@@ -164,11 +164,11 @@ def test_a_plan_for_several_gpus_is_predicted_and_not_trained(command: Any) -> N
     assert "lane exchange" in simulated.out
     assert "policy overlapped, 2 GPUs, schedule " in simulated.out
     assert simulated.out.count("each GPU") == 3
-    assert "evaluation" not in simulated.out
+    assert "evaluation" in simulated.out
     Path("x.txt").write_text("some text. " * 100)
     refused = command("train", "new.toml", "--data", "x.txt", "--steps", "1", "--out", "run")
     assert refused.status == 2
-    assert "plan: gpus: found 2; allowed: 1 in a single process" in refused.err
+    assert "ranks: found 1; allowed: 2, the GPUs of the plan; fix: start it with" in refused.err
     one = command("plan", "--from", "new.toml", "--out", "one.toml", "--set", "gpus=1")
     assert one.status == 0
     assert Plan.load(Path("one.toml")).gpus == 1
@@ -184,3 +184,16 @@ def test_sums_of_groups_of_micro_batches_are_planned_for_one_gpu(command: Any) -
     plan = Plan.load(Path("new.toml"))
     assert (plan.gpus, plan.workload.sum_group) == (1, 2)
     assert plan.digest == verified(plan).digest
+
+
+def test_plan_writes_a_plan_for_several_gpus(command: Any, tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    words = ("--hardware", "h200", "--batch", "1", "--gpus", "2", "--host-memory", "1TiB")
+    outcome = command("plan", "qwen2.5-7b", *words, "--out", out)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "on 2 GPUs" in " ".join(outcome.out.split())
+    plan = Plan.load(out)
+    assert (plan.gpus, plan.policy, plan.workload.accumulation) == (2, "overlapped", 2)
+    refused = command("plan", "gpt-oss-20b", *words, "--out", out)
+    assert refused.status == 2
+    assert "plan for 2 GPUs: model: experts" in refused.err

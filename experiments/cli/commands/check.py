@@ -44,7 +44,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--gpus"),
         default=1,
         metavar="N",
-        help="also report a first estimate for N GPUs of one host",
+        help="also report what N GPUs of one host reach, with the batch and the accumulation for"
+        " each of them",
     )
     parser.add_argument(
         "--why",

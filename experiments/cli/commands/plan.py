@@ -39,6 +39,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_workload(parser, loss_chunk=None)
     options.add_step_tokens(parser)
     parser.add_argument(
+        "--gpus",
+        type=options.whole("--gpus"),
+        default=1,
+        metavar="N",
+        help="plan for N GPUs of one host, with the batch and the accumulation for each of them",
+    )
+    parser.add_argument(
         "--from",
         dest="source_plan",
         type=Path,
@@ -178,6 +185,8 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     """Returns the best plan of each policy for the model and the machine of the options."""
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model.specs import ModelSpec, model_file
+    from megatrain.simulator.planner.shared_step import shared_step
+    from megatrain.simulator.verdict.multi_gpu import check_gpus
 
     hardware = HardwareSpec.load(args.hardware)
     if os.path.exists(args.model):
@@ -190,10 +199,16 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         else hardware_name(args.hardware)
     )
     model = ModelSpec.load(args.model)
+    if args.gpus > 1:
+        check_gpus(args.gpus, hardware)
+        args.policy = "overlapped" if args.policy == "best" else args.policy
     args = from_options.with_fitting_state(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    return from_options.choices(args, hardware, source, named), hardware
+    found = from_options.choices(args, hardware, source, named)
+    if args.gpus > 1:
+        found = [shared_step(found[0].plan, hardware, args.gpus)]
+    return found, hardware
 
 
 def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:

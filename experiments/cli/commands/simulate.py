@@ -49,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
         kinds[span.kind] = (count + 1, seconds + span.duration_ns / 1e9)
     choice = assess(plan, costs)
     evaluation_seconds = (
-        None
-        if find(plan.policy).prediction_only or plan.gpus > 1
-        else makespan_ns(evaluation(plan), costs) / 1e9
+        None if find(plan.policy).prediction_only else makespan_ns(evaluation(plan), costs) / 1e9
     )
     if args.json:
         report = as_json(summarize(choice, hardware)) | {

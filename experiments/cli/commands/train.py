@@ -22,6 +22,7 @@ from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import path_error
 from megatrain.experiments.cli.training import prepare, upload
 from megatrain.experiments.cli.training.preconditions import check_training
+from megatrain.experiments.cli.training.several_gpus import ranks_of
 from megatrain.runtime.training.callback import Callback
 from megatrain.runtime.training.config import Config, Field, fields, full_name, parse_value
 from megatrain.runtime.training.learning_rate import format_rate
@@ -29,6 +30,7 @@ from megatrain.runtime.training.stopped_run import how_it_stopped, last_checkpoi
 from megatrain.simulator.base.errors import RunError, UserError
 
 if TYPE_CHECKING:
+    from megatrain.runtime.ranks import Ranks
     from megatrain.runtime.training.run_lock import RunLock
     from megatrain.runtime.training.training_run import TrainingRun
 
@@ -338,7 +340,24 @@ def run(args: argparse.Namespace) -> int:
         )
     if model:
         prepare.check(args, config)
+    with ranks_of(args, None if model else plan_file, config) as ranks:
+        if ranks is not None and not ranks.leads:
+            from megatrain.runtime.training.run_lock import RunLock
 
+            return _run(args, plan_file, RunLock(folder), config, ranks)
+        return _lead(args, None if model else plan_file, folder, config, ranks)
+
+
+def _lead(
+    args: argparse.Namespace,
+    plan_file: Path | None,
+    folder: Path,
+    config: Config,
+    ranks: Ranks | None,
+) -> int:
+    """Trains with the run's folder locked. Without a plan, makes one. With several GPUs, this is
+    rank 0.
+    """
     from megatrain.runtime.data.sources import pinned
     from megatrain.runtime.training.run_lock import RunLock
 
@@ -348,15 +367,15 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.exists(folder):
         options.check_writable(folder)
     with lock:  # taken before slow imports, so that a second run is refused at once
-        if not model:
+        if plan_file is not None:
             check_training(plan_file, args.model, config)
         upload.check(args)
         # One commit of data on the hub is planned for, trained on and recorded.
         config = msgspec.structs.replace(config, data=pinned(config.data))
-        if not model:
-            return _run(args, plan_file, lock, config)
-        with prepare.planned(args, config) as plan_file:
-            return _run(args, plan_file, lock, config)
+        if plan_file is not None:
+            return _run(args, plan_file, lock, config, ranks)
+        with prepare.planned(args, config) as made:
+            return _run(args, made, lock, config)
 
 
 class _Begun(Callback):
@@ -368,11 +387,17 @@ class _Begun(Callback):
         self.begun = True
 
 
-def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config) -> int:
+def _run(
+    args: argparse.Namespace,
+    plan_file: Path,
+    lock: RunLock,
+    config: Config,
+    ranks: Ranks | None = None,
+) -> int:
     """Trains as `_train` does, and turns a failure after the training has begun into a RunError."""
     start = _Begun()
     try:
-        return _train(args, plan_file, lock, config, start)
+        return _train(args, plan_file, lock, config, start, ranks)
     except (UserError, OSError) as error:
         shown = error if isinstance(error, UserError) else path_error(error)
         if shown is None or not start.begun:
@@ -381,9 +406,16 @@ def _run(args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Confi
 
 
 def _train(
-    args: argparse.Namespace, plan_file: Path, lock: RunLock, config: Config, start: _Begun
+    args: argparse.Namespace,
+    plan_file: Path,
+    lock: RunLock,
+    config: Config,
+    start: _Begun,
+    ranks: Ranks | None,
 ) -> int:
-    """Trains with the lock held, draws the loss, and prints a summary."""
+    """Trains with the lock held, draws the loss, and prints a summary. With several GPUs, only rank
+    0 holds the lock and draws and prints.
+    """
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
     from megatrain.experiments.cli.training.step_comparison import StepComparison
@@ -394,8 +426,9 @@ def _train(
     from megatrain.runtime.training.trainer import Trainer
     from megatrain.simulator.schedule.plan import Plan
 
-    folder = lock.folder
-    bars = ProgressBars(Plan.load(plan_file).model.parameters) if sys.stdout.isatty() else None
+    folder, leads = lock.folder, ranks is None or ranks.leads
+    shown = leads and sys.stdout.isatty()
+    bars = ProgressBars(Plan.load(plan_file).model.parameters) if shown else None
     comparison = StepComparison(
         None if bars is None else bars.compared,
         recalibrates=prepare.names_model(args) and not args.hardware,
@@ -413,11 +446,12 @@ def _train(
         callbacks=[
             *([] if bars is None else [bars]),
             start,
-            comparison,
+            *([comparison] if leads else []),
             *([Adaptation()] if args.adapt else []),
         ],
         progress=bars is None,
         device=options.device(args),
+        ranks=ranks,
     )
     try:
         fitted = trainer.fit()
@@ -431,12 +465,14 @@ def _train(
         )
         raise RunError(str(mistake)) from None
     except KeyboardInterrupt as error:
-        if start.begun:
+        if start.begun and leads:
             error.add_note(how_it_stopped(folder))
         raise
     finally:
         if bars is not None:
             bars.close()
+    if not leads:
+        return 0
     record = read_record(folder)
     if losses := record.losses:
         draw_loss(folder, record, trainer.plan)

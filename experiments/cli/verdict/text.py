@@ -336,9 +336,12 @@ def _several(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines on several GPUs."""
     several = verdict.multi_gpu
     assert several is not None
-    fits = (
-        "" if several.feasible else f"; DOES NOT FIT: {layout.size(several.host_peak_bytes)} of RAM"
+    lacking = (
+        f"{layout.size(several.host_peak_bytes)} of RAM"
+        if several.device_peak_bytes is None
+        else f"{layout.size(several.device_peak_bytes)} of VRAM each"
     )
+    fits = "" if several.feasible else f"; DOES NOT FIT: {lacking}"
     return labelled(
         f"{several.gpus} GPUs",
         f"{layout.speed(several.tokens_per_second)} tokens/s, {several.speedup:.1f} times one GPU,"

@@ -4,6 +4,9 @@ For each micro-batch it emits the embedding, the decoder layers and the loss. It
 the plan's training step, so that no policy has to write a forward pass of its own. Resident weights
 are read where they are. The others stream through the weight slots of the training step, and a
 layer that is still in a slot is not loaded again. Hidden states alternate between two slots.
+
+With several GPUs, each rank takes its own micro-batches, loads its parts of the weights and gathers
+the others, as in a training step. At the end, all ranks get all losses.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.schedule import DataClass, OpId, Schedule, base_buffer
-from megatrain.simulator.schedule.arithmetic import cost_keys
+from megatrain.simulator.schedule.arithmetic import cost_keys, part_elements
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -22,7 +25,7 @@ class EvaluationStep:
 
     def __init__(self, builder: Builder, plan: Plan, training: Schedule) -> None:
         self.builder, self.plan, self.training = builder, plan, training
-        micros = [str(micro) for micro in range(plan.workload.accumulation)]
+        micros = [str(micro) for micro in range(plan.micro_batches)]
         self.home = {layer: self._keep("weights", layer) for layer in plan.model.stack}
         pools = self._weight_pools()
         self.pool: dict[str, str] = {}
@@ -103,7 +106,7 @@ class EvaluationStep:
             return found
         slot = self.loaded[pool].take(layer)
         total, size = (
-            DTYPE_BYTES[self.plan.workload.dtype] * self.plan.model.stack[layer].elements,
+            DTYPE_BYTES[self.plan.workload.dtype] * part_elements(self.plan, layer),
             self.plan.knobs.chunk_bytes,
         )
         for chunk, first in enumerate(range(0, total, size)):
@@ -115,6 +118,15 @@ class EvaluationStep:
                 [slot],
                 offset=first,
                 bytes=min(size, total - first),
+            )
+        if self.plan.gpus > 1:
+            self.builder.op(
+                OpId("gather_weights", layer, phase, micro),
+                "exchange",
+                [slot],
+                [slot],
+                bytes=(self.plan.gpus - 1) * total,
+                parameters=part_elements(self.plan, layer),
             )
         return slot
 
@@ -151,9 +163,23 @@ class EvaluationStep:
         self.builder.release(x)
 
     def close(self) -> None:
-        """Releases the weight slots."""
+        """Releases the weight slots. With several GPUs, every rank gets the losses of all."""
         for cache in self.loaded.values():
             cache.clear()
+        if self.plan.gpus > 1:
+            self.builder.op(
+                OpId("exchange_sums"),
+                "exchange",
+                self.losses,
+                [
+                    *(
+                        self._keep("losses", f"all.{micro}")
+                        for micro in range(self.plan.workload.accumulation)
+                    ),
+                    self._keep("workspace", "all"),
+                ],
+                bytes=(self.plan.gpus - 1) * 4 * len(self.losses),
+            )
 
 
 def forward_only(plan: Plan, training: Schedule) -> Schedule:
@@ -164,7 +190,7 @@ def forward_only(plan: Plan, training: Schedule) -> Schedule:
     """
     builder = Builder(plan.policy)
     step = EvaluationStep(builder, plan, training)
-    for micro in range(plan.workload.accumulation):
+    for micro in range(plan.micro_batches):
         step.micro_batch(micro)
     step.close()
     return builder.build()

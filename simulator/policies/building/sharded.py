@@ -14,6 +14,7 @@ host memory (`part_elements`). A step is:
         load_weights and gather_weights, if the layer is no longer in a slot
         recompute, backward
         exchange_gradients: sends each rank its part, and adds the parts that arrive, rank 0's first
+            (of a tied head together with the embedding's, which comes last)
         sum_rows of the sum, and a copy of it to host memory
     exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
     clip: the coefficient, from the norms
@@ -62,7 +63,6 @@ def refuse_sharded(plan: Plan) -> None:
         ("workload: state", work.state, "exact", "use state exact"),
         ("workload: gradients", work.gradients, "exact", "use gradients exact"),
         ("workload: fp8", work.fp8, None, "use --dtype bf16"),
-        ("model: tied embeddings", model.tied, False, "use a model with a head of its own"),
         ("model: experts", routes, False, "use a model without experts"),
         *(
             (
@@ -125,6 +125,11 @@ class ShardedStore:
                         sharded=True,
                         per_gpu=True,
                     )
+        self.sources = {
+            layer: 2 if plan.model.tied and spec.kind != "decoder" else 1
+            for layer, spec in self.stack.items()
+        }
+        """Layer -> gradients of a micro-batch: two for a head that is tied to the embedding."""
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
@@ -141,7 +146,7 @@ class ShardedStore:
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
-        largest = max(self.parts.values())
+        largest = max(self.sources[layer] * part for layer, part in self.parts.items())
         self.workspace = builder.persistent(
             "device.exchange_workspace",
             "all",
@@ -154,6 +159,9 @@ class ShardedStore:
         """Layers whose deferred update this step has applied."""
         self.summing: dict[str, str] = {}
         """Layer -> the gradient slot that the next micro-batch of the group adds to."""
+        self.tied: list[str] = []
+        """The slot with the gradient of a head that is tied to the embedding, until that of the
+        embedding is there too."""
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
@@ -193,7 +201,7 @@ class ShardedStore:
             knob = "gradient_slots" if named else ""
             slots(
                 f"device.streamed_gradients{suffix}",
-                counts[1],
+                max(counts[1], 1 if decoder else max(self.sources.values())),
                 self.sent_width * whole,
                 "gradients",
                 "fp32" if self.group > 1 else dtype,
@@ -272,11 +280,18 @@ class ShardedStore:
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         """Exchanges the sum of a group of micro-batches, and adds what arrives to that of earlier
-        groups.
+        groups. The gradient of a tied head waits for that of the embedding: one GPU adds both of a
+        micro-batch before those of the next.
         """
         if (micro + 1) % self.group:
             self.summing[layer] = buffer
             return
+        if phase == "h" and self.sources[layer] > 1:
+            self.tied = [buffer]
+            return
+        sent = [buffer]
+        if self.sources[layer] > 1:
+            sent, self.tied = [*self.tied, buffer], []
         home, adding = self.home["gradients", layer], micro >= self.group
         part = self.builder.acquire(self._pool("device.gradient_parts", layer))
         if adding:
@@ -284,12 +299,13 @@ class ShardedStore:
         self.builder.op(
             OpId("exchange_gradients", layer, phase, micro),
             "exchange",
-            [buffer, part] if adding else [buffer],
+            [*sent, part] if adding else sent,
             [part, self.workspace],
-            bytes=self._received(layer, self.sent_width),
+            bytes=len(sent) * self._received(layer, self.sent_width),
             parameters=self.parts[layer],
         )
-        self.builder.release(buffer)
+        for slot in sent:
+            self.builder.release(slot)
         if micro == self.plan.micro_batches - 1:
             self.builder.op(
                 OpId("sum_rows", layer),

@@ -1,0 +1,68 @@
+"""The ranks of `megatrain train` with a plan for several GPUs: one process for each, started by
+torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.experiments.cli import options
+from megatrain.runtime.training.config import Config
+from megatrain.simulator.base.errors import UserError
+
+if TYPE_CHECKING:
+    from megatrain.runtime.ranks import Ranks
+
+
+@contextlib.contextmanager
+def ranks_of(
+    args: argparse.Namespace, plan_file: Path | None, config: Config
+) -> Iterator[Ranks | None]:
+    """Joins the ranks of a plan. None for a plan for one GPU, or if it cannot be read, which the
+    caller reports.
+
+    Args:
+        args: the options of the command.
+        plan_file: the plan's file, or None for a model that is yet to be planned.
+        config: the settings of the run, which must be the same on all ranks.
+
+    Raises UserError if the ranks do not fit the plan, or if an option is for one GPU only.
+    """
+    from megatrain.simulator.schedule.plan import Plan
+
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if plan_file is None:
+        if started > 1:
+            raise UserError(
+                "train",
+                found=f"a model to plan, on {started} ranks",
+                allowed="a plan for several GPUs, or one process",
+                fix=f"make the plan first, with `megatrain plan`, and set gpus={started} in it",
+            )
+        yield None
+        return
+    plan = None
+    with contextlib.suppress(UserError):
+        plan = Plan.load(plan_file)
+    if plan is None or plan.gpus == started == 1:
+        yield None
+        return
+    if args.adapt:
+        raise UserError(
+            "--adapt",
+            found=f"a plan for {plan.gpus} GPUs",
+            allowed="a plan for one GPU",
+            fix="leave it out",
+        )
+
+    from megatrain.runtime.ranks import joined
+
+    with joined(
+        plan, options.device(args), config, args.from_step, args.from_scratch, bool(args.resume)
+    ) as ranks:
+        yield ranks

@@ -1,0 +1,243 @@
+"""Tests of `megatrain train` with a plan for several GPUs, by ranks on the CPU with gloo: one run
+with the bits of one GPU, checkpoints for any number of GPUs, and ranks that are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from started_ranks import Driver
+
+from megatrain.experiments.cli import main as cli
+from megatrain.runtime.checkpoint.checkpoint import verify
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Placement, Plan
+
+WORDS = (
+    *("--data", "corpus", "--init", "random", "--device", "cpu", "--lr", "1e-2"),
+    *("--save-every", "2", "--keep-last", "9"),
+)
+EVALUATED = ("--evaluation-data", "corpus", "--evaluate-every", "2", "--evaluate-over", "2")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    made = Driver(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
+    """Makes the plans `1.toml`, `2.toml` and `4.toml` of one workload in the workplace."""
+    for gpus in (1, 2, 4):
+        plan = make_plan(
+            "overlapped",
+            layers=3,
+            gpus=gpus,
+            accumulation=8,
+            sum_group=2,
+            micro_batch_group=2,
+            sequence=16,
+            vocabulary=272,
+            dtype="fp32",
+            documents=True,
+            placement=Placement(saved_activations="0"),
+        )
+        plan = msgspec.structs.replace(plan, digest=lower(plan).digest, hardware="h200")
+        plan.save(workplace / f"{gpus}.toml")
+    return workplace
+
+
+def metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics, without times and the digest of the schedule."""
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    left_out = ("seconds", "tokens_per_second", "schedule")
+    return [{key: row[key] for key in row if key not in left_out} for row in rows]
+
+
+def weights(run: str | Path) -> bytes:
+    return (Path(run) / "model" / "model.safetensors").read_bytes()
+
+
+def on(driver: Driver, count: int, *runs: tuple[str, ...], **more: Any) -> list[int]:
+    """Starts `count` ranks of each of the runs, one after the other. Returns the process ids."""
+    words = [["train", *run] for run in runs]
+    return driver.start([words] * count, folder=os.getcwd(), **more)
+
+
+@pytest.mark.usefixtures("plans")
+def test_two_ranks_are_one_run_with_the_bits_of_one_gpu(driver: Driver) -> None:
+    """Losses, norms, evaluations and the exported model. A checkpoint of two ranks is continued by
+    one GPU, and one of one GPU by two ranks.
+    """
+    steps = ("--steps", "4")
+    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *EVALUATED, *steps]) == 0
+    shutil.copytree("alone", "to-two")
+    on(
+        driver,
+        2,
+        ("2.toml", "--out", "two", *WORDS, *EVALUATED, *steps),
+        ("2.toml", "--resume", "to-two", "--from-step", "2"),
+    )
+    assert driver.wait() == [0, 0], driver.printed(0) + driver.printed(1)
+    assert driver.printed(0).count("step 4/4") == 2
+    assert driver.printed(1) == "", "rank 0 alone reports"
+    shutil.copytree("two", "to-one")
+    assert cli.main(["train", "1.toml", "--resume", "to-one", "--from-step", "2"]) == 0
+    expected = metrics("alone")
+    assert len(expected) == 6
+    assert [metrics(run) for run in ("two", "to-two", "to-one")] == [expected] * 3
+    for run in ("two", "to-two", "to-one"):
+        model = max(Path(run).glob("model*/model.safetensors"))
+        assert model.read_bytes() == weights("alone")
+    manifest = verify(Path("two/checkpoints/step-00000002"))
+    assert [shard.file for shard in manifest.shards] == [
+        "state-00001.safetensors",
+        "state-00002.safetensors",
+    ]
+    assert cli.main(["export", "two", "--out", "exported"]) == 0
+    assert Path("exported/model.safetensors").read_bytes() == weights("alone")
+    assert cli.main(["compare", "two"]) == 0
+
+
+@pytest.mark.usefixtures("plans")
+def test_a_killed_rank_leaves_a_whole_checkpoint(driver: Driver) -> None:
+    """The other ends with one line that names the rank, and the run continues on one GPU."""
+    constant = ("--schedule", "constant", "--warm-up-steps", "0")
+    steps = ("--steps", "100000", *constant)
+    processes = on(driver, 2, ("2.toml", "--out", "run", *WORDS, *steps))
+    run, begin = Path("run"), time.monotonic()
+    while not (run / "checkpoints" / "step-00000002").is_dir():
+        assert time.monotonic() - begin < 60, driver.printed(0)
+        time.sleep(0.01)
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    (line,) = [line for line in driver.printed(0).splitlines() if "megatrain: " in line]
+    assert f"rank 1 (process {processes[1]}) has ended, " in line
+    assert "rank 0" in line
+    saved = max((run / "checkpoints").glob("step-*"))
+    last = verify(saved).run.step
+    done = str(last + 1)
+    words = ["--resume", "run", "--steps", done]
+    assert cli.main(["train", "1.toml", *words]) == 0
+    straight = ("--steps", done, *constant)
+    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *straight]) == 0
+    assert metrics("run")[-1] == metrics("alone")[-1]
+    assert weights("run") == weights("alone")
+
+
+@pytest.mark.usefixtures("plans")
+def test_a_checkpoint_that_one_rank_cannot_write_is_not_there(driver: Driver) -> None:
+    """Both ranks end with the same line, and no part of it is left."""
+    on(driver, 2, ("2.toml", "--out", "run", *WORDS, "--steps", "3"), file_bytes=20_000)
+    assert driver.wait() == [1, 1]
+    for rank in range(2):
+        (line,) = [line for line in driver.printed(rank).splitlines() if "megatrain: " in line]
+        assert "checkpoint run/checkpoints/step-00000002 was not saved: file too large" in line
+    assert list(Path("run/checkpoints").iterdir()) == []
+
+
+@pytest.mark.usefixtures("plans")
+def test_what_several_ranks_cannot_do_is_refused_in_one_line(driver: Driver) -> None:
+    start = ("--out", "run", *WORDS, "--steps", "1")
+    for words, found in (
+        (("2.toml", *start, "--adapt"), "--adapt: found a plan for 2 GPUs"),
+        (("1.toml", *start), "ranks: found 2; allowed: 1, the GPUs of the plan"),
+        (("4.toml", *start), "ranks: found 2; allowed: 4, the GPUs of the plan"),
+        (("tiny", *start), "train: found a model to plan, on 2 ranks"),
+    ):
+        on(driver, 2, words)
+        assert driver.wait() == [2, 2]
+        for rank in range(2):
+            assert len(driver.printed(rank).splitlines()) == 1
+            assert found in driver.printed(rank)
+    assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("plans")
+def test_ranks_with_other_data_or_a_taken_folder_end(driver: Driver) -> None:
+    other = ("--data", "corpus/one.txt", "--out", "run", *WORDS[2:], "--steps", "1")
+    mine = ("--out", "run", *WORDS, "--steps", "1")
+    driver.start([[["train", "2.toml", *each]] for each in (mine, other)], folder=os.getcwd())
+    assert driver.wait() == [2, 2]
+    assert "ranks: plan: found " in driver.printed(1)
+    Path("run").mkdir(exist_ok=True)
+    Path("run", "notes.txt").write_text("mine")
+    on(driver, 2, ("2.toml", *mine))
+    assert driver.wait() == [2, 1]
+    assert "run: found something there already" in driver.printed(0)
+    assert "has stopped: run: found something there already" in driver.printed(1)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_four_ranks_save_and_two_or_one_continue(driver: Driver) -> None:
+    steps = ("--steps", "4")
+    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *EVALUATED, *steps]) == 0
+    on(driver, 4, ("4.toml", "--out", "four", *WORDS, *EVALUATED, *steps))
+    assert driver.wait() == [0] * 4
+    for name in ("to-two", "to-one"):
+        shutil.copytree("four", name)
+    on(driver, 2, ("2.toml", "--resume", "to-two", "--from-step", "2"))
+    assert driver.wait() == [0, 0]
+    assert cli.main(["train", "1.toml", "--resume", "to-one", "--from-step", "2"]) == 0
+    for run in ("four", "to-two", "to-one"):
+        assert metrics(run) == metrics("alone")
+    shutil.rmtree("to-two")
+    shutil.copytree("to-one", "to-four")
+    on(driver, 4, ("4.toml", "--resume", "to-four", "--from-step", "2"))
+    assert driver.wait() == [0] * 4
+    assert metrics("to-four") == metrics("alone")
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_signal_to_the_ranks_saves_and_ends_the_run(driver: Driver) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes = on(driver, 2, words)
+    while "step 3/" not in driver.printed(0):
+        time.sleep(0.01)
+    os.kill(processes[1], signal.SIGTERM)
+    assert driver.wait() == [143, 143]
+    assert "stopped after step" in driver.printed(0)
+    saved = max(Path("run/checkpoints").glob("step-*"))
+    assert verify(saved).run.step == metrics("run")[-1]["step"]
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_stopped_rank_ends_the_others(driver: Driver) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes = on(driver, 2, words, timeout_s=2)
+    while "step 3/" not in driver.printed(0):
+        time.sleep(0.01)
+    os.kill(processes[1], signal.SIGSTOP)
+    while "megatrain: " not in driver.printed(0):
+        time.sleep(0.02)
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    assert f"rank 1 (process {processes[1]}) is stopped, " in driver.printed(0)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_rank_that_hangs_in_an_op_is_named(driver: Driver) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes = on(driver, 2, words, timeout_s=2, hangs_at=10)
+    while "megatrain: " not in driver.printed(0):
+        time.sleep(0.02)
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    late = f"rank 1 (process {processes[1]}) has not reached it, in "
+    assert late in driver.printed(0)
+    assert "on lane compute" in driver.printed(0)

@@ -1,0 +1,100 @@
+"""A process that imports torch once, then forks the ranks of a run for every JSON line that it
+reads.
+
+Each line has for each rank the arguments of one run after the other, and the ports of these runs. A
+run is one of `megatrain.experiments.ranks`, or of `megatrain` if its first word is `train`. What a
+rank prints goes to a file of its own. `folder` is the working directory, `timeout_s` is how long
+ranks wait for each other in a step, and `file_bytes` is the largest file that the last rank can
+write, and `hangs_at` is the call of the embedding in which it sleeps for ever. The answer is the
+process ids of the ranks. An empty line waits for them, and the answer is their exit statuses, each
+the largest of the rank's runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.ranks import main
+from megatrain.experiments.run_report import pictures
+from megatrain.runtime import ranks
+from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
+
+
+def _rank(rank: int, request: dict[str, Any]) -> int:
+    runs, count = request["runs"][rank], len(request["runs"])
+    if "folder" in request:
+        os.chdir(request["folder"])
+    ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
+    if "file_bytes" in request and rank == count - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
+    if "hangs_at" in request and rank == count - 1:
+        calls, embed = itertools.count(1), FunctionalLayers.embed
+
+        def sleep(*given: Any) -> Any:
+            if next(calls) == request["hangs_at"]:
+                time.sleep(1e6)
+            return embed(*given)
+
+        FunctionalLayers.embed = sleep  # type: ignore[method-assign]
+    pictures.draw_loss = lambda *_: None
+    handle = os.open(request["out"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    statuses = []
+    for arguments, port in zip(runs, request["ports"], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        statuses.append(cli.main(arguments) if arguments[0] == "train" else main(arguments))
+    return max(statuses)
+
+
+def _start(request: dict[str, Any]) -> list[int]:
+    processes = []
+    for rank in range(len(request["runs"])):
+        process = os.fork()
+        if not process:
+            status = 70
+            try:
+                status = _rank(rank, request)
+            finally:
+                os._exit(status)
+        processes.append(process)
+    return processes
+
+
+def serve() -> None:
+    """Answers the lines of standard input."""
+
+    def answer(text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    torch.set_num_threads(1)
+    processes: list[int] = []
+    answer("ready")
+    for line in sys.stdin:
+        if line.strip():
+            processes = _start(json.loads(line))
+            answer(json.dumps(processes))
+        else:
+            ended = [os.waitpid(process, 0)[1] for process in processes]
+            answer(json.dumps([os.waitstatus_to_exitcode(each) for each in ended]))
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,50 @@
+"""Tests of the plan for several GPUs that is made from a plan for one."""
+
+from __future__ import annotations
+
+import pytest
+import small_model
+
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner.shared_step import shared_step, shares
+from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule.plan import Plan
+
+H200 = HardwareSpec.load("h200")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def one() -> Plan:
+    """Returns the best plan of `overlapped` for one GPU with 4 GiB."""
+    work = Workload(batch=8, sequence=1024, accumulation=2)
+    model = small_model.SMALL.with_layers(6)
+    return search(model, H200, work, device_limit=4 * GIB, policies=["overlapped"])[0].plan
+
+
+def test_a_shared_step_is_a_plan_that_ranks_can_execute(one: Plan) -> None:
+    """It has N times the micro-batches, its own prediction, and an N-th of the host's memory."""
+    choice = shared_step(one, H200, 4)
+    plan = choice.plan
+    assert (plan.gpus, plan.workload.accumulation, plan.micro_batches) == (4, 8, 2)
+    assert plan.host_limit_bytes == one.host_limit_bytes // 4
+    assert plan.knobs.micro_batch_group == plan.workload.sum_group
+    assert verified(plan).digest == plan.digest
+    costs = cost_model(H200, plan.model, plan.workload, 4)
+    assert assess(plan, costs).step_seconds == choice.step_seconds
+    assert choice.feasible
+    assert {op.lane for op in verified(plan).ops} >= {"exchange", "h2d", "d2h"}
+
+
+def test_other_policies_and_models_cannot_share_a_step(one: Plan) -> None:
+    assert shares(one)
+    model = small_model.SMALL.with_layers(6)
+    (resident,) = search(model, H200, one.workload, policies=["resident"])
+    assert not shares(resident.plan)
+    with pytest.raises(UserError, match="policy resident: gpus: found 2"):
+        shared_step(resident.plan, H200, 2)
