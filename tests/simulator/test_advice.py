@@ -274,6 +274,39 @@ def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelS
     assert bounds[0] == bounds[1] > 0
 
 
+def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
+    """Returns an adviser whose search finds nothing."""
+    hardware, small = HardwareSpec.load(machine), make_model(hidden=128)
+    choice = candidates(small, hardware, WORK)[0]
+    costs = cost_model(hardware, small, WORK)
+    return Adviser(choice, hardware, costs, [choice.plan.policy], lambda *_, **__: None, [])
+
+
+def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
+    make_model: Callable[..., ModelSpec],
+) -> None:
+    """It is that of a plan with little memory. If none fits, there is no speed."""
+    some = adviser(make_model, "h200")
+    small = msgspec.structs.replace(WORK, batch=1)
+    speed = some._speed(small, some._least(small))
+    assert speed is not None
+    assert 0 < speed < WORK.step_tokens / some.choice.step_seconds
+    assert some._speed(small, some._least(small, device_limit_bytes=1)) is None
+
+
+@pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
+def test_the_memory_to_add_is_what_the_limits_lack(
+    make_model: Callable[..., ModelSpec], machine: str, options: int
+) -> None:
+    """One memory for both places is as large as both need together, and counts once."""
+    some = adviser(make_model, machine)
+    some.plan = msgspec.structs.replace(some.plan, device_limit_bytes=2**30, host_limit_bytes=2**30)
+    (entry,) = some._memory({"host": 2**31}, choice=some.choice)
+    assert len(entry.options) == options
+    assert entry.change.endswith(", 1.00 GiB more")
+    assert not some._memory({"device": some.hardware.device_bytes + 1})
+
+
 def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
     make_model: Callable[..., ModelSpec],
 ) -> None:
