@@ -19,6 +19,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
+from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict import advice
@@ -278,8 +279,9 @@ def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
     """Returns an adviser whose search finds nothing."""
     hardware, small = HardwareSpec.load(machine), make_model(hidden=128)
     choice = candidates(small, hardware, WORK)[0]
-    costs = cost_model(hardware, small, WORK)
-    return Adviser(choice, hardware, costs, [choice.plan.policy], lambda *_, **__: None, [])
+    costs, names = cost_model(hardware, small, WORK), [choice.plan.policy]
+    least = usable(choice.plan, hardware, costs, names)
+    return Adviser(choice, hardware, costs, names, lambda *_, **__: None, least)
 
 
 def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
@@ -292,6 +294,16 @@ def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
     assert speed is not None
     assert 0 < speed < WORK.step_tokens / some.choice.step_seconds
     assert some._speed(small, some._least(small, device_limit_bytes=1)) is None
+
+
+def test_where_no_whole_row_fits_a_shorter_one_is_suggested(
+    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = adviser(make_model, "h200")
+    monkeypatch.setattr(advice, "largest_batch", lambda *_: 0)
+    monkeypatch.setattr(advice, "longest_context", lambda *_: 40)
+    monkeypatch.setattr(some, "_more_memory", list)
+    assert {"seq": "40", "batch": "1"} in [entry.options for entry in some._fitting()]
 
 
 @pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
