@@ -68,9 +68,7 @@ def match_from_pretrained(whole: Any, dtype: torch.dtype) -> None:
     """
     kept = {*whole._keep_in_fp32_modules_strict, *(whole._keep_in_fp32_modules or ())}
     for path, module in whole.named_modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
                 del module._parameters[name]
                 module.register_buffer(name, parameter.data)

@@ -105,7 +105,6 @@ class _Ends:
             norm=nn.Identity(),
         )
 
-    @torch.compiler.disable
     def enter(self, row: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the streams, [streams, batch, sequence, hidden], and the inputs of all layers.
 

@@ -162,7 +162,7 @@ def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
     moved: list[Buffer] = []
     for index, buffer in enumerate(order):
         if excess <= 0:
-            break
+            return moved
         if buffer.allocated >= excess:
             enough = (other for other in order[index:] if other.allocated >= excess)
             buffer = min(enough, key=lambda other: other.allocated)

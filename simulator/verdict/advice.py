@@ -91,17 +91,17 @@ class Adviser:
         costs = self.costs if work == self.work else cost_model(self.hardware, plan.model, work)
         return usable(plan, self.hardware, costs, self.names)
 
-    def suggestions(self, most: int = 5) -> tuple[Suggestion, ...]:
-        """Returns at most `most` suggestions, the best first, and after them the state formats."""
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """Returns at most five suggestions, the best first, and after them the state formats."""
         if self.choice.feasible:
             tried = [*self._faster(), *map(self._in_format, self._formats)]
             faster = [entry for entry in tried if entry and (entry.gain or 0) >= _LEAST_GAIN]
             faster.sort(key=lambda entry: -(entry.gain or 0))
-            return _formats_last(faster, most)
+            return _formats_last(faster)
         changes = [*self._fitting(), *self._fitting_format()]
         useful = [entry for entry in changes if entry.fits or entry.bytes_saved > 0]
         useful.sort(key=lambda entry: (not entry.fits, entry.bytes_missing))
-        found = _formats_last(useful, most)
+        found = _formats_last(useful)
         fitting = [entry for entry in found if entry.fits and not entry.compressed]
         enlarged = any("memory" in name for entry in fitting for name in entry.options)
         others = alternatives(self.plan, self.hardware, machines=not enlarged)
@@ -447,7 +447,7 @@ class Adviser:
         )
 
 
-def _formats_last(found: list[Suggestion], most: int) -> tuple[Suggestion, ...]:
+def _formats_last(found: list[Suggestion], most: int = 5) -> tuple[Suggestion, ...]:
     """Returns the first `most` suggestions that keep the state format, then all that change it."""
     exact = [entry for entry in found if not entry.compressed]
     return (*exact[:most], *(entry for entry in found if entry.compressed))

@@ -1,21 +1,17 @@
-"""Mutation testing: breaks one line at a time in a copy of the repository, and runs the tests that
-execute that line.
+"""Breaks one line at a time in a copy of the repository, and runs the tests that execute it.
 
-    python tests/mutation/mutate.py record                 # which test executes which line
-    python tests/mutation/mutate.py run simulator runtime  # a sample of breakages
+    python tests/mutation/mutate.py simulator runtime --mutants 60 --seed 7
 
-cosmic-ray makes the breakages and coverage.py says which tests execute a line. `docs/mutation.md`
-explains the output.
+cosmic-ray makes the breakages. `docs/mutation.md` explains the output.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -25,117 +21,24 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import coverage
+import marks
 from breakages import breakages, plain
 from cosmic_ray.mutating import mutate_code
-from cosmic_ray.testing import run_tests
-from cosmic_ray.work_item import TestOutcome
-from coverage.parser import PythonParser
+from forks import import_before, run_pytest
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".mutation"
-RECORDED = (
+TESTS = (
     "simulator",
     "runtime",
     "properties",
     "experiments/test_train.py",
     "experiments/test_resume.py",
     "experiments/test_export.py",
+    "experiments/test_chat.py",
+    "experiments/test_convert.py",
 )
-
-
-def record(files: list[str]) -> None:
-    """Runs each of the test files once under coverage.py.
-
-    Without `files`, it runs those that were not recorded yet.
-    """
-    CACHE.mkdir(exist_ok=True)
-    every = [
-        str(path.relative_to(ROOT))
-        for name in RECORDED
-        for path in sorted(
-            (ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py")
-        )
-    ]
-    for file in files or [
-        file for file in every if not (CACHE / f"{file.replace('/', '.')}.xml").exists()
-    ]:
-        print(file, flush=True)
-        base = CACHE / file.replace("/", ".")
-        options = [
-            "-q",
-            "--cov",
-            "--cov-context=test",
-            "--cov-report=",
-            f"--junitxml={base}.xml",
-            "-o",
-            "junit_family=xunit1",
-        ]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", file, *options],
-            cwd=ROOT,
-            env={**os.environ, "COVERAGE_FILE": f"{base}.coverage"},
-            check=False,
-        )
-
-
-class Executing:
-    """Which tests execute each line, from the recording.
-
-    What a fixture executes counts for every test of its file.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        """Duration of each test that passed."""
-        self.lines: dict[str, dict[int, set[str]]] = {}
-        for report in sorted(CACHE.glob("*.xml")):
-            passed = {
-                _id(case): float(case.attrib["time"])
-                for case in ElementTree.parse(report).iter("testcase")
-                if {part.tag for part in case} <= {"properties"}
-            }
-            self.seconds |= passed
-            data = coverage.CoverageData(str(report.with_suffix(".coverage")))
-            data.read()
-            for path in data.measured_files():
-                for line, contexts in data.contexts_by_lineno(path).items():
-                    tests = self.lines.setdefault(path, {}).setdefault(line, set())
-                    for test, _, phase in (context.rpartition("|") for context in contexts):
-                        tests.update(
-                            {test} & passed.keys() if phase == "run" else passed if phase else ()
-                        )
-        self.width = Counter(
-            test for lines in self.lines.values() for tests in lines.values() for test in tests
-        )
-
-    def tests(self, path: str, lines: set[int], *, everywhere: bool = False) -> list[str]:
-        """Returns the tests that execute one of `lines`.
-
-        The test that executes the fewest lines comes first. With `everywhere`, the lines are a
-        whole module's, and the fastest test comes first.
-        """
-        tests = set().union(*(self.lines[path][line] for line in lines))
-        return sorted(
-            tests, key=lambda test: (self.seconds[test] if everywhere else self.width[test], test)
-        )
-
-    def within(self, tests: list[str], limit_s: float) -> list[str]:
-        """Returns the first of `tests` that together take at most `limit_s`, and at least three."""
-        ends = accumulate(self.seconds[test] for test in tests)
-        return [
-            test
-            for count, (test, end) in enumerate(zip(tests, ends, strict=True))
-            if count < 3 or end <= limit_s
-        ]
-
-
-def _id(case: ElementTree.Element) -> str:
-    file, name = case.attrib["file"], case.attrib["name"]
-    inner = (
-        case.attrib["classname"].removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
-    )
-    return "::".join(part for part in (file, inner, name) if part)
+KINDS = ("killed", "survived", "equivalent", "unreached")
 
 
 class Breakage:
@@ -159,140 +62,205 @@ class Breakage:
         return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
 
 
-def sample(
-    paths: list[str], count: int, seed: int, executing: Executing
-) -> list[tuple[Breakage, list[str]]]:
-    """Returns about `count` breakages, each with the tests that execute it.
+def draw(path: str, count: int, seed: int) -> list[Breakage]:
+    """Returns about `count` breakages of a folder or module.
 
-    The lines are at equal distances through all modules. Each line gets one breakage at random.
+    The lines are at equal distances through all modules, shuffled within a module. Each line gets
+    one breakage at random.
     """
     chance = random.Random(seed)
-    modules = sorted(
-        {
-            str(file.relative_to(ROOT))
-            for path in paths
-            for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).glob("**/*.py"))
-        }
-    )
     lines = []
-    for path in modules:
-        parser = PythonParser((ROOT / path).read_text())
-        parser.parse_source()
-        functions = [
-            (
-                min([node.lineno, *(name.lineno for name in node.decorator_list)]),
-                node.body[0].lineno,
-                node.end_lineno or 0,
-            )
-            for node in ast.walk(ast.parse(parser.text))
-            if isinstance(node, ast.FunctionDef)
-        ]
-        inside = list(breakages(ROOT / path).items())
+    for module in [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).glob("**/*.py")):
+        inside = list(breakages(module).items())
         chance.shuffle(inside)
-        for line, choices in inside:
-            _, body, end = max(
-                (found for found in functions if found[0] <= line <= found[2]), default=(0, 0, 0)
-            )
-            statement = {
-                other
-                for other in executing.lines.get(path, {})
-                if parser.first_line(other) == parser.first_line(line)
-            }
-            whole = {
-                other for other in executing.lines.get(path, {}) if body <= other <= end or not end
-            }
-            if tests := executing.tests(
-                path, statement if end and line >= body else whole, everywhere=not end
-            ):
-                lines.append((path, line, choices, tests))
+        lines += [(str(module.relative_to(ROOT)), line, choices) for line, choices in inside]
     first, step = chance.random(), len(lines) / count
     chosen = [lines[int((first + index) * step)] for index in range(count)]
-    broken = [
-        (Breakage(path, line, *chance.choice(choices)), tests)
-        for path, line, choices, tests in chosen
-    ]
-    return [(breakage, tests) for breakage, tests in broken if breakage.changes]
+    drawn = [Breakage(module, line, *chance.choice(choices)) for module, line, choices in chosen]
+    return [breakage for breakage in drawn if breakage.changes]
 
 
-def run(paths: list[str], count: int, seed: int, at_least: float, seconds: float) -> int:
-    """Prints a line for each breakage and a table of the modules.
+class Copy:
+    """A copy of the repository whose modules can be replaced."""
 
-    Returns 1 if the share of noticed breakages is below `at_least`, and 0 otherwise.
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._writes = folder, 0
+        ignored = shutil.ignore_patterns(".git", ".venv", ".mutation", ".hypothesis")
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
+
+    def write(self, path: str, code: str) -> None:
+        # Python compiles a module again only if its size or its time in seconds has changed.
+        self._writes += 1
+        (self.folder / path).write_text(code)
+        os.utime(self.folder / path, (self._writes, self._writes))
+
+
+def record(drawn: list[Breakage], copy: Copy, files: list[str], into: Path) -> None:
+    """Runs each test file that was not recorded yet, and notes which tests reach which breakage."""
+    into.mkdir(parents=True, exist_ok=True)
+    (copy.folder / "typings" / "mutation_marks.py").write_text(marks.MODULE)
+    for path in {breakage.path for breakage in drawn}:
+        numbers: dict[int, list[int]] = {}
+        for number, breakage in enumerate(drawn):
+            if breakage.path == path:
+                numbers.setdefault(breakage.line, []).append(number)
+        copy.write(path, marks.marked((ROOT / path).read_text(), numbers))
+    for file in files:
+        base = into / file.replace("/", ".")
+        report, running = base.with_suffix(".xml"), base.with_suffix(".running.xml")
+        if report.exists():
+            continue
+        print(f"recording {file}", flush=True)
+        base.with_suffix(".marks").unlink(missing_ok=True)
+        os.environ["MUTATION_MARKS"] = str(base.with_suffix(".marks"))
+        words = [file, f"--junitxml={running}", "-o", "junit_family=xunit1"]
+        run_pytest(words, copy.folder, base.with_suffix(".txt"), 3600)
+        running.rename(report)
+
+
+class Executing:
+    """Which tests execute each breakage, from the recording.
+
+    What a fixture executes counts for every test of its file.
     """
-    executing = Executing()
-    equivalent = {
-        (entry["file"], entry["before"], entry["after"])
-        for entry in tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())[
-            "equivalent"
-        ]
-    }
-    outcomes: dict[str, Counter[str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "repository"
-        shutil.copytree(
-            ROOT,
-            copy,
-            symlinks=True,
-            ignore=shutil.ignore_patterns(".git", ".venv", ".mutation", ".hypothesis"),
+
+    def __init__(self, recorded: Path) -> None:
+        self.seconds: dict[str, float] = {}
+        """Duration of each test that passed."""
+        self.reached: dict[int, set[str]] = {}
+        for report in sorted(recorded.glob("*.xml")):
+            if report.name.endswith(".running.xml"):
+                continue
+            passed = {
+                _id(case): float(case.attrib["time"])
+                for case in ElementTree.parse(report).iter("testcase")
+                if {part.tag for part in case} <= {"properties", "system-out", "system-err"}
+            }
+            self.seconds |= passed
+            for number, test, phase in marks.read(report.with_suffix(".marks")):
+                self.reached.setdefault(number, set()).update(
+                    {test} & passed.keys() if phase == "call" else passed
+                )
+        self.width = Counter(test for tests in self.reached.values() for test in tests)
+
+    def tests(self, number: int) -> list[str]:
+        """Returns the tests that execute a breakage. Those that execute few of them come first."""
+        return sorted(
+            self.reached.get(number, ()), key=lambda test: (self.width[test], self.seconds[test])
         )
-        os.chdir(copy)
-        os.environ |= {"PYTHONPATH": str(copy / "typings"), "OMP_NUM_THREADS": "1"}
-        for breakage, tests in sample(paths, count, seed, executing):
-            chosen = executing.within(tests, seconds)
-            if (breakage.path, breakage.before, breakage.after) in equivalent:
-                outcome = "equivalent"
-            else:
-                Path("tests.txt").write_text("\n".join(chosen))
-                Path(breakage.path).write_text(breakage.code)
-                result, output = run_tests(
-                    f"sh -c '{sys.executable} -m pytest -q -x -p no:cacheprovider @tests.txt 2>&1'",
-                    600 + 2 * seconds,
+
+    def within(self, tests: list[str], limit_s: float) -> list[str]:
+        """Returns the first of `tests` that together take at most `limit_s`, and at least three."""
+        ends = accumulate(self.seconds[test] for test in tests)
+        return [
+            test
+            for count, (test, end) in enumerate(zip(tests, ends, strict=True))
+            if count < 3 or end <= limit_s
+        ]
+
+
+def _id(case: ElementTree.Element) -> str:
+    file, name = case.attrib["file"], case.attrib["name"]
+    inner = (
+        case.attrib["classname"].removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+    )
+    return "::".join(part for part in (file, inner, name) if part)
+
+
+def run(
+    drawn: list[Breakage], copy: Copy, executing: Executing, seconds: float, into: Path
+) -> list[str]:
+    """Prints a line for each breakage, and returns the outcomes.
+
+    Runs are remembered, so a breakage that was noticed is not run again, and one that was not is
+    only run with further tests. The order is random, so the first lines of a run that is cut are a
+    sample too.
+    """
+    named = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["equivalent"]
+    equivalent = {(entry["file"], entry["before"], entry["after"]) for entry in named}
+    known = json.loads(into.read_text()) if into.exists() else {}
+    outcomes = [""] * len(drawn)
+    order = list(enumerate(drawn))
+    random.Random(len(drawn)).shuffle(order)
+    for number, breakage in order:
+        noticed, ran = known.get(str(breakage), ("", []))
+        tests = executing.tests(number)
+        chosen = executing.within(tests, seconds)
+        further = [test for test in chosen if test not in ran]
+        if (breakage.path, breakage.before, breakage.after) in equivalent:
+            outcome = "equivalent"
+        elif not tests:
+            outcome = "unreached"
+        else:
+            if further and not noticed:
+                copy.write(breakage.path, breakage.code)
+                output = into.with_suffix(".txt")
+                status = run_pytest(
+                    ["-x", "--tb=line", *further], copy.folder, output, 600 + 2 * seconds
                 )
-                Path(breakage.path).write_text(breakage.source)
-                outcome = (
-                    "survived"
-                    if result is TestOutcome.SURVIVED
-                    else "lost"
-                    if "no match in any of" in output
-                    else "killed"
-                )
-            outcomes.setdefault(breakage.path, Counter())[outcome] += 1
-            print(f"{outcome:10} {len(chosen):4} of {len(tests):4} tests  {breakage}", flush=True)
-    kinds = ("killed", "survived", "equivalent", "lost")
-    for path, counts in [*sorted(outcomes.items()), ("all", sum(outcomes.values(), Counter()))]:
-        print(f"{path:44}" + "".join(f" {counts[kind]:4} {kind}" for kind in kinds))
-    total = sum(outcomes.values(), Counter())
-    noticed = total["killed"] / max(total["killed"] + total["survived"], 1)
-    print(f"noticed: {noticed:.1%} of {total['killed'] + total['survived']}, seed {seed}")
-    return int(noticed < at_least)
+                copy.write(breakage.path, breakage.source)
+                if status is None:
+                    noticed = "it hangs"
+                elif status:
+                    lines = output.read_text().splitlines()
+                    last = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+                    noticed = (last or lines or ["?"])[-1]
+                known[str(breakage)] = noticed, ran + further
+                into.write_text(json.dumps(known, indent=1))
+            outcome = "killed" if noticed else "survived"
+        outcomes[number] = outcome
+        print(
+            f"{outcome:10} {len(chosen):4} of {len(tests):4} tests  {breakage}  {noticed}",
+            flush=True,
+        )
+    return outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record").add_argument("files", nargs="*")
-    running = commands.add_parser("run")
-    running.add_argument(
+    parser.add_argument(
         "paths",
         nargs="+",
         help="folders or modules to break, such as simulator or runtime/execution/lanes.py",
     )
-    running.add_argument("--mutants", type=int, default=60)
-    running.add_argument("--seed", type=int, default=0)
-    running.add_argument(
+    parser.add_argument("--mutants", type=int, default=60, help="breakages of each path")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
         "--at-least", type=float, default=0.0, help="exit with 1 below this share, such as 0.85"
     )
-    running.add_argument(
+    parser.add_argument(
         "--seconds",
         type=float,
         default=60.0,
         help="most time for the tests of one breakage, by their recorded durations",
     )
+    parser.add_argument("--tests", nargs="+", help="test files that may notice; all by default")
     options = parser.parse_args()
-    if options.command == "record":
-        record(options.files)
-        return 0
-    return run(options.paths, options.mutants, options.seed, options.at_least, options.seconds)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import_before()
+    samples = [(path, draw(path, options.mutants, options.seed)) for path in options.paths]
+    drawn = [breakage for _, sample in samples for breakage in sample]
+    every = [
+        str(file.relative_to(ROOT))
+        for name in TESTS
+        for file in sorted(
+            (ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py")
+        )
+    ]
+    into = CACHE / f"{'-'.join(options.paths).replace('/', '.')}-{options.mutants}-{options.seed}"
+    with tempfile.TemporaryDirectory() as folder:
+        marked, broken = Copy(Path(folder) / "marked"), Copy(Path(folder) / "broken")
+        record(drawn, marked, options.tests or every, into)
+        outcomes = run(drawn, broken, Executing(into), options.seconds, into / "outcomes.json")
+    lowest = 1.0
+    for path, sample in samples:
+        counts = Counter(outcomes[: len(sample)])
+        del outcomes[: len(sample)]
+        share = counts["killed"] / max(counts["killed"] + counts["survived"], 1)
+        words = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
+        print(f"{path}: {words}; noticed: {share:.1%}, seed {options.seed}")
+        lowest = min(lowest, share)
+    return int(lowest < options.at_least)
 
 
 if __name__ == "__main__":

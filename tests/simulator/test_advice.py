@@ -19,6 +19,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
+from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict import advice
@@ -272,6 +273,50 @@ def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelS
         adviser = Adviser(choice, H200, costs, ["overlapped"], lambda *_, found=choice: found, [])
         bounds.append(adviser._least_seconds(work, limit, plan.host_limit_bytes))
     assert bounds[0] == bounds[1] > 0
+
+
+def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
+    """Returns an adviser whose search finds nothing."""
+    hardware, small = HardwareSpec.load(machine), make_model(hidden=128)
+    choice = candidates(small, hardware, WORK)[0]
+    costs, names = cost_model(hardware, small, WORK), [choice.plan.policy]
+    least = usable(choice.plan, hardware, costs, names)
+    return Adviser(choice, hardware, costs, names, lambda *_, **__: None, least)
+
+
+def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
+    make_model: Callable[..., ModelSpec],
+) -> None:
+    """It is that of a plan with little memory. If none fits, there is no speed."""
+    some = adviser(make_model, "h200")
+    small = msgspec.structs.replace(WORK, batch=1)
+    speed = some._speed(small, some._least(small))
+    assert speed is not None
+    assert 0 < speed < WORK.step_tokens / some.choice.step_seconds
+    assert some._speed(small, some._least(small, device_limit_bytes=1)) is None
+
+
+def test_where_no_whole_row_fits_a_shorter_one_is_suggested(
+    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = adviser(make_model, "h200")
+    monkeypatch.setattr(advice, "largest_batch", lambda *_: 0)
+    monkeypatch.setattr(advice, "longest_context", lambda *_: 40)
+    monkeypatch.setattr(some, "_more_memory", list)
+    assert {"seq": "40", "batch": "1"} in [entry.options for entry in some._fitting()]
+
+
+@pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
+def test_the_memory_to_add_is_what_the_limits_lack(
+    make_model: Callable[..., ModelSpec], machine: str, options: int
+) -> None:
+    """One memory for both places is as large as both need together, and counts once."""
+    some = adviser(make_model, machine)
+    some.plan = msgspec.structs.replace(some.plan, device_limit_bytes=2**30, host_limit_bytes=2**30)
+    (entry,) = some._memory({"host": 2**31}, choice=some.choice)
+    assert len(entry.options) == options
+    assert entry.change.endswith(", 1.00 GiB more")
+    assert not some._memory({"device": some.hardware.device_bytes + 1})
 
 
 def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(

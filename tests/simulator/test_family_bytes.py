@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.families.parts import rms_norm
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 
@@ -203,3 +204,10 @@ if __name__ == "__main__":
     FILE.write_text(
         "\n".join([head, *(f"{family} = {layers}" for family, layers in found.items())]) + "\n"
     )
+
+
+def test_the_first_norm_keeps_its_input_in_fp32_only_as_a_copy() -> None:
+    """Its input is the layer's, which is kept anyway. Later norms keep theirs."""
+    for first, own in ((True, (0, 64)), (False, (64, 0))):
+        kept = rms_norm("norm", 64, first=first).kept
+        assert (kept.low, kept.wide - 1, kept.upcast) == (128, *own)

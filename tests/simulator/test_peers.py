@@ -223,6 +223,13 @@ def test_only_deepspeed_fetches_ahead_on_one_gpu(policy: str) -> None:
     assert bool(beside) == (policy == "zero3_offload")
 
 
+@pytest.mark.parametrize("policy", PEERS)
+def test_only_deepspeed_reduces_gradients_in_a_bucket(policy: str) -> None:
+    """Its default bucket has 500 million elements."""
+    sizes = [buffer.bytes for buffer in schedule_of(policy).buffers if buffer.data == "gradients"]
+    assert (2 * 500_000_000 in sizes) == policy.startswith("zero")
+
+
 def ablated(**changes: Any) -> Schedule:
     return megatrain_code.lower_ablated(
         choice("megatrain_code", SEVEN, B).plan, megatrain_code.Ablation(**changes)

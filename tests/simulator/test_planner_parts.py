@@ -34,6 +34,7 @@ from megatrain.simulator.planner.filling import (
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.planner.slot_search import (
+    CHUNK_BYTES,
     GRADIENT_SLOTS,
     GRADIENT_STAGING,
     WEIGHT_SLOTS,
@@ -518,3 +519,11 @@ def test_a_step_of_many_micro_batches_is_extended_from_two(make_plan: MakePlan) 
     assert search.time(plan) == pytest.approx(whole, rel=0.3)
     coarse = makespan_ns(policies.lower(with_knobs(plan, chunk_bytes=search.coarse)), costs)
     assert search._coarse(plan).step_ns == pytest.approx(coarse, rel=0.3)
+
+
+def test_a_knob_without_a_difference_keeps_the_plan_s_value(make_plan: MakePlan) -> None:
+    """The copy size changes nothing where the largest layer is one copy with any of them."""
+    for chunk, chosen in ((CHUNK_BYTES[1], CHUNK_BYTES[1]), (4096, CHUNK_BYTES[0])):
+        plan = make_plan("overlapped", chunk_bytes=chunk)
+        costs = cost_model(H200, plan.model, plan.workload)
+        assert SlotSearch(plan, costs).chunks == (chosen,)

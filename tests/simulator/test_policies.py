@@ -231,6 +231,16 @@ def test_gradients_that_one_group_completes_take_no_host_memory(
     assert any(op.kind == "save_gradients" for op in schedule.ops) is not stays
 
 
+def test_sums_of_groups_take_two_slots(make_plan: Make) -> None:
+    """The sum of a group, and that of earlier groups."""
+    groups: dict[str, Any] = {"sum_group": 2, "micro_batch_group": 2}
+    for slots, changes in ((1, {}), (2, groups)):
+        plan = make_plan("overlapped", accumulation=4, gradient_slots=1, **changes)
+        pools = Counter(buffer.pool for buffer in policies.lower(plan).buffers)
+        assert pools["device.streamed_sums"] == slots
+        assert pools["device.streamed_sums_vocabulary"] == slots
+
+
 def test_resident_copies_nothing(make_plan: Make) -> None:
     assert set(policies.lower(make_plan("resident", accumulation=2)).lanes) == {"compute", "update"}
 

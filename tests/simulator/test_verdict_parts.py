@@ -315,6 +315,7 @@ def test_state_formats_are_named_last() -> None:
     named = [(str(number), number in (1, 4)) for number in range(6)]
     made = [Suggestion(change=name, compressed=coded, fits=True) for name, coded in named]
     assert [entry.change for entry in _formats_last(made, 3)] == ["0", "2", "3", "1", "4"]
+    assert len(_formats_last(made[:1] * 7)) == 5
     coded = Workload(batch=1, sequence=8, state="master24")
     assert _note({"state": "master24"}, coded).startswith("not exact AdamW: 24-bit masters")
     coded = msgspec.structs.replace(coded, optimizer="muon")

@@ -42,15 +42,12 @@ def _types(c: ModelConfig) -> list[str]:
     ]
 
 
-def _listed(c: ModelConfig, key: str, value: Any) -> list[Any]:
-    """Returns the entry of each layer under `key`: its list, or `value` for all layers."""
-    return (c.each_layer(key) or []) if isinstance(c.get(key), list) else [value] * c.layers
-
-
 def _sizes(c: ModelConfig) -> list[int]:
     """Returns the width of each layer's MLP."""
     key = "intermediate_size"
-    sizes = _listed(c, key, 0) if isinstance(c.get(key), list) else [c.size(key, 16384)] * c.layers
+    if not isinstance(c.get(key), list):
+        return [c.size(key, 16384)] * c.layers
+    sizes = c.each_layer(key) or []
     if not all(type(size) is int and size > 0 for size in sizes):
         raise c.wrong(key, "sizes")
     return sizes
