@@ -107,6 +107,8 @@ class Binder(BufferTensors):
             "load_gradients": self._copy,
             "save_activations": self._copy,
             "load_activations": self._copy,
+            "save_attention": self._copy,
+            "load_attention": self._copy,
             "load_state": self._move_state,
             "save_state": self._move_state,
             "load_second_moment": self._load_second,
