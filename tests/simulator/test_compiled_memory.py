@@ -101,8 +101,8 @@ def test_a_count_is_what_was_measured_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("family", others_nightly(COUNTED, among=("llama",)))
 def test_a_compiled_layer_in_pieces_is_not_predicted_too_low(family: str) -> None:
-    spec, work = wide_model(family), Workload(batch=1, sequence=8192, compiled=True)
-    pieces = msgspec.structs.replace(work, token_piece=4096)
+    spec, work = wide_model(family), Workload(batch=1, sequence=6144, compiled=True)
+    pieces = msgspec.structs.replace(work, token_piece=3072)
     linear = any(each.attention in ("linear_attention", "hybrid") for each in spec.decoders)
     if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work) or linear:
         pytest.skip("not in pieces, or dominated by scores or by a mask")
@@ -110,7 +110,7 @@ def test_a_compiled_layer_in_pieces_is_not_predicted_too_low(family: str) -> Non
         found = counted_compiled(spec, layer, pieces)
         saved, peak = predicted(spec, layer, pieces)
         whole = predicted(spec, layer, work)
-        assert 1 <= saved / found.saved <= 1.1
+        assert 1 <= saved / found.saved <= 1.25
         assert 1 <= peak / found.all <= 1.4
         assert saved < whole[0]
 

@@ -13,7 +13,6 @@ from megatrain.simulator.schedule import Buffer, Op, Schedule, ScheduleError
 from megatrain.simulator.schedule.operands import OPERANDS
 from megatrain.simulator.schedule.plan import Placement, Plan
 
-
 PARKED = Placement(
     offloaded_inputs="0-2", saved_attention="0", offloaded_attention="0", host_updated="1"
 )
