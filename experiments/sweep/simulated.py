@@ -35,12 +35,11 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.planner.capacity import resized
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.schedule import Op, Schedule, has_saved_attention, is_whole
+from megatrain.simulator.schedule import OFFLOADING, Op, Schedule, has_saved_attention, is_whole
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _SIZES = ("bytes", "parameters", "flops", "elements", "shape", "offset")
-_OFFLOADING = ("save_activations", "load_activations")
 
 
 def structure(plan: Plan) -> tuple[str, Knobs, Workload]:
@@ -258,9 +257,12 @@ class _Resizing:
                     read=is_whole(op.shape),
                 ),
             )
-        return (
-            msgspec.structs.replace(op, bytes=self._activation_bytes) if kind in _OFFLOADING else op
-        )
+        if kind not in OFFLOADING:
+            return op
+        work, size = self.plan.workload, self._activation_bytes
+        if kind in ("save_attention", "load_attention"):
+            size = self.plan.model.kept_attention(op.layer, work.tokens, work.dtype).bytes
+        return msgspec.structs.replace(op, bytes=size)
 
 
 def _equal_when_resized(last: _Lowered, fresh: _Lowered) -> bool:

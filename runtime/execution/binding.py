@@ -58,6 +58,8 @@ class Binder(UpdateOps):
             "load_gradients": self._copy,
             "save_activations": self._copy,
             "load_activations": self._copy,
+            "save_attention": self._copy,
+            "load_attention": self._copy,
             "load_state": self._move_state,
             "save_state": self._move_state,
             "load_second_moment": self._load_second,

@@ -149,9 +149,9 @@ class FunctionalLayers:
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
         if workload.piece:
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
-                pieces = model.layer_pieces(layer.name)
+                pieces = model.layer_pieces(layer.name, compiled=workload.compiled)
                 assert pieces is not None  # or the plan would have been refused
-                token_pieces.install(module, pieces, workload.piece)
+                token_pieces.install(module, pieces, workload.piece, compiled=workload.compiled)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))

@@ -32,6 +32,8 @@ COPY_KINDS = (
     "save_state",
     "save_activations",
     "load_activations",
+    "save_attention",
+    "load_attention",
     "load_second_moment",
 )
 """Copies, whose size is in bytes. All copies in one direction have the same curve: `load_weights`

@@ -317,17 +317,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _part(self, layer: str) -> Part:
         return self._architecture.decoders[self._architecture.kinds[int(layer)]]
 
-    def layer_pieces(self, layer: str) -> LayerPieces | None:
-        """Returns the parts of a decoder layer that can be computed in pieces of tokens, or None if
+    def layer_pieces(self, layer: str, *, compiled: bool = False) -> LayerPieces | None:
+        """Returns the parts of a decoder layer that are computed in pieces of tokens, or None if
         its MLP cannot.
-        """
-        return self._architecture.pieces[self._architecture.kinds[int(layer)]]
 
-    def pieces_obstacle(self) -> str | None:
+        In a `compiled` layer, the norm before attention is not among them: the compiler fuses it
+        with what is around it, so that it has no temporary tensors.
+        """
+        found = self._architecture.pieces[self._architecture.kinds[int(layer)]]
+        return found._replace(first=None) if found and compiled else found
+
+    def pieces_obstacle(self, *, compiled: bool = False) -> str | None:
         """Returns why decoder layers cannot be computed in pieces of tokens, or None if they can.
 
-        They can if the MLP of each is one module that computes each token by itself.
+        They can if the MLP of each is one module that computes each token by itself. Linear
+        attention and state-space mixers cannot be `compiled` with it, because there is no formula
+        for their memory.
         """
+        apart = {"linear_attention", "hybrid"} & {layer.attention for layer in self.decoders}
+        if compiled and apart:
+            return f"compiled layers of {self.family}, some of which have no softmax attention"
         if self._architecture.family.carried:
             return f"{self.family}, whose layers carry more than one row for each token"
         layers = {layer.signature: layer.name for layer in self.decoders}
@@ -545,7 +554,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           n times, P b. Their fp32 sum is written once, read and written n - 1 times, and read for
           the result, which is written in the compute dtype: 8 n P bytes, and P b.
         """
-        pieces = self.layer_pieces(layer)
+        pieces = self.layer_pieces(layer, compiled=workload.compiled)
         if not workload.piece or pieces is None:
             return 0, 0
         tokens, width, count = workload.tokens, DTYPE_BYTES[workload.dtype], workload.pieces
@@ -599,9 +608,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             once = _SEEDS + 4 * sequence * self.heads.size
             once += 4 * part.in_compiled.cast if width < 4 else 0
         saved = kept.bytes(width)
-        if piece and (pieces := self.layer_pieces(layer)):
+        if piece and (pieces := self.layer_pieces(layer, compiled=compiled)):
             hidden = self.hidden * width
-            saved -= pieces.chain.kept.bytes(width) - (hidden if pieces.norm else 0)
+            chain = pieces.chain.in_compiled.kept if compiled else pieces.chain.kept
+            saved -= chain.bytes(width) - (hidden if pieces.norm else 0)
             saved -= pieces.first.kept.bytes(width) - hidden if pieces.first else 0
         return tokens * (saved + sequence * scores.bytes(width)) + once
 
@@ -711,7 +721,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
-            return self._backward_in_pieces(layer, tokens, sequence, dtype, piece)
+            return self._backward_in_pieces(
+                layer, tokens, sequence, dtype, piece, compiled=compiled
+            )
 
         def held(*some: Kept) -> int:
             return tokens * max((each.bytes(width) for each in some), default=0)
@@ -738,35 +750,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def _backward_in_pieces(
-        self, layer: LayerSpec, tokens: int, sequence: int, dtype: Dtype, piece: int
+        self,
+        layer: LayerSpec,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int,
+        *,
+        compiled: bool,
     ) -> int:
         """Returns what `backward_bytes` does, for a layer in pieces of `piece` tokens."""
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
-        pieces = self.layer_pieces(layer.name)
+        pieces = self.layer_pieces(layer.name, compiled=compiled)
         assert pieces is not None
         chain, row = pieces.chain, self.hidden * width
+        kept, early, freed, scores, longer = (
+            chain.kept,
+            chain.early,
+            chain.freed,
+            part.scores.held,
+            0,
+        )
+        if compiled:
+            kept, early, freed, _ = chain.in_compiled
+            scores, longer = part.scores.compiled[1], 2 * tokens * row
 
         def held(*some: Kept) -> int:
             return max((each.bytes(width) for each in some), default=0)
 
         in_piece = (
-            chain.kept.bytes(width)
-            + max(
-                held(*chain.early), held(chain.middle), held(*chain.between) - held(chain.freed), 0
-            )
+            kept.bytes(width)
+            + max(held(*early), held(chain.middle), held(*chain.between) - held(freed), 0)
             + 4 * row
         )
-        parameters, written = elements_of(chain), sequence * part.scores.held.bytes(width)
+        parameters = elements_of(chain)
         norms = tuple(each for each in part.early if each not in chain.early)
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
-            width * layer.elements + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row)),
+            width * layer.elements
+            + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row))
+            + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )
         return (
-            self.saved_bytes(layer.name, tokens, sequence, dtype, piece)
+            self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
             + around
-            + tokens * written
+            + tokens * sequence * scores.bytes(width)
             + 24 * sequence * self.heads.size
         )
 

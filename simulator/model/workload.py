@@ -185,17 +185,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed=f"1 to {_MOST_PIECE}",
                 fix="set token_piece within this range",
             )
-        for found, fix in (
-            ("compiled layers" if self.compiled else "", "leave out --compile"),
-            ("fp8 products" if self.fp8 else "", "use --dtype bf16"),
-        ):
-            if found:
-                raise UserError(
-                    "workload: token_piece",
-                    found=f"{self.token_piece} with {found}",
-                    allowed="layers that are not compiled, with products in bf16 or fp32",
-                    fix=f"{fix}, or leave out --token-piece",
-                )
+        if self.fp8:
+            raise UserError(
+                "workload: token_piece",
+                found=f"{self.token_piece} with fp8 products",
+                allowed="products in bf16 or fp32",
+                fix="use --dtype bf16, or leave out --token-piece",
+            )
 
     @property
     def piece(self) -> int:

@@ -18,7 +18,7 @@ from megatrain.simulator.memory.account import PROCESS, Account, account, peak_w
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import LANES, Op, Schedule
+from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
@@ -241,7 +241,7 @@ class InShortGroups(ScaledCosts):
         self._longer = group / min(group, 2)
 
     def duration_ns(self, op: Op) -> int:
-        each = op.lane == "compute" or op.kind in ("save_activations", "load_activations")
+        each = op.lane == "compute" or op.kind in OFFLOADING
         return math.ceil(self.costs.duration_ns(op) * (self._longer if each else 1))
 
 

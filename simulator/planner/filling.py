@@ -5,7 +5,8 @@
 1. Start from a placement in which the last layers save their activations. The backward pass needs
    these first, so they hold memory for the shortest time.
 2. Make a second variant that saves the attention of as many recomputed layers as fit. It is made
-   only if attention takes at least a tenth of the recompute time.
+   only if attention takes at least a tenth of the recompute time. If it takes at least half, and
+   layer inputs are offloaded, a third variant offloads the attention that does not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
    several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
    weights and gradients first. Layers come front to back, because the updates of the first layers
@@ -47,6 +48,8 @@ _TRIMMED: tuple[StateClass, ...] = ("moments", "master_low")  # classes that a p
 # Saving attention is tried if it takes at least this share of the recompute time. With less, it
 # saves under 3 % of a step.
 _LEAST_ATTENTION = 0.1
+# Saved attention is offloaded only if attention takes at least this share of the recompute time.
+_LEAST_OFFLOADED = 0.5
 
 
 def ranges(layers: list[str], chosen: set[str]) -> str:
@@ -126,9 +129,17 @@ class Filling:
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._accounts: dict[tuple[Knobs, int, int], Account] = {}
         self.attention_layers = [
-            layer.name for layer in plan.model.decoders if self._attention_pays(plan, layer.name)
+            layer.name
+            for layer in plan.model.decoders
+            if self._attention_share(plan, layer.name) >= _LEAST_ATTENTION
         ]
         """Decoder layers for which saving the attention output is worth its memory."""
+        self._offloadable = {
+            name
+            for name in self.attention_layers
+            if self._attention_share(plan, name) >= _LEAST_OFFLOADED
+        }
+        """Those of these layers whose attention output may be kept in host memory."""
         layers = list(plan.model.stack)
         ahead, state = CLASSES[:2], CLASSES[2:]
         self._orders = [
@@ -144,13 +155,13 @@ class Filling:
             self._orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
         self._sizes = _state_bytes(plan, self.defers_update)
 
-    def _attention_pays(self, plan: Plan, layer: str) -> bool:
-        """Returns whether attention takes a large share of the layer's recompute, so that saving
-        its output pays.
+    def _attention_share(self, plan: Plan, layer: str) -> float:
+        """Returns the share of attention in the time of the layer's recompute, or 0 if its output
+        cannot be saved.
         """
         # The CUDA kernels that return what has to be saved do not support fp32.
         if plan.workload.dtype != "bf16" or not plan.model.can_save_attention(layer):
-            return False
+            return 0.0
         kept, full = (
             self.costs.duration_ns(
                 Op(
@@ -161,7 +172,7 @@ class Filling:
             )
             for kept in (True, False)
         )
-        return kept <= (1 - _LEAST_ATTENTION) * full
+        return 1 - kept / full
 
     def account(self, plan: Plan) -> Account:
         """Returns the memory of `plan`. Results are cached."""
@@ -200,9 +211,11 @@ class Filling:
         return bisect.bisect_right(range(plan.model.layers + 1), 0, key=lacking) - 1
 
     def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
-        """Yields `placement`, and a variant that also saves the attention of recomputed layers.
+        """Yields `placement`, and variants that also save the attention of recomputed layers.
 
-        The variant saves it for as many layers as fit, out of those where that pays.
+        The first variant saves it for as many layers as fit, out of those where that pays. If layer
+        inputs are offloaded, the second one also offloads the attention of layers for which there
+        is no room on the device, as many as fit on the host.
         """
         yield placement
         held = with_knobs(plan, placement=placement)
@@ -213,11 +226,25 @@ class Filling:
                 plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
             )
             each = plan.knobs.micro_batch_group * (one + 256)
+            names = [layer.name for layer in plan.model.decoders]
             count = min(self.room(held) // each, len(layers))
             if count > 0:
-                names = [layer.name for layer in plan.model.decoders]
                 yield msgspec.structs.replace(
                     placement, saved_attention=ranges(names, set(layers[len(layers) - count :]))
+                )
+            # Two slots are for the attention that is copied.
+            here = max(self.room(held) // each - 2, 0)
+            account = self.account(held)
+            left = account.host_limit_bytes - account.host_peak_bytes
+            page = plan.knobs.micro_batch_group * (one + 4096)
+            parked = [layer for layer in layers[: len(layers) - here] if layer in self._offloadable]
+            parked = parked[max(len(parked) - max(left // page, 0), 0) :]
+            if placement.offloaded_inputs and parked and count < len(layers):
+                kept = {*parked, *layers[len(layers) - here :]}
+                yield msgspec.structs.replace(
+                    placement,
+                    saved_attention=ranges(names, kept),
+                    offloaded_attention=ranges(names, set(parked)),
                 )
 
     def fills(self, plan: Plan, placement: Placement) -> Iterator[Plan]:

@@ -27,6 +27,7 @@ _NAMES = {
     "activations": "activations of running layers",
     "saved_activations": "activations, saved",
     "attention": "attention outputs, saved",
+    "offloaded_attention": "attention outputs, offloaded",
     "tokens": "tokens and labels",
     "norm": "gradient norms",
     "clips": "clipping factors",

@@ -194,7 +194,7 @@ def _refuse_groups(plan: Plan, policy: Policy) -> None:
 
 def _refuse_pieces(plan: Plan, policy: Policy) -> None:
     """Raises UserError if the layers of the model cannot be computed in pieces of tokens."""
-    obstacle = plan.model.pieces_obstacle()
+    obstacle = plan.model.pieces_obstacle(compiled=plan.workload.compiled)
     if policy.prediction_only:
         obstacle = f"{plan.policy}, a system that was described without pieces"
     if obstacle:

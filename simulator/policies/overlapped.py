@@ -672,6 +672,7 @@ class Overlapped(ParameterStorePolicy):
         "saved_activations",
         "offloaded_inputs",
         "saved_attention",
+        "offloaded_attention",
         "host_updated",
     )
     goes_layer_by_layer = True

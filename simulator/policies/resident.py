@@ -63,7 +63,7 @@ class Resident(ParameterStorePolicy):
 
     name = "resident"
     knobs = ("checkpoint_interval",)
-    placements = ("saved_activations", "saved_attention", "offloaded_inputs")
+    placements = ("saved_activations", "saved_attention", "offloaded_inputs", "offloaded_attention")
 
     def storage(self, builder: Builder, plan: Plan) -> _State:
         return _State(builder, plan)

@@ -157,7 +157,7 @@ class StreamedPolicy(ParameterStorePolicy):
         "checkpoint_interval",
         "chunk_bytes",
     )
-    placements = ("saved_activations", "saved_attention", "offloaded_inputs")
+    placements = ("saved_activations", "saved_attention", "offloaded_inputs", "offloaded_attention")
     updates_on_host = True
     slots: ClassVar[int | None] = None
     """The only allowed number of weight slots, or None if any number is allowed."""

@@ -35,6 +35,7 @@ Kinds of ops, their lane where it is fixed, and their operands:
   classes
 * `load_gradients` (h2d): host gradient -> device gradient
 * `save_activations` (d2h), `load_activations` (h2d): hidden -> hidden
+* `save_attention` (d2h), `load_attention` (h2d): attention -> attention
 
 Schedules of other systems can only be predicted. They have further kinds, whose operands are in no
 fixed order:
@@ -52,7 +53,7 @@ Rules:
 * A forward that also writes saved activations saves them for its backward.
 * A forward that also writes attention, in `device.attention`, saves the layer's attention output
   and log-sum-exp. The layer's recompute then reads them and skips attention. Its backward reads
-  them too.
+  them too. In between they may be in host memory.
 * An update does nothing if its coefficient is NaN. If it also reads weights, it takes the old
   weights from that buffer. If it also writes a weight slot, it leaves a copy of the new weights
   there.
@@ -67,6 +68,7 @@ from megatrain.simulator.schedule.buffer import Buffer, BufferDtype, DataClass
 from megatrain.simulator.schedule.op import (
     CODES,
     LANES,
+    OFFLOADING,
     SAVED_ATTENTION_SUFFIX,
     WHOLE_SUFFIX,
     Op,
@@ -84,6 +86,7 @@ __all__ = [
     "SAVED_ATTENTION_SUFFIX",
     "WHOLE_SUFFIX",
     "LANES",
+    "OFFLOADING",
     "Buffer",
     "BufferDtype",
     "DataClass",

@@ -27,6 +27,8 @@ CODES = {
     "S": "save_state",
     "P": "save_activations",
     "PL": "load_activations",
+    "T": "save_attention",
+    "TL": "load_attention",
     "A": "accumulate_gradients",
     "N": "norm",
     "K": "encode_gradients",
@@ -45,6 +47,8 @@ CODES = {
     "NX": "exchange_sums",
 }
 """The kind of an op by the code that its id starts with."""
+OFFLOADING = ("save_activations", "load_activations", "save_attention", "load_attention")
+"""The copies between device and host of what waits for the backward pass of a micro-batch."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""

@@ -19,6 +19,8 @@ _COPIES = {
     "save_gradients": "gradients",
     "load_activations": "hidden",
     "save_activations": "hidden",
+    "load_attention": "attention",
+    "save_attention": "attention",
     "load_second_moment": "moments",
 }
 """The class of data that each kind of copy reads and writes."""

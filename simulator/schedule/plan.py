@@ -23,6 +23,10 @@ MOST_GPUS = 16
 """The most GPUs of one host."""
 
 
+OF_DECODERS = ("saved_activations", "offloaded_inputs", "saved_attention", "offloaded_attention")
+"""The fields of a placement that only name decoder layers."""
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The layers whose data is kept in a place of its own, one field for each class of data.
 
@@ -45,6 +49,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     saved_attention: str = ""
     """Decoder layers that keep their attention output and log-sum-exp on the device, so that
     recompute skips attention. Ignored for layers in `saved_activations`."""
+    offloaded_attention: str = ""
+    """Decoder layers of `saved_attention` whose attention is kept in host memory until the backward
+    pass. Other layers here are ignored."""
     host_updated: str = ""
     """Layers updated on the CPU. Their state stays in host memory, and only their weights
     are copied to the device. Overrides the fields above."""
@@ -220,6 +227,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ):
             if data["workload"][field] == default:
                 del data["workload"][field]
+        if not self.knobs.placement.offloaded_attention:
+            del data["knobs"]["placement"]["offloaded_attention"]
         if self.gpus == 1:
             del data["gpus"]
         if self.knobs.micro_batch_group == 1:
@@ -241,9 +250,7 @@ def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
     """Returns the layers of `model` that `text` names. `name` is the field of the placement."""
     stack = list(model.stack)
     decoders = [layer for layer in stack if model.stack[layer].kind == "decoder"]
-    allowed = (
-        decoders if name in ("saved_activations", "offloaded_inputs", "saved_attention") else stack
-    )
+    allowed = decoders if name in OF_DECODERS else stack
     chosen: set[str] = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")

@@ -32,7 +32,7 @@ from megatrain.simulator.model.optimizer import MUON
 from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
-from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule.plan import OF_DECODERS, Knobs, Placement, Plan
 
 STEPS = 3
 """the first step, one with ignored labels, and one that ignores whole sequences"""
@@ -324,12 +324,7 @@ def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
     able = all(map(model.can_save_attention, decoders))
     some = {
         name: st.lists(
-            st.sampled_from(
-                decoders
-                if name in ("saved_activations", "offloaded_inputs", "saved_attention")
-                else list(model.stack)
-            ),
-            unique=True,
+            st.sampled_from(decoders if name in OF_DECODERS else list(model.stack)), unique=True
         )
         for name in Placement.__struct_fields__
         if name != "saved_attention" or able
@@ -538,10 +533,15 @@ def test_every_policy_in_every_state_format(state: str, clipping: Any) -> None:
 def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: int) -> None:
     """Saved attention of some layers changes no bit.
 
-    One of them saves its activations and one offloads its input.
+    Two of them offload it, one saves its activations and one offloads its input.
     """
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
-    placement = Placement(saved_attention="0-1,3-4", saved_activations="3", offloaded_inputs="0")
+    placement = Placement(
+        saved_attention="0-1,3-4",
+        offloaded_attention="1,3-4",
+        saved_activations="3",
+        offloaded_inputs="0",
+    )
     knobs = Knobs(
         weight_slots=SLOTS.get(policy, 2),
         gradient_slots=1,
@@ -573,7 +573,8 @@ def test_micro_batches_may_go_through_a_layer_together(
     )
     placement = Placement(
         saved_activations="4",
-        saved_attention="0-1",
+        saved_attention="0-2",
+        offloaded_attention="0-1",
         offloaded_inputs="0-3",
         host_updated="1,h",
         gradients="0,2",

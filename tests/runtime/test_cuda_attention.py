@@ -34,8 +34,17 @@ SIZES = {
     "chunk_bytes": 2**18,
 }
 PLACEMENTS = [
-    Placement(saved_attention=layers, saved_activations=stored, offloaded_inputs=parked)
-    for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
+    Placement(
+        saved_attention=layers,
+        offloaded_attention=away,
+        saved_activations=stored,
+        offloaded_inputs=parked,
+    )
+    for layers, away, stored, parked in (
+        ("", "", "", ""),
+        ("all", "", "", ""),
+        ("0-2", "0-1", "3", "all"),
+    )
 ]
 
 

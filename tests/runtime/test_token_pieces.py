@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from family_sample import others_nightly
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from transformers import CONFIG_MAPPING
 from whole_models import bound, compare, drawn, model_of, scale_of, token_losses, whole_model
 
@@ -25,20 +28,47 @@ SAMPLE = ("llama", "gemma2", "glm4", "olmo2", "phi")
 own."""
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compiles whole functions to graphs, but not to kernels, which would take a minute. Returns
+    the list of the graphs.
+    """
+    found: list[Any] = []
+    compiled = torch.compile
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: found.append(graph) or make_boxed_func(graph.forward)
+    )
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **options: compiled(
+            function, **options | {"options": None}, fullgraph=True, backend=backend
+        ),
+    )
+    torch._dynamo.reset()
+    return found
+
+
 @pytest.mark.parametrize(
-    ("family", "interval"),
-    [*others_nightly(ABLE, 1, among=SAMPLE), *others_nightly(ABLE, 3, among=("qwen3",))],
+    ("family", "interval", "compiled"),
+    [
+        *others_nightly(ABLE, 1, False, among=SAMPLE),
+        *others_nightly(ABLE, 3, False, among=("qwen3",)),
+        *others_nightly(ABLE, 1, True, among=("llama",)),
+        *others_nightly(ABLE, 3, True, among=()),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_whole_model(
-    run: Callable[..., Any], family: str, interval: int
+    run: Callable[..., Any], graphs: list[Any], family: str, interval: int, compiled: bool
 ) -> None:
-    """With pieces that do not divide the tokens, recomputed layers and, in blocks of one, a layer
-    whose graph is kept.
+    """With pieces that do not divide the tokens (if not compiled), recomputed layers and, in blocks
+    of one, a layer whose graph is kept.
     """
     with run(
         model_of(family),
         accumulation=2,
-        token_piece=5,
+        token_piece=16 if compiled else 5,  # few shapes to compile
+        compiled=compiled,
         checkpoint_interval=interval,
         policy="overlapped" if interval == 1 else "resident",
         placement=Placement(saved_activations="1" if interval == 1 else ""),
@@ -53,3 +83,5 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             token_losses(model(batch.ids).logits, batch.labels) for batch in batches
         ) * scale_of(batches)
         compare(running, batches, loss, model, bound(family, "fp32"))
+    ops = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert ("megatrain.in_pieces_backward.default" in ops) is compiled

@@ -32,15 +32,18 @@ from unittest import mock
 
 import torch
 import torch.utils._triton
-from counted_memory import INSIDE, Live, Peaks
+from counted_memory import INSIDE, INSTEAD, Live, Peaks
+from torch._dynamo import config as dynamo_config
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatrain.runtime.layers import token_pieces
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
@@ -189,6 +192,46 @@ def _counts_in(counts: list[Live]) -> Callable[..., Any]:
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=compiled)
 
 
+@contextmanager
+def _pieces_counted(counts: list[Live], fake: FakeTensorMode) -> Iterator[None]:
+    """Executes the ops of layers in pieces of tokens on fake tensors, piece by piece, while the
+    mode `counts[0]` counts.
+    """
+
+    def run(function: Callable[..., Any], chain: int, *args: Any) -> Any:
+        known = token_pieces._CHAINS[chain]
+        if not isinstance(known.run, _Counted):
+            known.run = _Counted(
+                torch.compile(known.eager, dynamic=False, backend=_counts_in(counts)), fake
+            )
+        with torch.no_grad(), token_pieces._with_autograd():
+            return function(known, *args)
+
+    def forward(x: Any, tensors: Any, chain: int) -> Any:
+        return run(token_pieces.forward_of, chain, x, tensors)
+
+    def backward(gradient: Any, x: Any, tensors: Any, needed: Any, chain: int) -> Any:
+        return run(token_pieces.backward_of, chain, gradient, x, tensors, needed)
+
+    ops = {"megatrain.in_pieces.default": forward, "megatrain.in_pieces_backward.default": backward}
+    with mock.patch.dict(INSTEAD, ops):
+        yield
+
+
+class _Counted:
+    """A compiled function whose memory is counted. PyTorch does not compile in a mode that counts,
+    so the function enters that mode itself.
+    """
+
+    def __init__(self, function: Callable[..., Any], fake: FakeTensorMode) -> None:
+        self._function, self._fake = function, fake
+
+    def __call__(self, *args: Any) -> Any:
+        # Each call compiles it again, because the guards of fake tensors fail.
+        with _disable_current_modes(), self._fake, dynamo_config.patch(recompile_limit=100):
+            return self._function(*args)
+
+
 def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> Peaks:
     """Returns the bytes that a compiled decoder layer takes. The model should have as few layers as
     possible.
@@ -197,9 +240,12 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
     layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
     eager = layers._kinds[int(layer.name)].eager
     dtype = TORCH_DTYPE[workload.dtype]
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_kernels():
-        counts: list[Live] = []
+    counts: list[Live] = []
+    with ExitStack() as stack:
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_without_kernels())
         run = torch.compile(eager, dynamic=False, fullgraph=True, backend=_counts_in(counts))
+        stack.enter_context(_pieces_counted(counts, fake))
         arguments, buffers = (
             tree_map(
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from counted_compiled import counted_compiled
 from decoder_layers import different_layers
+from family_sample import others_nightly
 from wide_models import wide_model
 
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
@@ -51,7 +52,7 @@ machine on 2026-11-23, with the layer's output."""
 
 def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, int]:
     """Returns the predicted saved bytes, output included, and the predicted peak."""
-    sizes = (work.tokens, work.sequence, work.dtype)
+    sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + spec.saved_mask_bytes(work)
     return (
         spec.saved_bytes(layer.name, *sizes, compiled=True) + more,
@@ -99,6 +100,22 @@ def test_a_count_is_what_was_measured_on_a_gpu() -> None:
     saved, layer = activations_estimate(model, MEASURED), workspace_estimate(model, MEASURED).layer
     assert found.saved <= saved <= 1.01 * found.saved
     assert found.all <= saved + layer <= 1.1 * found.all
+
+
+@pytest.mark.parametrize("family", others_nightly(COUNTED, among=("llama",)))
+def test_a_compiled_layer_in_pieces_is_not_predicted_too_low(family: str) -> None:
+    spec, work = wide_model(family), Workload(batch=1, sequence=6144, compiled=True)
+    pieces = msgspec.structs.replace(work, token_piece=3072)
+    linear = any(each.attention in ("linear_attention", "hybrid") for each in spec.decoders)
+    if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work) or linear:
+        pytest.skip("not in pieces, or dominated by scores or by a mask")
+    for layer in different_layers(spec):
+        found = counted_compiled(spec, layer, pieces)
+        saved, peak = predicted(spec, layer, pieces)
+        whole = predicted(spec, layer, work)
+        assert 1 <= saved / found.saved <= 1.25
+        assert 1 <= peak / found.all <= 1.4
+        assert saved < whole[0]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,42 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
     assert sum(buffer.data == "attention" for buffer in schedule.buffers) == 2
 
 
+@pytest.mark.parametrize(("interval", "slots"), [(1, 1 + 2), (4, 1 + 3)])
+def test_in_host_memory_it_waits_for_recompute(
+    make_plan: Callable[..., Plan], interval: int, slots: int
+) -> None:
+    """Forward releases the slot after a copy to the host, and recompute takes another after a copy
+    from there. Of a block, the attention of all layers is on the device at one time.
+    """
+    plan = make_plan(
+        accumulation=2,
+        checkpoint_interval=interval,
+        placement=Placement(saved_attention="0-3", offloaded_attention="0,2-3"),
+    )
+    schedule = policies.lower(plan)
+    schedule.check()
+    size = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype).bytes
+    for layer, parked in (("0", True), ("1", False), ("2", True), ("3", True)):
+        for micro in range(2):
+            around = [schedule.by_id.get(f"{kind}{layer}.m{micro}") for kind in ("T", "TL")]
+            if not parked:
+                assert around == [None, None]
+                continue
+            down, up = around
+            assert down
+            assert up
+            home = f"host.offloaded_attention:{layer}"
+            assert (list(down.writes), list(up.reads)) == ([home], [home])
+            assert (down.lane, up.lane, down.bytes, up.bytes) == ("d2h", "h2d", size, size)
+            assert down.releases == down.reads == schedule.by_id[f"F{layer}.m{micro}"].writes[1:]
+            (slot,) = up.writes
+            assert slot in schedule.by_id[f"R{layer}.m{micro}"].reads
+            assert slot in schedule.by_id[f"B{layer}.m{micro}"].releases
+    kept = [buffer for buffer in schedule.buffers if buffer.data == "attention"]
+    assert sum(buffer.place == "host" for buffer in kept) == 3
+    assert sum(buffer.place == "device" for buffer in kept) == slots
+
+
 def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
     """Saved attention changes only the FLOPs and the cost key of recompute."""
     plan = make_plan()
@@ -236,6 +272,20 @@ def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -
             plan, placement=msgspec.structs.replace(plan.knobs.placement, saved_attention="")
         )
     )
+
+
+def test_where_the_device_has_no_room_for_it_it_is_offloaded() -> None:
+    plan = chosen(LONG, 40 * GIB)
+    placement = plan.knobs.placement
+    assert placement.offloaded_inputs == "all"
+    parked = plan.placed("offloaded_attention")
+    assert parked < plan.placed("saved_attention")
+    assert len(parked) > 3
+    others = plan.placed("saved_attention") - parked
+    here = msgspec.structs.replace(
+        placement, saved_attention=",".join(others), offloaded_attention=""
+    )
+    assert seconds(plan) < 0.97 * seconds(with_knobs(plan, placement=here))
 
 
 @pytest.mark.parametrize(

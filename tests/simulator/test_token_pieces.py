@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from wide_models import wide_model
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
@@ -91,6 +92,10 @@ def test_small_pieces_take_more_time() -> None:
 
 def test_a_mixture_and_another_system_are_refused() -> None:
     work = Workload(batch=1, sequence=32, token_piece=16)
+    linear = wide_model("qwen3_5_text")
+    lower(planned(linear, work))
+    with pytest.raises(UserError, match="found 16 with compiled layers of qwen3_5_text"):
+        lower(planned(linear, msgspec.structs.replace(work, compiled=True)))
     with pytest.raises(UserError, match="workload: token_piece: found 16 with mixtral"):
         lower(planned(ModelSpec.load("mixtral-8x7b"), work))
     with pytest.raises(UserError, match="found 16 with zero3_offload, a system"):

@@ -196,7 +196,8 @@ def with_fitting_piece(
     """
     one = argparse.Namespace(**{**vars(args), "batch": 1})
     sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
-    able = not (args.compile or args.dtype == options.FP8 or model.pieces_obstacle())
+    obstacle = model.pieces_obstacle(compiled=args.compile)
+    able = not (args.dtype == options.FP8 or obstacle)
     if args.token_piece or not (able and sizes) or _fitting(one, hardware, model, (1,))[0]:
         return args
     found: dict[float, argparse.Namespace] = {}

@@ -26,6 +26,7 @@ PLACEMENT_LABELS = {
     "saved_activations": "activations of {} saved",
     "offloaded_inputs": "inputs of {} offloaded",
     "saved_attention": "attention of {} saved",
+    "offloaded_attention": "attention of {} offloaded",
     "host_updated": "updates of {} on the host",
 }
 """Field of a placement -> text that describes it, with `{}` for the layers."""

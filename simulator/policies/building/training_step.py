@@ -6,7 +6,8 @@ takes a step of this list before any takes the next:
 1. Embedding.
 2. Forward through one decoder layer after the other. Every K-th layer (`checkpoint_interval`) keeps
    its input on the device, or offloads it to host memory. Layers in `saved_activations` save all
-   activations. Layers in `saved_attention` save their attention output and log-sum-exp.
+   activations. Layers in `saved_attention` save their attention output and log-sum-exp, which those
+   in `offloaded_attention` keep in host memory.
 3. Head with loss, forward and backward.
 4. For each block of K layers, from the last to the first: recompute the block's layers to get their
    activations, then run backward through them. Saved activations are not recomputed, and neither is
@@ -131,6 +132,8 @@ class _Compute:
         """First layers of the blocks."""
         self.attended = {int(layer) for layer in plan.placed("saved_attention")} - self.saved_layers
         """Layers that save only their attention."""
+        self.parked = {int(layer) for layer in plan.placed("offloaded_attention")} & self.attended
+        """Layers whose saved attention waits in host memory for the backward pass."""
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
@@ -170,17 +173,17 @@ class _Compute:
             dynamic=True,
             scales_with_tokens=True,
         )
-        attention = max(
-            (
-                model.kept_attention(str(index), work.tokens, work.dtype).bytes
-                for index in self.attended
-            ),
-            default=0,
-        )
+        self.attention_bytes = {
+            index: model.kept_attention(str(index), work.tokens, work.dtype).bytes
+            for index in self.attended
+        }
+        together = max(len(self.parked.intersection(block)) for block in self.blocks)
         builder.slots(
             "device.attention",
-            group * len(self.attended),
-            attention,
+            # That of the parked layers of one block is on the device, and one is copied.
+            group * (len(self.attended) - len(self.parked))
+            + min(group * len(self.parked), together + 1),
+            max(self.attention_bytes.values(), default=0),
             "attention",
             scales_with_tokens=True,
         )
@@ -198,6 +201,19 @@ class _Compute:
             for place in range(group)
         }
         """(layer, place of the micro-batch in its group) -> the buffer with its input."""
+        self.attention_homes = {
+            (index, place): builder.persistent(
+                "host.offloaded_attention",
+                str(index) if group == 1 else f"{index}.{place}",
+                self.attention_bytes[index],
+                "attention",
+                scales_with_tokens=True,
+                per_gpu=True,
+            )
+            for index in sorted(self.parked)
+            for place in range(group)
+        }
+        """(layer, place of the micro-batch in its group) -> the buffer with its saved attention."""
         token_bytes = work.token_rows * 8 * work.tokens
         micros = [str(micro) for micro in range(plan.micro_batches)]
         self.tokens = [
@@ -260,6 +276,29 @@ class _Compute:
             )
         return self.inputs[index, micro]
 
+    def offload_attention(self, index: int, micro: int) -> None:
+        """Copies the layer's saved attention to the host, and releases its slot."""
+        slot = self.attention[index, micro]
+        self.builder.op(
+            OpId("save_attention", str(index), micro=micro),
+            "d2h",
+            [slot],
+            [self.attention_homes[index, micro % self.group]],
+            bytes=self.attention_bytes[index],
+        )
+        self.builder.release(slot)
+
+    def load_attention(self, index: int, micro: int) -> None:
+        """Copies the layer's saved attention to a slot."""
+        self.attention[index, micro] = slot = self.builder.acquire("device.attention")
+        self.builder.op(
+            OpId("load_attention", str(index), micro=micro),
+            "h2d",
+            [self.attention_homes[index, micro % self.group]],
+            [slot],
+            bytes=self.attention_bytes[index],
+        )
+
     def embed(self, micro: int) -> str:
         """Emits the embedding. Returns its output."""
         x = self.builder.acquire("device.checkpoints")
@@ -285,6 +324,8 @@ class _Compute:
             self.attention[index, micro] = self.builder.acquire("device.attention")
             outputs.append(self.attention[index, micro])
         self.emit("forward", str(index), micro, [weights, x], outputs)
+        if index in self.parked:
+            self.offload_attention(index, micro)
         if index not in self.first or index in self.offloaded:
             self.builder.release(x)
         return outputs[0]
@@ -310,6 +351,8 @@ class _Compute:
         x = self.input_of(block[0], micro)
         for index in block:
             self.inputs[index, micro] = x
+            if index in self.parked:
+                self.load_attention(index, micro)
             weights = self.storage.weights(str(index), "r", micro)
             self.saved[index, micro] = self.builder.acquire("device.activations")
             outputs = [self.saved[index, micro]] + (
