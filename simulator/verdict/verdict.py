@@ -459,6 +459,7 @@ def explain(
     gpus: int = 1,
     tokens: int | None = None,
     advise: bool = True,
+    marginal: bool = True,
     chunk_chosen: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice, including what has to be simulated or tried.
@@ -470,6 +471,7 @@ def explain(
         gpus: Number of GPUs in one host. For more than one, the verdict includes an estimate.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
+        marginal: Whether to predict what one more GiB gains, for `one_more_gib`.
         chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
             batch are then those with any chunk that it may choose.
 
@@ -495,7 +497,7 @@ def explain(
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
         step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
         extrapolated=dict(flagged),
-        one_more_gib=one_more_gib(choice, hardware, costs),
+        one_more_gib=one_more_gib(choice, hardware, costs) if marginal else (),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
         longest_context=(

@@ -276,6 +276,7 @@ def explained(
     batch_chosen: bool,
     chunk_chosen: bool,
     advise: bool = True,
+    marginal: bool = True,
 ) -> Verdict:
     """Returns the verdict on a choice for the options of `args`.
 
@@ -283,6 +284,7 @@ def explained(
         batch_chosen: whether the micro-batch was chosen because none was named.
         chunk_chosen: whether the loss chunk was chosen because none was named.
         advise: whether to try changes that would help.
+        marginal: whether to predict what one more GiB gains.
     """
     import msgspec
 
@@ -295,6 +297,7 @@ def explained(
         gpus=args.gpus,
         tokens=args.tokens,
         advise=advise,
+        marginal=marginal,
         chunk_chosen=chunk_chosen,
     )
     return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
