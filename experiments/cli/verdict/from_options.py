@@ -261,10 +261,14 @@ def _fitting(
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
     """Returns the machine that `--hardware` names, or this one, with the cores of `--cores`."""
-    from megatrain.experiments.cli.verdict.this_machine import this_machine
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    found = HardwareSpec.load(args.hardware) if args.hardware else this_machine()
+    if args.hardware:
+        found = HardwareSpec.load(args.hardware)
+    else:
+        from megatrain.experiments.cli.verdict.this_machine import this_machine
+
+        found = this_machine()
     return found.with_cores(args.cores) if args.cores else found
 
 
