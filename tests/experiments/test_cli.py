@@ -727,9 +727,12 @@ def test_one_more_gib_is_tried_only_where_it_is_shown(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[object] = []
-    monkeypatch.setattr(
-        "megatrain.simulator.verdict.verdict.one_more_gib", lambda *given: tried.append(given) or ()
-    )
+
+    def nothing(*given: object) -> tuple[()]:
+        tried.append(given)
+        return ()
+
+    monkeypatch.setattr("megatrain.simulator.verdict.verdict.one_more_gib", nothing)
     words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--policy", "resident")
     for more, times in (((), 0), (("--why",), 1), (("--json",), 2)):
         assert command(*words, *more).status == 0
