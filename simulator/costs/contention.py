@@ -104,6 +104,8 @@ class ContentionModel:
         )
         self._turns, self._high_priority = turns, high_priority
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
+        self._rates: dict[tuple[Demand, ...], tuple[int, ...]] = {}
+        """What `rates` has returned so far. A search asks for the same with each plan."""
 
     @property
     def capacity(self) -> int:
@@ -171,6 +173,12 @@ class ContentionModel:
         """Returns the speed of each op in `busy` while all of them run, in millionths of its full
         speed. They are all on different lanes.
         """
+        if busy not in self._rates:
+            self._rates[busy] = self._shared(busy)
+        return self._rates[busy]
+
+    def _shared(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
+        """Returns what `rates` returns, without its cache."""
         caps = [self._cap(demand, busy) for demand in busy]
         if (
             not self._memory

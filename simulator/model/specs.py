@@ -181,6 +181,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _ = self._architecture
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.family, self.layers, self.hidden))
 
     @functools.cached_property

@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator
 
@@ -28,7 +27,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.planner.assessment import activations_bytes, plan_account, with_knobs
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     StateClass,
@@ -194,21 +193,22 @@ class Filling:
         """Returns how many of the last decoder layers can save their activations in the memory that
         `placement` leaves free.
 
-        Returns -1 if `placement` alone does not fit. The number is found by bisection, because
-        memory never decreases with the number of saved layers.
+        Returns -1 if `placement` alone does not fit. The memory never decreases with the number of
+        saved layers, so each number that is tried excludes all smaller or all larger ones. The next
+        one follows from the bytes that one more layer takes.
         """
-
-        def lacking(count: int) -> int:
-            return -self.room(
-                with_knobs(
-                    plan,
-                    placement=msgspec.structs.replace(
-                        placement, saved_activations=last(plan.model.layers, count)
-                    ),
-                )
+        each = plan.knobs.micro_batch_group * activations_bytes(
+            plan.model, plan.workload, self.costs
+        )
+        fits, least_not, count = -1, plan.model.layers + 1, 0
+        while least_not - fits > 1:
+            saving = msgspec.structs.replace(
+                placement, saved_activations=last(plan.model.layers, count)
             )
-
-        return bisect.bisect_right(range(plan.model.layers + 1), 0, key=lacking) - 1
+            room = self.room(with_knobs(plan, placement=saving))
+            fits, least_not = (count, least_not) if room >= 0 else (fits, count)
+            count = min(max(count + room // each, fits + 1), least_not - 1)
+        return fits
 
     def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
         """Yields `placement`, and variants that also save the attention of recomputed layers.

@@ -36,8 +36,7 @@ from megatrain.simulator.schedule.arithmetic import (
     blocks_of,
     contributions,
     cost_keys,
-    gradient_bytes,
-    state_bytes,
+    stack_state,
     whole_matrices,
 )
 from megatrain.simulator.schedule.plan import Plan
@@ -182,6 +181,7 @@ class _Flow:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
+        self.state = stack_state(plan)
         self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (
@@ -351,11 +351,13 @@ class _Flow:
         The gradient is complete at `after`. A deferred update also loads the weights if they are
         not resident. Otherwise they are in a slot already.
         """
-        widths = {name: state_bytes(self.plan, name, layer) for name in UPDATED}
-        streams = [name for name in UPDATED if widths[name] and layer not in self.resident[name]]
-        up = sum(widths[name] for name in streams if self.defers_update or name != "weights")
+        state = self.state[layer]
+        streams = [
+            name for name in UPDATED if state[name].bytes and layer not in self.resident[name]
+        ]
+        up = sum([state[name].bytes for name in streams if self.defers_update or name != "weights"])
         if self.defers_update and layer not in self.resident["gradients"]:
-            up += gradient_bytes(self.plan, layer)
+            up += state["gradients"].bytes
         if up:
             self._up(self._size("L", layer, "h2d", up))
         elements = self.stack[layer].elements
@@ -376,7 +378,7 @@ class _Flow:
         )
         if streams:
             self._down(
-                self._size("S", layer, "d2h", sum(widths[name] for name in streams)),
+                self._size("S", layer, "d2h", sum([state[name].bytes for name in streams])),
                 0.0,
                 self.updates,
             )
@@ -399,7 +401,7 @@ class _Flow:
             == contributions(self.plan, layer) * self.groups // self.plan.workload.accumulation
         )
         on_device, streams = layer not in self.on_host, layer not in self.resident["gradients"]
-        per_parameter = gradient_bytes(self.plan, layer)
+        per_parameter = self.state[layer]["gradients"].bytes
         if streams and self.arrived[layer] > 1:
             self._up(self._size("GL", layer, "h2d", per_parameter, parameters=False))
             self._wait(self.up)

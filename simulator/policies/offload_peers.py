@@ -23,7 +23,7 @@ with PyTorch alone, some 3 GiB with DeepSpeed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import ClassVar
 
 import msgspec
@@ -151,7 +151,7 @@ class Offload:
             "device.logits", "loss", max(LOGIT_BYTES * self.logits - reused, 0), "workspace"
         )
 
-    def host_pass(self, bytes_: int, reads: Iterable[str], writes: Iterable[str]) -> None:
+    def host_pass(self, bytes_: int, reads: Collection[str], writes: Collection[str]) -> None:
         """Emits an elementwise pass over the whole model by all threads of the host.
 
         `bytes_` are read and written per parameter.

@@ -563,7 +563,7 @@ class _DeviceUpdate:
         `_OverlappedStore.apply`.
         """
         self.store, self.builder, self.layer = store, store.builder, layer
-        self.gradient, self.copy_to, self.source = gradient, copy_to, source
+        self.gradient = gradient
         home = store.home
         self.home = {name: home[name, layer] for name in STATE if (name, layer) in home}
         self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
@@ -577,6 +577,10 @@ class _DeviceUpdate:
         """Bytes per parameter of one load, and of one save, without moments that only some tensors
         keep."""
         self.layout = update_layout(store.plan.workload.optimizer, store.stack[layer])
+        # The operands of an update that are the same for all chunks.
+        self.factor = store.clipping.factor(layer)
+        self.old = [source] if source and "weights" in streamed else []
+        self.also_written = [*([copy_to] if copy_to else []), *store.workspace[layer]]
 
     def load(self, chunk: Chunk) -> dict[StateClass, str]:
         """Loads the chunk's streamed data and returns its slots by class of data.
@@ -613,36 +617,22 @@ class _DeviceUpdate:
     def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
         """Updates the chunk, saves its streamed data to the host and releases its slots."""
         number, first, count = chunk
-        old = [self.source] if self.source and "weights" in self.streamed else []
-        reads = [
-            slots.get("gradients", self.gradient),
-            self.store.clipping.factor(self.layer),
-            *old,
-        ]
-        writes = [
-            *[slots.get(name, self.home[name]) for name in self.classes],
-            *([self.copy_to] if self.copy_to else []),
-            *self.store.workspace[self.layer],
-        ]
+        flops = update_flops(self.store.plan, self.layer, first, count) if self.layout else {}
         self.builder.op(
             OpId("update", self.layer, chunk=number),
             "update",
-            reads,
-            writes,
+            [slots.get("gradients", self.gradient), self.factor, *self.old],
+            [*[slots.get(name, self.home[name]) for name in self.classes], *self.also_written],
             offset=first,
             parameters=count,
-            **update_flops(self.store.plan, self.layer, first, count),
+            **flops,
         )
         if self.saved:
-            reads, writes = (
-                [slots[name] for name in self.saved],
-                [f"{self.home[name]}#{number}" for name in self.saved],
-            )
             self.builder.op(
                 OpId("save_state", self.layer, chunk=number),
                 "d2h",
-                reads,
-                writes,
+                [slots[name] for name in self.saved],
+                [f"{self.home[name]}#{number}" for name in self.saved],
                 offset=first,
                 parameters=count,
                 bytes=self._bytes(chunk, self.saved, self.save_bytes),

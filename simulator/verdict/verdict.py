@@ -459,6 +459,7 @@ def explain(
     gpus: int = 1,
     tokens: int | None = None,
     advise: bool = True,
+    marginal: bool = True,
     chunk_chosen: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice, including what has to be simulated or tried.
@@ -470,13 +471,14 @@ def explain(
         gpus: Number of GPUs in one host. For more than one, the verdict says what they reach.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
+        marginal: Whether to predict what one more GiB gains, for `one_more_gib`.
         chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
             batch are then those with any chunk that it may choose.
 
     Raises UserError if a host cannot have so many GPUs.
     """
     verdict = described(choice, hardware, gpus=gpus, tokens=tokens, chunk_chosen=chunk_chosen)
-    return explored(verdict, choice, hardware, names, advise=advise)
+    return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
 
 
 def described(
@@ -524,9 +526,11 @@ def explored(
     names: list[str] | None = None,
     *,
     advise: bool = True,
+    marginal: bool = True,
 ) -> Verdict:
     """Returns the verdict of `described` on a choice with what other plans would give: the longest
-    context, the largest batch, one more GiB and, with `advise`, changes that would help.
+    context, the largest batch, with `marginal` one more GiB, and with `advise` changes that would
+    help.
 
     The other arguments are those of `explain`.
     """
@@ -537,7 +541,7 @@ def explored(
     works = least_chunks(plan.workload, hardware) if verdict.chunk_chosen else (plan.workload,)
     verdict = msgspec.structs.replace(
         verdict,
-        one_more_gib=one_more_gib(choice, hardware, costs),
+        one_more_gib=one_more_gib(choice, hardware, costs) if marginal else (),
         longest_context=(
             max(longest_context(footprints, work) for work in works) if footprints else None
         ),

@@ -723,6 +723,22 @@ def test_a_sequence_beyond_the_model_s_own_limit_is_said(command: Any, workplace
     assert note in flat(command("plan", *words, "128", "--out", "new.toml").out)
 
 
+def test_one_more_gib_is_tried_only_where_it_is_shown(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def nothing(*given: object) -> tuple[()]:
+        tried.append(given)
+        return ()
+
+    monkeypatch.setattr("megatrain.simulator.verdict.verdict.one_more_gib", nothing)
+    words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--policy", "resident")
+    for more, times in (((), 0), (("--why",), 1), (("--json",), 2)):
+        assert command(*words, *more).status == 0
+        assert len(tried) == times
+
+
 def answer_as_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """Puts a program `nvidia-smi` first on the path that prints `answer`."""
     program = folder / "nvidia-smi"

@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.contention import ContentionModel
+from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import batch_splits
 from megatrain.simulator.planner.assessment import assess, estimate, group_sizes, with_knobs
 from megatrain.simulator.planner.batch_splits import best_split
+from megatrain.simulator.planner.filling import Filling, last
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import best_estimate, candidates, plans_of
+from megatrain.simulator.policies.overlapped import Overlapped
+from megatrain.simulator.schedule.plan import Placement
 
 H200, MIB = HardwareSpec.load("h200"), 2**20
 LIMIT = 10 * MIB
@@ -148,3 +153,54 @@ def test_the_second_plan_is_tried_with_host_updates_of_its_own() -> None:
     assert found is not None
     assert found.plan.knobs.placement.host_updated
     assert found.step_seconds < 1.32  # 1.38 without
+
+
+@pytest.mark.parametrize("limit", [3 * MIB, 6 * MIB, LIMIT, 2**30])
+def test_few_numbers_of_saved_layers_are_tried(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    (plan,) = plans_of(model, H200, WORK, policies=["overlapped"], device_limit=limit)
+    filling = Filling(plan, cost_model(H200, model, WORK))
+    rooms = [
+        filling.room(with_knobs(plan, placement=Placement(saved_activations=last(4, count))))
+        for count in range(5)
+    ]
+    tried = counted(monkeypatch, Filling, "room")
+    assert filling.most_saved(plan, Placement()) == sum(room >= 0 for room in rooms) - 1
+    assert len(tried) <= 3
+
+
+def test_the_store_is_made_once_for_all_placements_of_activations(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = counted(monkeypatch, Overlapped, "storage")
+    # slots that no other test has, whose buffers are remembered
+    (plan,) = plans_of(model, H200, WORK, policies=["overlapped"])
+    plan = with_knobs(plan, weight_slots=3, state_slots=7)
+    activations = [
+        Placement(saved_activations="2-3"),
+        Placement(saved_activations="3", saved_attention="1-2", offloaded_inputs="0-1"),
+        Placement(offloaded_inputs="all"),
+    ]
+    found = [
+        policies.outline(with_knobs(plan, placement=each), merged=True) for each in activations
+    ]
+    assert len(stores) == 1
+    for placement, merged in zip(activations, found, strict=True):
+        whole = policies.lower(with_knobs(plan, placement=placement))
+        pools: list[dict[str, int]] = [{}, {}]
+        for sizes, schedule in zip(pools, (merged, whole), strict=True):
+            for buffer in schedule.buffers:
+                sizes[buffer.pool] = sizes.get(buffer.pool, 0) + buffer.allocated
+        assert pools[0] == pools[1]
+
+
+def test_rates_are_found_once_for_each_set_of_busy_lanes(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = counted(monkeypatch, ContentionModel, "_shared")
+    (plan,) = plans_of(model, H200, WORK, policies=["overlapped"])
+    costs, schedule = cost_model(H200, model, WORK), policies.lower(plan)
+    times = [makespan_ns(schedule, costs) for _ in range(2)]
+    assert times[0] == times[1]
+    assert len(shared) == len({busy for _, busy in shared}) > 1

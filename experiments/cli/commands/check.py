@@ -104,7 +104,12 @@ def run(args: argparse.Namespace) -> int:
         own = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if own[0].feasible else DoesNotFit.status
     verdict = from_options.explained(
-        args, found[0], hardware, batch_chosen=chosen, chunk_chosen=chunk_chosen
+        args,
+        found[0],
+        hardware,
+        batch_chosen=chosen,
+        chunk_chosen=chunk_chosen,
+        marginal=args.why or args.json,  # only these show it, and it takes a tenth of the time
     )
     print(
         json.dumps(from_options.as_json(verdict))

@@ -94,7 +94,14 @@ def run(args: argparse.Namespace) -> int:
     # `explain` tries plans that several GPUs, or sums of groups of micro-batches, refuse.
     if best.plan.gpus == 1 and work.sum_group in (1, work.accumulation):
         chosen = args.loss_chunk is None and not args.source_plan
-        verdict = explain(best, hardware, names, advise=not args.source_plan, chunk_chosen=chosen)
+        verdict = explain(
+            best,
+            hardware,
+            names,
+            advise=not args.source_plan,
+            marginal=args.why,
+            chunk_chosen=chosen,
+        )
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
     if len(found) > 1:

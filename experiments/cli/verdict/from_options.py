@@ -299,10 +299,14 @@ def _fitting(
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
     """Returns the machine that `--hardware` names, or this one, with the cores of `--cores`."""
-    from megatrain.experiments.cli.verdict.this_machine import this_machine
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    found = HardwareSpec.load(args.hardware) if args.hardware else this_machine()
+    if args.hardware:
+        found = HardwareSpec.load(args.hardware)
+    else:
+        from megatrain.experiments.cli.verdict.this_machine import this_machine
+
+        found = this_machine()
     return found.with_cores(args.cores) if args.cores else found
 
 
@@ -314,6 +318,7 @@ def explained(
     batch_chosen: bool,
     chunk_chosen: bool,
     explore: bool = True,
+    marginal: bool = True,
 ) -> Verdict:
     """Returns the verdict on a choice for the options of `args`.
 
@@ -321,6 +326,7 @@ def explained(
         batch_chosen: whether the micro-batch was chosen because none was named.
         chunk_chosen: whether the loss chunk was chosen because none was named.
         explore: whether to add what other plans would give, as `explored` does.
+        marginal: whether that includes what one more GiB gains.
     """
     import msgspec
 
@@ -330,7 +336,9 @@ def explained(
         choice, hardware, gpus=args.gpus, tokens=args.tokens, chunk_chosen=chunk_chosen
     )
     verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
-    return explored(verdict, choice, hardware, policies(args.policy)) if explore else verdict
+    if not explore:
+        return verdict
+    return explored(verdict, choice, hardware, policies(args.policy), marginal=marginal)
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

@@ -6,7 +6,7 @@ The schedule has the fewest dependencies that keep the meaning of the program.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypedDict, Unpack
 
 import msgspec
@@ -174,7 +174,7 @@ class Builder:
         self._queue[slot].append(slot)
 
     def op(
-        self, id: OpId, lane: str, reads: Iterable[str], writes: Iterable[str], **sizes: Any
+        self, id: OpId, lane: str, reads: Collection[str], writes: Collection[str], **sizes: Any
     ) -> None:
         """Appends an op.
 

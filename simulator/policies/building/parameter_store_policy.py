@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
+
+import msgspec
 
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.timed_builder import TimedBuilder
 from megatrain.simulator.policies.building.training_step import ParameterStore, compute, declare
 from megatrain.simulator.policies.policy import Policy
-from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 
 class ParameterStorePolicy(Policy):
@@ -21,7 +24,8 @@ class ParameterStorePolicy(Policy):
     def storage(self, builder: Builder, plan: Plan) -> ParameterStore:
         """Returns the parameter store of one step.
 
-        Raises UserError if the policy cannot execute `plan`.
+        It must not depend on which layers save or offload activations, because its buffers are made
+        once for all of these plans. Raises UserError if the policy cannot execute `plan`.
         """
         raise NotImplementedError
 
@@ -38,6 +42,64 @@ class ParameterStorePolicy(Policy):
 
     def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
         """Returns a schedule with the buffers of `lower` and without its ops."""
-        builder = Builder(plan.policy, serial=self.serial, merged=merged)
-        declare(builder, plan, self.storage(builder, plan))
+        if merged:
+            blank = msgspec.structs.replace(
+                plan, digest="", prediction=None, device_limit_bytes=1, host_limit_bytes=1
+            )
+            parts = (
+                _stored(self, _without_activations(blank)),
+                _computed(_only_activations(blank)),
+            )
+            return Schedule(policy=plan.policy, buffers=parts[0] + parts[1], ops=())
+        builder = Builder(plan.policy, serial=self.serial)
+        self.storage(builder, plan)
+        declare(builder, plan)
         return builder.build()
+
+
+def _without_activations(plan: Plan) -> Plan:
+    """Returns `plan` with the activations of no layer placed."""
+    placement = msgspec.structs.replace(
+        plan.knobs.placement, saved_activations="", saved_attention="", offloaded_inputs=""
+    )
+    return msgspec.structs.replace(
+        plan, knobs=msgspec.structs.replace(plan.knobs, placement=placement)
+    )
+
+
+def _only_activations(plan: Plan) -> Plan:
+    """Returns `plan` with default values of all that the buffers of activations do not depend
+    on.
+    """
+    knobs, placement = plan.knobs, plan.knobs.placement
+    return msgspec.structs.replace(
+        plan,
+        knobs=Knobs(
+            checkpoint_interval=knobs.checkpoint_interval,
+            micro_batch_group=knobs.micro_batch_group,
+            placement=Placement(
+                saved_activations=placement.saved_activations,
+                saved_attention=placement.saved_attention,
+                offloaded_inputs=placement.offloaded_inputs,
+            ),
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
+    """Returns the merged buffers of the policy's parameter store.
+
+    Cached because a search asks for the same store with many placements of activations.
+    """
+    builder = Builder(plan.policy, merged=True)
+    policy.storage(builder, plan)
+    return builder.build().buffers
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed(plan: Plan) -> tuple[Buffer, ...]:
+    """Returns the merged buffers of `compute`. Cached like those of the store."""
+    builder = Builder(plan.policy, merged=True)
+    declare(builder, plan)
+    return builder.build().buffers

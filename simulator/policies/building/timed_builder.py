@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Unpack
 
 from megatrain.simulator.policies.building.builder import Builder, Traits
@@ -31,7 +31,7 @@ class TimedBuilder(Builder):
 
     def __init__(self, policy: str, *, serial: bool = False) -> None:
         super().__init__(policy, serial=serial)
-        self._uses = LatestUses()
+        self._append = LatestUses().append
         self._last: dict[int, int] = {}
         """Micro-batch -> its last compute op so far."""
         self._found: dict[tuple[object, ...], int] = {}
@@ -76,18 +76,17 @@ class TimedBuilder(Builder):
         self,
         id: OpId,
         lane: str,
-        reads: Iterable[str],
-        writes: Iterable[str],
+        reads: Collection[str],
+        writes: Collection[str],
         *,
         offset: int = 0,
         **sizes: Any,
     ) -> None:
-        number, reads, writes = _LANES[lane], tuple(reads), tuple(writes)
         kind, layer, _, micro, _ = id
-        op, lanes = len(self._lanes), self._lanes
-        also = op - 1 if self._serial and op and lanes[-1] != number else None
-        lanes.append(number)
-        self._after.append(self._uses.append(number, reads, writes, also))
+        number, op = _LANES[lane], len(self._lanes)
+        also = op - 1 if self._serial and op and self._lanes[-1] != number else None
+        self._lanes.append(number)
+        self._after.append(self._append(number, reads, writes, also))
         if number == _COMPUTE and micro is not None:
             self._last[micro] = op
         adds = False
@@ -99,7 +98,9 @@ class TimedBuilder(Builder):
         size = self._found.get(key)
         if size is None:
             size = self._found[key] = len(self._of_size)
-            self._of_size.append(Op(id=str(id), lane=lane, reads=reads, writes=writes, **sizes))
+            self._of_size.append(
+                Op(id=str(id), lane=lane, reads=tuple(reads), writes=tuple(writes), **sizes)
+            )
         self._which.append(size)
 
     def build(self) -> Schedule:

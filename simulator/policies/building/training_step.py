@@ -112,11 +112,11 @@ def update_operands(
     ]
 
 
-class _Compute:
-    """Makes the buffers of one step's compute and emits its ops."""
+class _Buffers:
+    """Makes the buffers of one step's compute."""
 
-    def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
-        self.builder, self.plan, self.storage = builder, plan, storage
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        self.builder, self.plan = builder, plan
         model, work = plan.model, plan.workload
         self.group = group = plan.knobs.micro_batch_group
         self.hidden_bytes = work.tokens * model.carried * DTYPE_BYTES[work.dtype]
@@ -225,6 +225,14 @@ class _Compute:
         self.losses = [
             builder.persistent("device.losses", micro, SCALAR_BYTES, "losses") for micro in micros
         ]
+
+
+class _Compute(_Buffers):
+    """Makes the buffers of one step's compute and emits its ops."""
+
+    def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
+        super().__init__(builder, plan)
+        self.storage = storage
         self.costs: dict[tuple[str, str, bool, bool], dict[str, Any]] = {}
         """(kind, layer signature, kept) -> the fields of an op that its cost depends on."""
         self.inputs: dict[tuple[int, int], str] = {}
@@ -427,6 +435,6 @@ def compute(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
     storage.update()
 
 
-def declare(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
+def declare(builder: Builder, plan: Plan) -> None:
     """Makes the buffers of `compute` and emits no op."""
-    _Compute(builder, plan, storage)
+    _Buffers(builder, plan)
