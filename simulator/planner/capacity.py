@@ -32,6 +32,9 @@ from megatrain.simulator.planner.slot_search import CHUNK_BYTES, ONE_COPY, inter
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 
+PASSING = ("weights", "gradients")
+"""Classes of state that pass through slots of whole layers if they are not on the device."""
+
 
 class MemoryFootprint:
     """The memory of one plan, for any number of tokens in a micro-batch.
@@ -59,14 +62,13 @@ class MemoryFootprint:
             and not (buffer.persistent or buffer.dynamic or buffer.scales_with_tokens)
         )
         """Bytes of the device that may be free once state has moved there."""
-        passing = ("weights", "gradients")
 
         def needs_large_slots(buffer: Buffer) -> bool:
-            return buffer.data in passing and plan.model.stack[buffer.key].kind != "decoder"
+            return buffer.data in PASSING and plan.model.stack[buffer.key].kind != "decoder"
 
         self._orders = (
             sorted(movable, key=lambda each: not needs_large_slots(each)),
-            sorted(movable, key=lambda each: (each.data not in passing, each.data != "weights")),
+            sorted(movable, key=lambda each: (each.data not in PASSING, each.data != "weights")),
         )
         """Buffers of layer state in host memory, in two orders in which they may move to the
         device. In the first, weights and gradients of embedding and head are first: on the device
@@ -96,20 +98,23 @@ class MemoryFootprint:
 
     def _moved(self, plan: Plan, account: Account) -> tuple[list[Buffer], Account]:
         """Returns the buffers to move to the device so that the rest fits in the host, and the
-        memory after that. It is the first order that fits, or the first one if none does.
+        memory after that. It is the first choice that fits, or the first one if none does.
         """
+        excess = account.host_peak_bytes - account.host_limit_bytes
         first, second = self._orders
-        found = self._moved_by(first, plan, account)
+        found = self._with_moved(_enough(first, excess), plan, account)
         if found[1].fits or not found[0]:
             return found
-        other = self._moved_by(second, plan, account)
-        return other if other[1].fits else found
+        for moved in (_enough(second, excess), _closest(second, excess)):
+            other = self._with_moved(moved, plan, account)
+            if other[1].fits:
+                return other
+        return found
 
-    def _moved_by(
-        self, order: list[Buffer], plan: Plan, found: Account
+    def _with_moved(
+        self, moved: list[Buffer], plan: Plan, found: Account
     ) -> tuple[list[Buffer], Account]:
-        """Returns what `_moved` does, for one order of the buffers."""
-        moved = _enough(order, found.host_peak_bytes - found.host_limit_bytes)
+        """Returns `moved`, and the memory after these buffers have moved to the device."""
         if not moved:
             return moved, found
         pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
@@ -168,6 +173,27 @@ def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
             buffer = min(enough, key=lambda other: other.allocated)
         moved.append(buffer)
         excess -= buffer.allocated
+    return moved
+
+
+def _closest(order: list[Buffer], excess: int) -> list[Buffer]:
+    """Returns buffers of `order` that have at least `excess` bytes together, and few bytes more.
+
+    Weights and gradients come first, as in `order`, and then the others, the largest first. A
+    buffer with more bytes than are left is skipped. The last one is the smallest that is enough.
+    """
+    moved: list[Buffer] = []
+    skipped: list[Buffer] = []
+    passing = [buffer for buffer in order if buffer.data in PASSING]
+    others = [buffer for buffer in order if buffer.data not in PASSING]
+    for buffer in (*passing, *sorted(others, key=lambda each: -each.allocated)):
+        if buffer.allocated <= excess:
+            moved.append(buffer)
+            excess -= buffer.allocated
+        else:
+            skipped.append(buffer)
+    if excess > 0 and skipped:
+        moved.append(min(skipped, key=lambda each: each.allocated))
     return moved
 
 

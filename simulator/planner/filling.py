@@ -316,7 +316,7 @@ class Filling:
             with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **held))
         )
 
-    def _whole_count(self, plan: Plan) -> int | None:
+    def whole_count(self, plan: Plan) -> int | None:
         """Returns the `count` with which `whole` makes `plan` of itself, or None."""
         if not plan.placed("host_updated"):
             return None
@@ -352,7 +352,7 @@ class Filling:
                 yield other
         if another := self.with_another_slot(plan):
             yield another
-        if (count := self._whole_count(plan)) is not None:
+        if (count := self.whole_count(plan)) is not None:
             slots = with_knobs(plan, weight_slots=plan.knobs.weight_slots + 2)
             for base, changed in ((plan, count - 1), (plan, count + 1), (slots, count - 1)):
                 if 0 <= changed <= plan.model.layers:

@@ -26,6 +26,10 @@ improves the best plan:
    now, continue from it.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
+8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
+
+With clipping by update, the search is done twice: with state slots that hold a whole layer, and
+with the usual ones.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
 plan that exceeds its limits by the fewest bytes.
@@ -90,6 +94,8 @@ _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit 
 # that is faster by this factor. Below 1.005, so that more memory makes no plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
+# Plans with fewer slots are tried if that frees at least this share of the device's memory.
+_LEAST_FREED = 1 / 64
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
     {},
     {"gradient_slots": 1, "state_slots": 2},
@@ -178,15 +184,13 @@ class PlacementSearch:
 
         Plans that cannot come near a step time of `limit_ns` are left out.
         """
+        usual = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
         found = [
             estimate
-            for slots in self._whole_layers()
-            if (estimate := self._best_of(self._fitting(slots), limit_ns))
+            for fitting in (*map(self._fitting, self._whole_layers()), usual)
+            if (estimate := self._best_of(fitting, limit_ns))
         ]
-        if found:
-            return min(found, key=lambda estimate: estimate.step_seconds)
-        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
-        return self._best_of(fitting, limit_ns)
+        return min(found, key=lambda estimate: estimate.step_seconds, default=None)
 
     def rough_ns(self) -> float:
         """Returns the lowest bound, in ns, of plans that save the activations of no layer, or of as
@@ -244,9 +248,10 @@ class PlacementSearch:
             second = self._refined_like(*others[0], plan)
             if second[0] < time:
                 second, (time, plan) = (time, plan), self._climbed(*second)
-        faster, other = self.with_whole_layers(time, plan)
-        if faster < time:
-            second, (time, plan) = (time, plan), self._climbed(faster, other)
+        for further in (self.with_whole_layers, self._with_fewer_slots):
+            faster, other = further(time, plan)
+            if faster < time:
+                second, (time, plan) = (time, plan), self._climbed(faster, other)
         if second is None:
             return self._estimate(plan)
         slower, other = second
@@ -326,8 +331,8 @@ class PlacementSearch:
             max(spec.elements for spec in self.plan.model.decoders)
             * DTYPE_BYTES[self.plan.workload.dtype]
         )
-        copies = (self.plan.knobs.chunk_bytes, 2 * self.plan.knobs.chunk_bytes)
-        return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1} for size in copies]
+        size = self.plan.knobs.chunk_bytes
+        return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1}]
 
     def _ranked(self, candidates: Sequence[Plan], limit_ns: float = math.inf) -> list[Plan]:
         """Returns the fastest two of `candidates`, the fastest first, all with few large copies.
@@ -580,6 +585,39 @@ class PlacementSearch:
             if found := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
                 time, plan = found
                 limit = time / _TIE
+        return time, plan
+
+    def _with_fewer_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the fastest of `plan` and plans with fewer slots, and its time.
+
+        The memory of these slots holds more state: as `Filling.wider` gives it, or whole layers.
+        Slots that take only a small share of the device's memory are kept. `time` is the step time
+        of `plan` in ns.
+        """
+        knobs, room = plan.knobs, self.filling.room(plan)
+        fewer = {
+            "state_slots": max(knobs.state_slots // 2, 1),
+            "gradient_slots": max(knobs.gradient_slots - 1, 1),
+            "weight_slots": max(knobs.weight_slots - 1, 1),
+        }
+        for count in range(1, len(fewer) + 1):
+            other = with_knobs(plan, **dict(list(fewer.items())[:count]))
+            if self.filling.room(other) - room < _LEAST_FREED * plan.device_limit_bytes:
+                continue
+            near = sorted(dict.fromkeys(self.filling.wider(other)), key=self.lower_bound.step_ns)
+            near = near[:_FINALISTS]
+            if (whole := self.filling.whole_count(plan)) is not None:
+                near += filter(
+                    None, (self._whole_layers_plan(other, whole + more, time) for more in (0, 1))
+                )
+            for wider in near:
+                # Large copies would hide how many slots matter, so the plan's own are timed.
+                if (
+                    self.lower_bound.step_ns(wider) * _LEAST_HOST_GAIN < time
+                    and self._run(wider).bound_ns * _LEAST_HOST_GAIN < time
+                    and self.time(wider) * _LEAST_HOST_GAIN < time
+                ):
+                    time, plan = self.time(wider), wider
         return time, plan
 
     def _fastest_whole(self, limit_ns: float, base: Plan) -> tuple[float, Plan] | None:

@@ -118,7 +118,7 @@ def cases(
 Relation = Callable[[st.DataObject, Case], None]
 
 
-def related(few: int = 3, **machines: Any) -> Callable[[Relation], Callable[..., None]]:
+def related(few: int = 4, **machines: Any) -> Callable[[Relation], Callable[..., None]]:
     """Makes two tests of a relation.
 
     One has `few` examples of small models with a few of their layers, whose search is faster. The
@@ -202,7 +202,10 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
 
 @related(few=2)
 def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
-    """A plan that advice says fits does fit, and its gain is within one percentage point."""
+    """A plan that advice says fits does fit, and its gain is within one percentage point.
+
+    The gain of another state format is that of the same plan, so a search may gain more.
+    """
     before = case.judged(advise=True)
     entries = [entry for entry in before.advice if entry.fits and (entry.options or entry.model)]
     assume(entries)
@@ -219,9 +222,11 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
         "loss-chunk": "loss_chunk",
         "accumulation": "accumulation",
         "clipping": "clipping",
+        "gradients": "gradients",
+        "state": "state",
     }
     changes = {
-        field: value if field == "clipping" else int(value)
+        field: value if field in ("clipping", "gradients", "state") else int(value)
         for name, field in fields.items()
         if (value := entry.options.get(name))
     }
@@ -233,9 +238,9 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
     after = case.judged(workload=msgspec.structs.replace(case.work, **changes), **limits)
     assert after.feasible
     if entry.gain is not None:
-        assert after.tokens_per_second / before.tokens_per_second - 1 == pytest.approx(
-            entry.gain, abs=0.01
-        )
+        gain = after.tokens_per_second / before.tokens_per_second - 1
+        assert gain >= entry.gain - 0.01
+        assert entry.compressed or gain <= entry.gain + 0.01
 
 
 @related()

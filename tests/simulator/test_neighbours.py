@@ -14,7 +14,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.planner.filling import GIB, Filling
-from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.planner.search import best_estimate, candidates
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
 CASES = (
@@ -137,3 +137,48 @@ def test_one_more_gib_is_no_slower_where_it_would_hold_all_weights() -> None:
         for size in (47.4, 48.4)
     ]
     assert steps[1] <= steps[0] < 2.57
+
+
+def test_the_memory_of_slots_holds_layers_where_that_is_faster() -> None:
+    """With 5 GiB of device memory, one gradient slot and one more layer on the device are faster
+    than two gradient slots. The search for other slots once began only if nothing fitted.
+    """
+    model, work = (
+        ModelSpec.load("phi-2").with_layers(4),
+        Workload(batch=1, sequence=512, accumulation=2, clipping="layer"),
+    )
+    found = best_estimate(
+        model,
+        HardwareSpec.load("a100-40"),
+        work,
+        device_limit=5 * GIB,
+        host_limit=8 * GIB,
+        policies=["overlapped"],
+    )
+    assert found
+    assert found.step_seconds < 0.1
+
+
+def test_more_memory_is_no_slower_where_state_slots_can_hold_a_layer() -> None:
+    """With clipping by update, state slots that hold a whole layer are not always the best.
+
+    They fit from 7.5 GiB of device memory on. The search once tried no fewer if they fitted.
+    """
+    model, work = (
+        ModelSpec.load("qwen3-4b").with_layers(4),
+        Workload(batch=1, sequence=2048, clipping="update", loss_chunk=256),
+    )
+    less, more = (
+        best_estimate(
+            model,
+            HardwareSpec.load("rtx4090"),
+            work,
+            device_limit=int(size * GIB),
+            host_limit=16 * GIB,
+            policies=["overlapped"],
+        )
+        for size in (7, 7.5)
+    )
+    assert less
+    assert more
+    assert more.step_seconds <= less.step_seconds
