@@ -776,7 +776,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             0,
         )
         if compiled:
-            kept, early, freed, _ = chain.in_compiled
+            inner = chain.in_compiled
+            kept, early, freed = inner.kept, inner.early, inner.freed
             scores, longer = part.scores.compiled[1], 2 * tokens * row
 
         def held(*some: Kept) -> int:
