@@ -14,6 +14,7 @@ from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.runtime.layers.ends import embedding_and_head
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.layers.model_config import first_lines, full_config
+from megatrain.runtime.layers.supported import dropout_keys
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 
@@ -67,15 +68,21 @@ def refuse_unlike_transformers(model: ModelSpec) -> None:
         raise _cannot_run(model, error) from None
 
 
-def _trial_config(model: ModelSpec) -> PretrainedConfig:
+def _config_without_dropout(model: ModelSpec) -> PretrainedConfig:
     config = full_config(model)
+    # `supported.py` refuses dropout if the workload does not switch it off.
+    for key in dropout_keys(model.family):
+        if getattr(config, key, None):
+            setattr(config, key, 0.0)
     config.use_cache = config.output_router_logits = False
     return config
 
 
 def _build(model: ModelSpec) -> Any:
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(_trial_config(model), dtype=torch.bfloat16)
+        whole = AutoModelForCausalLM.from_config(
+            _config_without_dropout(model), dtype=torch.bfloat16
+        )
     grouped_experts.install(whole)
     if gemma3n.carries(model.family):
         gemma3n.cut_off_without_waiting(whole)
@@ -115,7 +122,7 @@ def _run_ends(model: ModelSpec) -> None:
     Nothing else depends on the number of layers.
     """
     cpu = torch.device("cpu")
-    whole = meta_model(_trial_config(model), torch.float32, cpu)
+    whole = meta_model(_config_without_dropout(model), torch.float32, cpu)
     embedding_and_head(whole, model, torch.float32, cpu).arguments(1, _TOKENS, None)
 
 

@@ -557,9 +557,9 @@ class Trainer(TrainingRun):
         number, loss, evaluation = self.first_step - 1, None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
-        stopping = self._interrupted(interruption)
+        stopping = False
         for number in range(self.first_step, steps + 1):
-            if stopping:
+            if stopping or self._interrupted(interruption):
                 break
             step = self._step(data, number)
             loss = step.loss
