@@ -180,7 +180,7 @@ def test_the_store_is_made_once_for_all_placements_of_activations(
     activations = [
         Placement(saved_activations="2-3"),
         Placement(saved_activations="3", saved_attention="1-2", offloaded_inputs="0-1"),
-        Placement(offloaded_inputs="all"),
+        Placement(offloaded_inputs="all", saved_attention="all", offloaded_attention="0-2"),
     ]
     found = [
         policies.outline(with_knobs(plan, placement=each), merged=True) for each in activations

@@ -12,7 +12,7 @@ from megatrain.simulator.policies.building.timed_builder import TimedBuilder
 from megatrain.simulator.policies.building.training_step import ParameterStore, compute, declare
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import Buffer, Schedule
-from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule.plan import OF_DECODERS, Knobs, Placement, Plan
 
 
 class ParameterStorePolicy(Policy):
@@ -59,9 +59,7 @@ class ParameterStorePolicy(Policy):
 
 def _without_activations(plan: Plan) -> Plan:
     """Returns `plan` with the activations of no layer placed."""
-    placement = msgspec.structs.replace(
-        plan.knobs.placement, saved_activations="", saved_attention="", offloaded_inputs=""
-    )
+    placement = msgspec.structs.replace(plan.knobs.placement, **dict.fromkeys(OF_DECODERS, ""))
     return msgspec.structs.replace(
         plan, knobs=msgspec.structs.replace(plan.knobs, placement=placement)
     )
@@ -77,11 +75,7 @@ def _only_activations(plan: Plan) -> Plan:
         knobs=Knobs(
             checkpoint_interval=knobs.checkpoint_interval,
             micro_batch_group=knobs.micro_batch_group,
-            placement=Placement(
-                saved_activations=placement.saved_activations,
-                saved_attention=placement.saved_attention,
-                offloaded_inputs=placement.offloaded_inputs,
-            ),
+            placement=Placement(**{name: getattr(placement, name) for name in OF_DECODERS}),
         ),
     )
 
