@@ -126,9 +126,9 @@ def _on_all_ranks(ranks: Ranks | None, work: Callable[[], Any], folder: Path) ->
     try:
         made = work()
     except UserError as error:
-        reason = str(error.found)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = str(error.found) or "a mistake"
+    except OSError as error:  # some have no text
+        reason = (error.strerror or str(error)).lower() or type(error).__name__
     found = [(made, reason)] if ranks is None else ranks.values((made, reason))
     for _, text in found:
         if text:
