@@ -43,7 +43,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     with without_garbage_collection():
-        fitted = _fitted(args, hardware, model)
+        fitted, chosen = _fitted(args, hardware, model)
         known = from_options.outlook(fitted, hardware, _source(question, model), model)
         yield (
             "outlook",
@@ -54,7 +54,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
             fitted,
             best,
             hardware,
-            batch_chosen=args.batch is None,
+            batch_chosen=chosen,
             chunk_chosen=args.loss_chunk is None,
             explore=False,
         )
@@ -91,7 +91,8 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     args.policy = "all"
     with without_garbage_collection():
-        found = _choices(_fitted(args, hardware, model), question, model, hardware)
+        fitted, _ = _fitted(args, hardware, model)
+        found = _choices(fitted, question, model, hardware)
         verdicts = [summarize(choice, hardware) for choice in found]
         yield (
             "policies",
@@ -105,16 +106,12 @@ def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
-) -> argparse.Namespace:
-    """Returns the options with the page's tokens, and with a piece of tokens, a micro-batch and a
-    loss chunk as `check` chooses them.
+) -> tuple[argparse.Namespace, bool]:
+    """Returns the options with the page's tokens and the workload that `check` chooses, and whether
+    the micro-batch was chosen.
     """
-    chosen = args.batch is None
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
-    args = from_options.with_fitting_piece(args, hardware, model)
-    if chosen:
-        args = from_options.with_fitting_batch(args, hardware, model)
-    return from_options.with_loss_chunk(args, hardware, model)
+    return from_options.with_fitting_workload(args, hardware, model)
 
 
 def _best(

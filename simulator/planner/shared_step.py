@@ -21,7 +21,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
 from megatrain.simulator.schedule.plan import Plan
 
 _SLOTS = 2
@@ -70,7 +70,10 @@ def _shared(
     saved = {"saved_activations": "", "saved_attention": ""} if recomputes else dict[str, str]()
     own_memory = hardware is not None and has_own_memory(hardware)
     slots = dict.fromkeys((min(knobs.weight_slots, knobs.gradient_slots), _SLOTS))
-    groups = dict.fromkeys((knobs.micro_batch_group, work.accumulation))
+    allowed = group_sizes(plan)
+    groups = dict.fromkeys(
+        size for size in (knobs.micro_batch_group, work.accumulation) if size in allowed
+    )
     half = f"0-{max(plan.model.layers // 2 - 1, 0)}"
     offloaded = dict.fromkeys((knobs.placement.offloaded_inputs, "", half))
     for group, least, inputs in itertools.product(groups, slots, offloaded):

@@ -121,12 +121,21 @@ def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
 
 
 def test_a_long_context_is_computed_in_pieces_as_check_does(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two sequences would fit and be as fast, but pieces that were chosen are for one."""
     monkeypatch.setattr(from_options, "PIECES", (16384,))
     values = {"model": "qwen2.5-0.5b", "hardware": "rtx3080-10gb", "seq": "131072"}
-    name, outlook = next(answer(Question.read(values)))
+    parts = answer(Question.read(values))
+    name, outlook = next(parts)
     assert (name, outlook and outlook["shown"]["answer"]) == ("outlook", "YES")
+    _, told = next(parts)
+    assert told
+    words = ("qwen2.5-0.5b", "--hardware", "rtx3080-10gb", "--seq", "131072")
+    expected = checked(capsys, *words)
+    found = json.loads(json.dumps(told["verdict"]))
+    same = ("workload", "batch_chosen", "step_seconds", "knobs")
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 
 
 def test_a_model_that_does_not_fit_is_answered_without_a_search(

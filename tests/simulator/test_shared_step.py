@@ -8,6 +8,7 @@ import small_model
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.planner.search import search
@@ -39,6 +40,17 @@ def test_a_shared_step_is_a_plan_that_ranks_can_execute(one: Plan) -> None:
     assert assess(plan, costs).step_seconds == choice.step_seconds
     assert choice.feasible
     assert {op.lane for op in verified(plan).ops} >= {"exchange", "h2d", "d2h"}
+
+
+def test_tied_embeddings_share_a_step_without_groups() -> None:
+    """Their gradients are added one micro-batch at a time, so no group of them is tried."""
+    config = {**small_model.SMALL.config, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    model = ModelSpec(name="tied", config=config)
+    work = Workload(batch=1, sequence=256, accumulation=2)
+    (one,) = search(model, H200, work, policies=["overlapped"])
+    assert shares(one.plan)
+    plan = shared_step(one.plan, H200, 2).plan
+    assert (plan.knobs.micro_batch_group, plan.workload.sum_group) == (1, 1)
 
 
 def test_other_policies_and_models_cannot_share_a_step(one: Plan) -> None:

@@ -81,13 +81,8 @@ def run(args: argparse.Namespace) -> int:
         return list_what_fits(args, hardware)
     asked = args
     args = from_options.with_fitting_state(args, hardware, model)
-    args = from_options.with_fitting_piece(args, hardware, model)
-    chosen = args.batch is None and args.tokens_per_step is None
     chunk_chosen = args.loss_chunk is None
-    if chosen:
-        args = from_options.with_fitting_batch(args, hardware, model)
-    args.batch = args.batch or 1
-    args = from_options.with_loss_chunk(args, hardware, model)
+    args, chosen = from_options.with_fitting_workload(args, hardware, model)
     with warnings.catch_warnings():
         if args.policy == "all":  # the table names those that are left out
             warnings.simplefilter("ignore", PolicyWarning)

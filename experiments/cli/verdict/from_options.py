@@ -232,6 +232,22 @@ def with_fitting_batch(
     return (fitting or priced)[0]
 
 
+def with_fitting_workload(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> tuple[argparse.Namespace, bool]:
+    """Returns `args` with a piece of tokens, a micro-batch and a loss chunk where none is named.
+
+    The second result says whether the micro-batch is the one of `with_fitting_batch`. It has one
+    sequence if a piece was chosen.
+    """
+    args = with_fitting_piece(args, hardware, model)
+    chosen = args.batch is None and args.tokens_per_step is None
+    if chosen:
+        args = with_fitting_batch(args, hardware, model)
+    args = argparse.Namespace(**{**vars(args), "batch": args.batch or 1})
+    return with_loss_chunk(args, hardware, model), chosen
+
+
 def _fastest(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, largest: int
 ) -> argparse.Namespace:
