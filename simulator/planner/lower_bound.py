@@ -15,7 +15,10 @@ is computed in six steps (`_Flow`):
    arrived.
 5. Also sum the time that the host's memory needs for the traffic of all copies and updates.
    Compute cannot run before the traffic of the copies that it waits for.
-6. Return the latest of these times. Add the compute time of each further group.
+6. Return the latest of these times.
+
+If there are more than two groups, the compute time of those between the first and the last one is
+added to the compute lane after the first.
 
 The result is a lower bound, because a lane never waits for a free gradient or state slot, and lanes
 do not slow each other.
@@ -65,15 +68,15 @@ class LowerBound:
     def step_ns(self, plan: Plan) -> float:
         """Returns a lower bound of the step time in ns, which also considers copies and updates.
 
-        Each group of micro-batches after the second adds only its compute time. If the policy does
-        not go through the model layer by layer, the result is `compute_ns`.
+        Groups of micro-batches between the first and the last add only their compute time. If the
+        policy does not go through the model layer by layer, the result is `compute_ns`.
         """
         if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
         group = plan.knobs.micro_batch_group
         groups = plan.workload.accumulation // group
-        flow = _Flow(self, plan, min(groups, 2))
-        return flow.end_ns() + max(groups - 2, 0) * group * self._micro_batch_ns(plan)
+        further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
+        return _Flow(self, plan, min(groups, 2)).end_ns(further_ns)
 
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the durations of all compute ops of one micro-batch."""
@@ -204,10 +207,17 @@ class _Flow:
             for code, lane in (("PL", "h2d"), ("P", "d2h"))
         ]
 
-    def end_ns(self) -> float:
-        """Returns the earliest end of the step in ns."""
+    def end_ns(self, further_ns: float) -> float:
+        """Returns the earliest end of the step in ns.
+
+        Args:
+            further_ns: Compute time of the groups between the first and the last one. Copies of the
+                first group may overlap it.
+        """
         blocks = blocks_of(self.plan)
-        for _ in range(self.groups):
+        for group in range(self.groups):
+            if group == 1:
+                self.compute += further_ns
             self._forward(blocks)
             for block in reversed(blocks):
                 self._backward(block)
@@ -246,7 +256,10 @@ class _Flow:
         if names[0] not in self.saved_layers:
             if names[0] in self.offloaded:
                 # With several micro-batches, only the last input may have been saved just before.
-                self._up(self.hidden[0], self.offloaded_at[names[0]] if self.group == 1 else 0.0)
+                # The copies of a pending update may come before this one, and they wait for no
+                # input.
+                waits = self.group == 1 and not self.pending
+                self._up(self.hidden[0], self.offloaded_at[names[0]] if waits else 0.0)
                 self._wait(self.up)
             for name in names:
                 self._weights(name)

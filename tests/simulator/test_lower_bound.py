@@ -137,7 +137,7 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     counted = [op for op in ops if op.kind in ("forward", "recompute", "backward", "head")]
     bound, flow = LowerBound(found, costs), _Flow(LowerBound(found, costs), found, 2)
     assert bound.compute_ns(found) == sum(costs.duration_ns(op) for op in counted)
-    flow.end_ns()
+    flow.end_ns(0)
     demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]
     traffic = sum(demand.traffic * time for demand, time in demands if demand)
     assert flow.host == pytest.approx(traffic / costs.sharing.capacity)
