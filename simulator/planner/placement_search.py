@@ -323,7 +323,8 @@ class PlacementSearch:
 
         They are used only with clipping by update. If all chunks of a layer are in slots, the layer
         is clipped and updated without loading its state twice. The further slot lets the next
-        layer's state arrive meanwhile.
+        layer's state arrive meanwhile. Larger chunks are faster in some plans, and smaller ones in
+        others, so both are tried.
         """
         if self.plan.workload.clipping != "update":
             return []
@@ -332,7 +333,10 @@ class PlacementSearch:
             * DTYPE_BYTES[self.plan.workload.dtype]
         )
         size = self.plan.knobs.chunk_bytes
-        return [{"chunk_bytes": size, "state_slots": -(-layer // size) + 1}]
+        return [
+            {"chunk_bytes": chunk, "state_slots": -(-layer // chunk) + 1}
+            for chunk in (size, 2 * size)
+        ]
 
     def _ranked(self, candidates: Sequence[Plan], limit_ns: float = math.inf) -> list[Plan]:
         """Returns the fastest two of `candidates`, the fastest first, all with few large copies.
