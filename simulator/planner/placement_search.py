@@ -27,6 +27,8 @@ improves the best plan:
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
+9. If the host updates all streamed layers, try every second one, and the reverse
+   (`_with_other_share`), and climb. The steps before have changed which layers are streamed.
 
 With clipping by update, the search is done twice: with state slots that hold a whole layer, and
 with the usual ones.
@@ -248,7 +250,7 @@ class PlacementSearch:
             second = self._refined_like(*others[0], plan)
             if second[0] < time:
                 second, (time, plan) = (time, plan), self._climbed(*second)
-        for further in (self.with_whole_layers, self._with_fewer_slots):
+        for further in (self.with_whole_layers, self._with_fewer_slots, self._with_other_share):
             faster, other = further(time, plan)
             if faster < time:
                 second, (time, plan) = (time, plan), self._climbed(faster, other)
@@ -573,6 +575,30 @@ class PlacementSearch:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
+        return time, plan
+
+    def _with_other_share(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the faster of `plan` and the same plan whose host updates every second streamed
+        layer in place of all, or the reverse, and its time. A plan without host updates is returned
+        as it is.
+
+        If the other one does not fit, it keeps no more than whole weights on the device.
+        `time` is the step time of `plan` in ns.
+        """
+        if not plan.placed("host_updated"):
+            return time, plan
+        for other in (host_updating(plan), host_updating(plan, every=2)):
+            if not self.filling.account(other).fits:
+                others = dict.fromkeys(set(CLASSES) - {"weights"}, "")
+                placement = msgspec.structs.replace(other.knobs.placement, **others)
+                other = with_knobs(other, placement=placement)
+            if (
+                other.knobs != plan.knobs
+                and self.filling.account(other).fits
+                and self.lower_bound.step_ns(other) * _TIE < time
+                and self.time(other) * _TIE < time
+            ):
+                time, plan = self.time(other), other
         return time, plan
 
     def with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:

@@ -36,8 +36,8 @@ complete. The gradient of a layer that the device updates never leaves the devic
 
 With several micro-batches in a group (`micro_batch_group`), the weights of a layer are loaded once
 for all of them, and the sum of their gradients stays in its slot until the last of them has added
-its own. So the copies of a step do not grow with the accumulation, only with the number of groups. With
-`checkpoint_interval` above 1, the gradients of each micro-batch are copied.
+its own. So the copies of a step do not grow with the accumulation, only with the number of groups.
+With `checkpoint_interval` above 1, the gradients of each micro-batch are copied.
 
 Layers in `host_updated` are updated by the CPU at the same point of the program (`cpu_update`).
 Their gradients are copied to the host and only their weights are copied back, each chunk as soon as
