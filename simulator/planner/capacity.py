@@ -3,8 +3,9 @@
 Step times are not considered. The algorithm:
 
 1. Take the plans of a policy that need the least memory: the fewest slots, the smallest copies, and
-   the checkpoint interval with the smallest peak of activations. If the policy can offload the
-   inputs of layers, plans that offload some or all of them are also taken (`_footprints`).
+   each checkpoint interval, because the best one depends on the tokens. If the policy can offload
+   the inputs of layers, plans that offload some or all of them are also taken. If a step has
+   several micro-batches, plans with all of them in one group are also taken (`_footprints`).
 2. Lower each plan once. The size of a pool either does not depend on the tokens of a micro-batch or
    is proportional to them. So the memory for any number of tokens follows by scaling the pools.
 3. If the host is too small and the policy can keep state on the device, move state there until the
@@ -14,6 +15,7 @@ Step times are not considered. The algorithm:
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -24,9 +26,8 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
-from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import activations_bytes, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import group_sizes, plan_account, with_knobs
 from megatrain.simulator.planner.filling import CLASSES, ranges
 from megatrain.simulator.planner.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.schedule import Buffer, Schedule
@@ -259,17 +260,13 @@ def usable(
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     """Yields the plans of one policy that may need the least memory.
 
-    The first keeps the layer inputs on the device. The others offload the inputs of all layers or,
-    if the policy places state, of the first 1/4, 2/4, 3/4 or all but one, for a host that cannot
-    hold them all. Each plan has the fewest slots that the policy accepts.
+    The first ones keep the layer inputs on the device, with each checkpoint interval. The others
+    offload the inputs of all layers or, if the policy places state, of the first 1/4, 2/4, 3/4 or
+    all but one, for a host that cannot hold them all. Each plan has the fewest slots that the
+    policy accepts. If the policy can take all micro-batches in one group, there is each plan with
+    and without that.
     """
-    model, work = plan.model, plan.workload
-    row = work.tokens * model.carried * DTYPE_BYTES[work.dtype]
-    saved = activations_bytes(model, work, costs)
-    best = min(
-        intervals(model.layers),
-        key=lambda interval: -(-model.layers // interval) * row + interval * saved,
-    )
+    model = plan.model
     decoders = [str(index) for index in range(model.layers)]
     counts = (
         {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
@@ -280,7 +277,13 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
         "all",
         *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True)),
     ]
-    for interval, offloaded in ((best, ""), *((1, text) for text in offloads)):
+    # Gradients of one group need no sum in fp32, so a host may hold them that cannot hold the sum.
+    # Other sizes of groups take more of the device than 1, and no less of the host.
+    groups = dict.fromkeys((1, group_sizes(plan)[-1]))
+    for group, (interval, offloaded) in itertools.product(
+        groups,
+        (*((each, "") for each in intervals(model.layers)), *((1, text) for text in offloads)),
+    ):
         for slots, staging in ((1, 0), (1, 1), (2, 0), (2, 1)):
             knobs = {
                 "weight_slots": slots,
@@ -289,7 +292,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 "state_slots": 1,
                 "checkpoint_interval": interval,
                 "chunk_bytes": min(CHUNK_BYTES),
-                "micro_batch_group": 1,
+                "micro_batch_group": group,
             }
             try:
                 yield MemoryFootprint(

@@ -27,8 +27,10 @@ improves the best plan:
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
-9. If the host updates all streamed layers, try every second one, and the reverse
-   (`_with_other_share`), and climb. The steps before have changed which layers are streamed.
+9. Try plans that save no activations, with as many weight slots in their place as fit
+   (`_with_many_slots`), and climb.
+10. If the host updates all streamed layers, try every second one, and the reverse
+    (`_with_other_share`), and climb. The steps before have changed which layers are streamed.
 
 With clipping by update, the search is done twice: with state slots that hold a whole layer, and
 with the usual ones.
@@ -41,6 +43,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -250,7 +253,12 @@ class PlacementSearch:
             second = self._refined_like(*others[0], plan)
             if second[0] < time:
                 second, (time, plan) = (time, plan), self._climbed(*second)
-        for further in (self.with_whole_layers, self._with_fewer_slots, self._with_other_share):
+        for further in (
+            self.with_whole_layers,
+            self._with_fewer_slots,
+            self._with_many_slots,
+            self._with_other_share,
+        ):
             faster, other = further(time, plan)
             if faster < time:
                 second, (time, plan) = (time, plan), self._climbed(faster, other)
@@ -575,6 +583,40 @@ class PlacementSearch:
                 found = self.time(changed)
                 if found * _TIE < time:
                     plan, time = changed, found
+        return time, plan
+
+    def _with_many_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the fastest of `plan` and plans with as many weight slots as fit, and its time.
+
+        The slots are in place of all saved activations, or of these and of the moments and low
+        halves on the device. A climb adds a single slot or layer at a time. It does not find such a
+        plan if many slots are faster, but one slot is not. `time` is the step time of `plan` in ns.
+        """
+        base, slots, usual = plan, plan.knobs.weight_slots, plan.knobs.placement
+        streamed = sum(
+            layer.kind == "decoder" and name not in plan.placed("weights")
+            for name, layer in plan.model.stack.items()
+        )
+        fewer = msgspec.structs.replace(usual, saved_activations="")
+        least = msgspec.structs.replace(fewer, master_low="", moments="")
+        chunk = plan.knobs.chunk_bytes
+        # Smaller copies leave memory for more slots.
+        for placement, size in itertools.product(
+            dict.fromkeys((fewer, least)), dict.fromkeys((chunk, max(chunk // 4, _LEAST_CHUNK)))
+        ):
+            lean = with_knobs(base, placement=placement, chunk_bytes=size)
+            room = self.filling.room(lean)
+            each = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
+            more = min(room // each, streamed - slots) if each > 0 else 0
+            if placement == usual or more <= 0:
+                continue
+            other = with_knobs(lean, weight_slots=slots + more)
+            if (
+                self.filling.account(other).fits
+                and self.lower_bound.step_ns(other) * _TIE < time
+                and self.time(other) * _TIE < time
+            ):
+                time, plan = self.time(other), other
         return time, plan
 
     def _with_other_share(self, time: float, plan: Plan) -> tuple[float, Plan]:

@@ -260,6 +260,18 @@ def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case
         ).feasible
 
 
+def test_the_largest_batch_counts_that_one_group_needs_no_sum_in_fp32() -> None:
+    """Three micro-batches in one group need less host memory than one at a time. The largest batch
+    was that of one at a time: 15 in place of 32 here.
+    """
+    work = Workload(batch=4, sequence=2048, accumulation=3, clipping="update", loss_chunk=4096)
+    case = Case("olmoe-1b-7b", "a6000", work, 0.5, 0.125, layers=8)
+    most = case.judged().largest_batch
+    for batch, fits in ((most, True), (most + 1, False)):
+        after = case.judged(workload=msgspec.structs.replace(work, batch=batch))
+        assert after.feasible == fits
+
+
 @related()
 def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case) -> None:
     before = case.judged()
