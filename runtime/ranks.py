@@ -11,6 +11,7 @@ process runs. Each of these waits ends as soon as a rank has ended or has said w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import tempfile
@@ -199,6 +200,22 @@ class Ranks:
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective between steps. Raises RankLost if a rank is gone."""
+        try:
+            self._wait(work)
+        except BaseException:
+            if not work.is_completed():
+                _keep(self._between)
+            raise
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise (
+                self._lost(f"rank {self.rank}, between steps")
+                or RankLost(f"rank {self.rank}, between steps: {str(error).splitlines()[0]}")
+            ) from None
+
+    def _wait(self, work: Any) -> None:
+        """Returns when `work` has ended or failed. Raises RankLost as soon as a rank is gone."""
         pause, looked, stopped_since = 0.0001, time.monotonic(), 0.0
         while not work.is_completed():
             time.sleep(pause)
@@ -214,13 +231,6 @@ class Ranks:
             ended = any(_ENDED in text for text in gone)
             if gone and (ended or now - stopped_since > self._timeout_s):
                 raise RankLost(f"rank {self.rank}, between steps: {' and '.join(gone)}")
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise (
-                self._lost(f"rank {self.rank}, between steps")
-                or RankLost(f"rank {self.rank}, between steps: {str(error).splitlines()[0]}")
-            ) from None
 
     # ---- when something is wrong ----
 
@@ -275,6 +285,13 @@ class Ranks:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor as a vector. Collectives only move them."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _keep(group: object) -> None:
+    """Never releases `group`. The end of a group of gloo waits for its collectives, and one that
+    waits for a stopped rank would keep this process from ending.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _state(process: int) -> str:
