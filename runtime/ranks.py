@@ -304,6 +304,21 @@ def _state(process: int) -> str:
     return {"Z": _ENDED, "X": _ENDED, "T": "is stopped", "t": "is stopped"}.get(letter, "")
 
 
+def started_ranks() -> int:
+    """Returns the number of ranks that have been started, from the variable `WORLD_SIZE`, which
+    torchrun sets. 1 without it. Raises UserError if it is not a number of ranks.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise UserError(
+            "WORLD_SIZE",
+            found=repr(text),
+            allowed="the number of ranks, which torchrun sets, or no such variable",
+            fix="unset WORLD_SIZE, or start the ranks with torchrun",
+        )
+    return int(text)
+
+
 def identity(plan: Plan, *more: object) -> str:
     """Returns a digest of all of `plan` that decides what a step does, and of `more`."""
     blank = msgspec.structs.replace(plan, hardware="", source="", prediction=None)
@@ -329,15 +344,15 @@ def joined(
     Raises:
         UserError: the ranks are not as many as the plan has GPUs, do not come together, or differ.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = started_ranks()
     if started != plan.gpus:
         raise UserError(
             "ranks",
-            found=started,
+            found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
             allowed=f"{plan.gpus}, the GPUs of the plan",
             fix=f"start it with `{_START.format(count=plan.gpus)}`"
             if plan.gpus > 1
-            else "start it without torchrun",
+            else "start it without torchrun, and unset WORLD_SIZE",
         )
     if plan.gpus == 1:
         yield None

@@ -199,8 +199,8 @@ def _restore_parts(
     for shard in manifest.shards[executor.rank :: ranks.count if ranks else 1]:
         path = folder / shard.file
         with readable(path):
-            found = checksum_of(path)
-        _refuse_checksum(path, found, shard)
+            checksum = checksum_of(path)
+        _refuse_checksum(path, checksum, shard)
     if ranks is not None:
         ranks.meet()
     stored = StoredParts(folder, manifest)
@@ -227,8 +227,8 @@ def verify(folder: Path) -> Manifest:
     for shard in manifest.shards:
         path = folder / shard.file
         with readable(path):
-            found = checksum_of(path)
-        _refuse_checksum(path, found, shard)
+            checksum = checksum_of(path)
+        _refuse_checksum(path, checksum, shard)
     return manifest
 
 

@@ -160,8 +160,8 @@ def test_what_several_ranks_cannot_do_is_refused_in_one_line(driver: Driver) -> 
     start = ("--out", "run", *WORDS, "--steps", "1")
     for words, found in (
         (("2.toml", *start, "--adapt"), "--adapt: found a plan for 2 GPUs"),
-        (("1.toml", *start), "ranks: found 2; allowed: 1, the GPUs of the plan"),
-        (("4.toml", *start), "ranks: found 2; allowed: 4, the GPUs of the plan"),
+        (("1.toml", *start), "ranks: found 2 (WORLD_SIZE); allowed: 1, the GPUs of the plan"),
+        (("4.toml", *start), "ranks: found 2 (WORLD_SIZE); allowed: 4, the GPUs of the plan"),
         (("tiny", *start), "train: found a model to plan, on 2 ranks"),
     ):
         on(driver, 2, words)
