@@ -11,6 +11,7 @@ process runs. Each of these waits ends as soon as a rank has ended or has said w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import tempfile
@@ -199,6 +200,22 @@ class Ranks:
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective between steps. Raises RankLost if a rank is gone."""
+        try:
+            self._wait(work)
+        except BaseException:
+            if not work.is_completed():
+                _keep(self._between)
+            raise
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise (
+                self._lost(f"rank {self.rank}, between steps")
+                or RankLost(f"rank {self.rank}, between steps: {str(error).splitlines()[0]}")
+            ) from None
+
+    def _wait(self, work: Any) -> None:
+        """Returns when `work` has ended or failed. Raises RankLost as soon as a rank is gone."""
         pause, looked, stopped_since = 0.0001, time.monotonic(), 0.0
         while not work.is_completed():
             time.sleep(pause)
@@ -214,13 +231,6 @@ class Ranks:
             ended = any(_ENDED in text for text in gone)
             if gone and (ended or now - stopped_since > self._timeout_s):
                 raise RankLost(f"rank {self.rank}, between steps: {' and '.join(gone)}")
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise (
-                self._lost(f"rank {self.rank}, between steps")
-                or RankLost(f"rank {self.rank}, between steps: {str(error).splitlines()[0]}")
-            ) from None
 
     # ---- when something is wrong ----
 
@@ -277,6 +287,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def _keep(group: object) -> None:
+    """Never releases `group`. The end of a group of gloo waits for its collectives, and one that
+    waits for a stopped rank would keep this process from ending.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def _state(process: int) -> str:
     """Returns what is wrong with a process, in words, or nothing."""
     try:
@@ -285,6 +302,21 @@ def _state(process: int) -> str:
     except (OSError, IndexError):
         return _ENDED
     return {"Z": _ENDED, "X": _ENDED, "T": "is stopped", "t": "is stopped"}.get(letter, "")
+
+
+def started_ranks() -> int:
+    """Returns the number of ranks that have been started, from the variable `WORLD_SIZE`, which
+    torchrun sets. 1 without it. Raises UserError if it is not a number of ranks.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise UserError(
+            "WORLD_SIZE",
+            found=repr(text),
+            allowed="the number of ranks, which torchrun sets, or no such variable",
+            fix="unset WORLD_SIZE, or start the ranks with torchrun",
+        )
+    return int(text)
 
 
 def identity(plan: Plan, *more: object) -> str:
@@ -312,15 +344,15 @@ def joined(
     Raises:
         UserError: the ranks are not as many as the plan has GPUs, do not come together, or differ.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = started_ranks()
     if started != plan.gpus:
         raise UserError(
             "ranks",
-            found=started,
+            found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
             allowed=f"{plan.gpus}, the GPUs of the plan",
             fix=f"start it with `{_START.format(count=plan.gpus)}`"
             if plan.gpus > 1
-            else "start it without torchrun",
+            else "start it without torchrun, and unset WORLD_SIZE",
         )
     if plan.gpus == 1:
         yield None

@@ -22,7 +22,7 @@ from megatrain.runtime.checkpoint.manifest import FORMAT, Manifest, RunState, Sh
 from megatrain.runtime.checkpoint.randomness import RandomState
 from megatrain.runtime.checkpoint.stored_parts import StoredParts
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.files.malformed_file import MalformedFile
+from megatrain.runtime.files.malformed_file import MalformedFile, readable
 from megatrain.runtime.files.tensor_stream import (
     TensorSource,
     checksum_of,
@@ -181,15 +181,8 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
         return manifest.run
     for shard in manifest.shards:
         path = folder / shard.file
-        try:
+        with readable(path):
             found = read_tensors(path, {name: tensors[name] for name in shard.tensors})
-        except OSError as error:
-            raise MalformedFile(
-                str(path),
-                found=(error.strerror or str(error)).lower(),
-                allowed="a readable file",
-                fix="use another checkpoint",
-            ) from None
         _refuse_checksum(path, found, shard)
     manifest.random.put(executor.device)
     return manifest.run
@@ -204,7 +197,10 @@ def _restore_parts(
     """
     ranks = executor.ranks
     for shard in manifest.shards[executor.rank :: ranks.count if ranks else 1]:
-        _refuse_checksum(folder / shard.file, checksum_of(folder / shard.file), shard)
+        path = folder / shard.file
+        with readable(path):
+            checksum = checksum_of(path)
+        _refuse_checksum(path, checksum, shard)
     if ranks is not None:
         ranks.meet()
     stored = StoredParts(folder, manifest)
@@ -229,7 +225,10 @@ def verify(folder: Path) -> Manifest:
     manifest = Manifest.load(folder)
     check_sizes(folder, manifest)
     for shard in manifest.shards:
-        _refuse_checksum(folder / shard.file, checksum_of(folder / shard.file), shard)
+        path = folder / shard.file
+        with readable(path):
+            checksum = checksum_of(path)
+        _refuse_checksum(path, checksum, shard)
     return manifest
 
 

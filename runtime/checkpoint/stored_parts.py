@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatrain.runtime.checkpoint.manifest import Manifest
-from megatrain.runtime.files.malformed_file import MalformedFile
+from megatrain.runtime.files.malformed_file import MalformedFile, readable
 from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
 
 _PIECE = 2**22
@@ -120,20 +120,13 @@ class StoredParts:
 
     def _elements(self, part: _Part, first: int, count: int) -> torch.Tensor:
         width = part.entry.dtype.itemsize
-        try:
+        with readable(part.path):
             data = np.fromfile(
                 part.path,
                 dtype=np.uint8,
                 count=count * width,
                 offset=part.entry.start + first * width,
             )
-        except OSError as error:
-            raise MalformedFile(
-                str(part.path),
-                found=(error.strerror or str(error)).lower(),
-                allowed="a readable file",
-                fix="use another checkpoint",
-            ) from None
         if data.nbytes != count * width:
             raise MalformedFile(
                 str(part.path),

@@ -69,6 +69,14 @@ def weights(run: str | Path) -> bytes:
     return (Path(run) / "model" / "model.safetensors").read_bytes()
 
 
+def wait_for_the_end(process: int) -> None:
+    """Returns when a rank has ended, also if the driver has not yet asked for its status."""
+    begin = time.monotonic()
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() - begin < 60, "the rank does not end"
+        time.sleep(0.02)
+
+
 def on(driver: Driver, count: int, *runs: tuple[str, ...], **more: Any) -> list[int]:
     """Starts `count` ranks of each of the runs, one after the other. Returns the process ids."""
     words = [["train", *run] for run in runs]
@@ -152,8 +160,8 @@ def test_what_several_ranks_cannot_do_is_refused_in_one_line(driver: Driver) -> 
     start = ("--out", "run", *WORDS, "--steps", "1")
     for words, found in (
         (("2.toml", *start, "--adapt"), "--adapt: found a plan for 2 GPUs"),
-        (("1.toml", *start), "ranks: found 2; allowed: 1, the GPUs of the plan"),
-        (("4.toml", *start), "ranks: found 2; allowed: 4, the GPUs of the plan"),
+        (("1.toml", *start), "ranks: found 2 (WORLD_SIZE); allowed: 1, the GPUs of the plan"),
+        (("4.toml", *start), "ranks: found 2 (WORLD_SIZE); allowed: 4, the GPUs of the plan"),
         (("tiny", *start), "train: found a model to plan, on 2 ranks"),
     ):
         on(driver, 2, words)
@@ -222,11 +230,26 @@ def test_a_stopped_rank_ends_the_others(driver: Driver) -> None:
     while "step 3/" not in driver.printed(0):
         time.sleep(0.01)
     os.kill(processes[1], signal.SIGSTOP)
-    while "megatrain: " not in driver.printed(0):
-        time.sleep(0.02)
+    wait_for_the_end(processes[0])
     os.kill(processes[1], signal.SIGKILL)
     assert driver.wait() == [1, -signal.SIGKILL]
     assert f"rank 1 (process {processes[1]}) is stopped, " in driver.printed(0)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_rank_that_is_stopped_between_steps_ends_the_others(driver: Driver) -> None:
+    """Rank 0 is then in a collective that never ends. It leaves its files and its lock in order."""
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes = on(driver, 2, words, timeout_s=1, stops_at=3)
+    wait_for_the_end(processes[0])
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    last = driver.printed(0).splitlines()[-1]
+    stopped = f"rank 1 (process {processes[1]}) is stopped, between ops"
+    assert last == f"megatrain: rank 0, between steps: {stopped}"
+    assert not Path("run/.lock").exists()
+    assert verify(Path("run/checkpoints/step-00000002")).run.step == 2
 
 
 @pytest.mark.nightly

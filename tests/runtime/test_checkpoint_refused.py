@@ -4,6 +4,7 @@ and nothing is changed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -16,9 +17,11 @@ import torch
 import xxhash
 from small_runs import SETTINGS, everything, run_of
 
+from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
@@ -295,3 +298,32 @@ def test_a_run_whose_learning_rate_depends_on_its_steps_cannot_become_shorter(
         " depends on the number of steps, so a run can become longer, but not shorter; fix: leave"
         " out --steps, or pass at least 40"
     )
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_disk_that_cannot_read_a_file_is_one_line(
+    saved: tuple[Plan, Path],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    in_parts: bool,
+) -> None:
+    """Whether the file has parts of tensors or whole ones, and also where it is only verified."""
+    plan, folder = saved
+    newest = folder / "step-00000002"
+
+    def fail(*_: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def give_parts(content: dict[str, Any]) -> None:
+        (shard,) = content["shards"]
+        shard["firsts"] = [0] * len(shard["tensors"])
+
+    if in_parts:
+        reseal(newest, give_parts)
+    for name in ("checksum_of", "read_tensors"):
+        monkeypatch.setattr(checkpoint, name, fail)
+    message = r"state-00001\.safetensors: found input/output error; allowed: a readable file"
+    with session(plan) as running, pytest.raises(MalformedFile, match=message):
+        Checkpoints(folder).restore(running.executor, SETTINGS)
+    with pytest.raises(MalformedFile, match=message):
+        verify(newest)

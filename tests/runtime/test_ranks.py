@@ -218,10 +218,16 @@ def test_a_plan_for_several_gpus_needs_its_ranks(
     preflight(two, SETTINGS, None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(UserError, match=r"ranks: found 2; allowed: 1, .*without torchrun"),
+        pytest.raises(
+            UserError, match=r"ranks: found 2 \(WORLD_SIZE\); allowed: 1, .*without torchrun"
+        ),
         joined(one, CPU),
     ):
         pass
+    for text in ("", "x", "0", "-1", "1.5"):
+        monkeypatch.setenv("WORLD_SIZE", text)
+        with pytest.raises(UserError, match=f"WORLD_SIZE: found '{text}'"), joined(one, CPU):
+            pass
 
 
 def test_ranks_that_do_not_come_together_are_refused(

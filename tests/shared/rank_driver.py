@@ -5,9 +5,10 @@ Each line has for each rank the arguments of one run after the other, and the po
 run is one of `megatrain.experiments.ranks`, or of `megatrain` if its first word is `train`. What a
 rank prints goes to a file of its own. `folder` is the working directory, `timeout_s` is how long
 ranks wait for each other in a step, and `file_bytes` is the largest file that the last rank can
-write, and `hangs_at` is the call of the embedding in which it sleeps for ever. The answer is the
-process ids of the ranks. An empty line waits for them, and the answer is their exit statuses, each
-the largest of the rank's runs.
+write, `hangs_at` is the call of the embedding in which it sleeps for ever, and `stops_at` is the
+call of `Ranks.total` before which it stops itself. The answer is the process ids of the ranks. An
+empty line waits for them, and the answer is their exit statuses, each the largest of the rank's
+runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from typing import Any
@@ -46,6 +48,15 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
             return embed(*given)
 
         FunctionalLayers.embed = sleep  # type: ignore[method-assign]
+    if "stops_at" in request and rank == count - 1:
+        collectives, total = itertools.count(1), ranks.Ranks.total
+
+        def stop(*given: Any) -> Any:
+            if next(collectives) == request["stops_at"]:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return total(*given)
+
+        ranks.Ranks.total = stop  # type: ignore[method-assign]
     pictures.draw_loss = lambda *_: None
     handle = os.open(request["out"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
@@ -72,7 +83,9 @@ def _start(request: dict[str, Any]) -> list[int]:
             try:
                 status = _rank(rank, request)
             finally:
-                os._exit(status)
+                if "stops_at" not in request:
+                    os._exit(status)
+            sys.exit(status)  # with all that Python does at its end
         processes.append(process)
     return processes
 

@@ -43,7 +43,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--gpus"),
         default=1,
         metavar="N",
-        help="plan for N GPUs of one host, with the batch and the accumulation for each of them",
+        help="plan for N GPUs of one host; batch, accumulation and tokens per step are those of"
+        " each GPU, so a step has N times as many tokens",
     )
     parser.add_argument(
         "--from",

@@ -33,16 +33,20 @@ def ranks_of(
 
     Raises UserError if the ranks do not fit the plan, or if an option is for one GPU only.
     """
+    started = 1
+    if "WORLD_SIZE" in os.environ:
+        from megatrain.runtime.ranks import started_ranks  # slow
+
+        started = started_ranks()
     from megatrain.simulator.schedule.plan import Plan
 
-    started = int(os.environ.get("WORLD_SIZE", "1"))
     if plan_file is None:
         if started > 1:
             raise UserError(
                 "train",
                 found=f"a model to plan, on {started} ranks",
                 allowed="a plan for several GPUs, or one process",
-                fix=f"make the plan first, with `megatrain plan`, and set gpus={started} in it",
+                fix=f"make it first, with `megatrain plan MODEL --gpus {started} --out PLAN`",
             )
         yield None
         return
