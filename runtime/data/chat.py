@@ -212,10 +212,10 @@ class Chat:
         spans = [span for number in learned for span in self._turn(conversation, rendering, number)]
         stop = (
             self._stop_after(conversation, rendering)
-            if spans and len(messages) - 1 in learned
+            if spans and spans[-1].end == len(rendering.text)
             else ""
         )
-        if stop and spans[-1].end == len(rendering.text):
+        if stop:
             self._with_stop += 1
             return _Rendered(
                 rendering.text + stop,

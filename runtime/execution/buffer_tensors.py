@@ -17,7 +17,7 @@ from megatrain.simulator.schedule.update_layout import update_layout
 class BufferTensors:
     """The tensors of the buffers of `schedule` in `arenas`. They are views: nothing is copied."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, rank: int) -> None:
         """`rank` is this process among those of a plan for several GPUs."""
         self.plan, self.schedule, self.arenas, self.rank = plan, schedule, arenas, rank
         self.dtype = TORCH_DTYPE[plan.workload.dtype]

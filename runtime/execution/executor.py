@@ -139,7 +139,8 @@ class Executor:
             device: The device that computes. A CPU stands in for a GPU.
             schedule: What `preflight` returned. By default the executor calls `preflight` itself.
                 Calibration and tests pass another schedule, which is not checked.
-            threads: Threads that an op of each lane may use. Default: `lane_threads(device)`.
+            threads: Threads that an op may use, for each lane of the schedule and for `cpu`.
+                Default: `lane_threads(device)`.
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
             host_memory: Where the host pools come from. Pass the same one to several executors to
                 pin host memory only once. By default the executor owns its memory.
@@ -208,7 +209,7 @@ class Executor:
                 [
                     Lane(
                         name,
-                        self._threads.get(name, 1),
+                        self._threads[name],
                         self._streams[name],
                         None if ranks is None else ranks.board,
                     )

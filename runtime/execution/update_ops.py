@@ -56,8 +56,8 @@ class UpdateOps(BufferTensors):
         settings: AdamW,
         host_workers: optimizer.Workers,
         state: StepState,
-        seed: int = 0,
-        rank: int = 0,
+        seed: int,
+        rank: int,
     ) -> None:
         """`seed` is the run's seed, for stochastic rounding. `rank` is this process among those of
         a plan for several GPUs.

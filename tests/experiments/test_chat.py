@@ -231,3 +231,17 @@ def test_a_file_is_called_a_file_and_no_option_is_named_that_chat_lacks(
     error = command("chat", tmp_path / "bare").err
     assert "found no *.safetensors file" in error
     assert error.endswith("fix: name a folder with weights\n")
+
+
+def test_a_model_that_transformers_cannot_load_is_refused_in_one_line(
+    command: Any, talker: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(talker, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "unheard"}))
+    outcome = command("chat", folder, "--prompt", "how", *SHORT)
+    assert outcome.status == 2
+    assert f"model {folder}: found 'unheard'" in outcome.err
+    assert "allowed: a language model that transformers can load" in outcome.err
+    assert outcome.err.count("\n") == 1

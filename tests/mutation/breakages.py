@@ -116,6 +116,11 @@ class _Plain(ast.NodeTransformer):
         node.defaults, node.kw_defaults = [*node.defaults, *filter(None, node.kw_defaults)], []
         return self.generic_visit(node)
 
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if "TYPE_CHECKING" in ast.dump(node.test):
+            node.test = ast.Name("TYPE_CHECKING")
+        return self.generic_visit(node)
+
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
         return ast.Constant("strict") if node.arg == "strict" else self.generic_visit(node)
 
@@ -128,7 +133,8 @@ class _Plain(ast.NodeTransformer):
 def plain(source: str) -> str | None:
     """Returns a dump of the program in which only its behavior is left, or None for a syntax error.
 
-    Annotations, the ways a parameter may be passed, and the `strict` of a zip are removed.
+    Annotations, the ways a parameter may be passed, whether what annotations need is imported, and
+    the `strict` of a zip are removed.
     """
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))

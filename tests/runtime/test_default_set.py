@@ -20,6 +20,7 @@ from megatrain.runtime.calibration.presets import (
     DefaultSet,
     default_set,
     model_of,
+    set_of_named,
     usual_grid,
 )
 from megatrain.simulator.model.workload import Workload
@@ -129,3 +130,24 @@ def test_the_usual_grid_lies_around_the_workload_and_not_on_it() -> None:
     assert points(batch=56) == [(7, 1024), (28, 1024), (112, 1024), (112, 512), (28, 2048)]
     assert points(batch=28, compiled=True) == [(7, 1024), (56, 1024), (14, 2048)]
     assert points(batch=1, sequence=1) == [(2, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "longest", "length"),
+    [(None, None, 128), (None, 64, 64), (None, 4096, 128), (96, 64, 96)],
+)
+def test_a_row_of_a_named_model_has_the_usual_length_or_the_longest_or_the_users(
+    sequence: int | None, longest: int | None, length: int
+) -> None:
+    assert CPU.sequence == 128
+    chosen = set_of_named("cpu", 8 * GIB, sequence=sequence, longest=longest)
+    assert (chosen.batch, chosen.sequence, chosen.dtype) == (512 // length, length, "fp32")
+    assert chosen.grid == ((1, length),)
+
+
+def test_a_large_gpu_measures_a_named_model_around_the_largest_batch() -> None:
+    assert set_of_named("cuda", LARGE_DEVICE_BYTES, sequence=None, longest=None) == DefaultSet(
+        (), 32768 // LARGE.sequence, LARGE.sequence, None, "bf16"
+    )
+    small = set_of_named("cuda", LARGE_DEVICE_BYTES - 1, sequence=1024, longest=None)
+    assert (small.batch, small.grid) == (8, ((1, 1024),))

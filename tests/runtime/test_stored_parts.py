@@ -52,6 +52,11 @@ def test_parts_are_read_as_one_tensor(tmp_path: Path) -> None:
         assert torch.equal(target, WHOLE[:, first : first + count])
 
 
+def test_one_file_may_have_the_whole(tmp_path: Path) -> None:
+    parts = StoredParts(tmp_path, stored(tmp_path, (0, 11)))
+    assert (parts.shape("0.moments"), parts.dtype("0.moments")) == ((2, 11), torch.float32)
+
+
 @pytest.mark.parametrize("ranges", [((0, 4), (5, 11)), ((0, 5), (4, 11)), ((1, 11),)])
 def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path, ranges: Any) -> None:
     with pytest.raises(MalformedFile, match=r"allowed: parts that make up 0\.moments"):

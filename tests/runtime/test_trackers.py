@@ -18,7 +18,13 @@ import torch
 from megatrain.runtime.training import trackers as module
 from megatrain.runtime.training.callback import EvaluationResult, Step
 from megatrain.runtime.training.config import Config, Logging, TrainingSettings
-from megatrain.runtime.training.trackers import TensorBoard, refuse_missing, step_values, trackers
+from megatrain.runtime.training.trackers import (
+    TensorBoard,
+    Tracker,
+    refuse_missing,
+    step_values,
+    trackers,
+)
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert
 from megatrain.simulator.schedule.plan import Plan, Prediction
@@ -213,6 +219,8 @@ def test_a_package_that_is_not_installed_is_said_at_once(
         ):
             ask(chosen)
     assert trackers(Logging(), tmp_path) == ([], [])
+    with pytest.raises(UserError, match=r"^logging: tracker: wandb: found no package wandb;"):
+        Tracker("wandb", "project")
 
 
 def test_without_a_run_folder_there_are_no_tensorboard_files(

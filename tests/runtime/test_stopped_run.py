@@ -1,0 +1,35 @@
+"""Tests of the line that says how a run stopped: its last step, what is saved, and how to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.runtime.training.stopped_run import how_it_stopped, last_step
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "words"),
+    [
+        (0, [], "stopped before the first step; not saved; begin again with: "),
+        (1, [], "stopped after step 1; not saved; begin again with: "),
+        (3, [3], "stopped after step 3; saved; continue with: "),
+        (3, [1, 2], "stopped after step 3; saved after step 2; continue with: "),
+    ],
+)
+def test_the_line_names_the_last_step_and_the_newest_checkpoint(
+    tmp_path: Path, steps: int, checkpoints: list[int], words: str
+) -> None:
+    if steps:
+        lines = [f'{{"step": {number}}}\n' for number in range(1, steps + 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    for number in checkpoints:
+        (tmp_path / "checkpoints" / f"step-{number:08d}").mkdir(parents=True)
+    again = "" if checkpoints else " --from-scratch"
+    assert how_it_stopped(tmp_path) == f"{words}megatrain train --resume {tmp_path}{again}"
+
+
+def test_an_incomplete_line_of_the_metrics_is_no_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    assert last_step(tmp_path) == 1
