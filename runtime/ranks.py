@@ -236,8 +236,12 @@ class Ranks:
 
     def stopping(self, error: BaseException) -> None:
         """Tells the others why this rank stops."""
-        for_users = isinstance(error, UserError | RunError)
-        self.board.error = str(error) if for_users else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            self.board.error = "interrupted"
+        elif isinstance(error, UserError | RunError):
+            self.board.error = str(error)
+        else:
+            self.board.error = f"{type(error).__name__}: {error}"
 
     def lost(self, op: str) -> RankLost | None:
         """Returns the error to report if the collective `op` failed because another rank is gone,

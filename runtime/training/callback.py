@@ -101,8 +101,8 @@ class Callback:
     def on_save(self, trainer: TrainingRun, number: int) -> None:
         """Called when a checkpoint is due after step `number`.
 
-        If there is a run folder, the trainer writes its checkpoint before this call. Override this
-        method to save more.
+        If there is a run folder, the trainer writes its checkpoint before this call.
+        `trainer.saved_step` is `number` if that succeeded. Override this method to save more.
         """
 
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:

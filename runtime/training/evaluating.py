@@ -94,6 +94,13 @@ def evaluate_run(
     Raises UserError if `run` has no exported model, or if plan, model or data cannot be used.
     """
     plan, config = Plan.load(run / "plan.toml"), Config.load(run / "config.toml")
+    if plan.gpus > 1:
+        raise UserError(
+            str(run),
+            found=f"a run on {plan.gpus} GPUs",
+            allowed="a run on one GPU",
+            fix="pass the data to `train` as --eval-data, which evaluates on all GPUs",
+        )
     source = model or newest_model(run)
     if source is None:
         raise UserError(

@@ -71,7 +71,8 @@ class Progress(Callback):
         )
 
     def on_save(self, trainer: TrainingRun, number: int) -> None:
-        self._write(f"step {number}  checkpoint saved")
+        if trainer.saved_step == number:
+            self._write(f"step {number}  checkpoint saved")
 
 
 def _print(text: str) -> None:

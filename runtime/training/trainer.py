@@ -228,6 +228,7 @@ class Trainer(TrainingRun):
         self._next: _Execution | None = None
         self._former: _Execution | None = None
         self._not_saved: CheckpointError | None = None
+        self.saved_step: int | None = None
 
     @property
     def _start(self) -> Literal["newest"] | int | None:
@@ -764,7 +765,7 @@ class Trainer(TrainingRun):
         try:
             if self._checkpoints is not None:
                 self._checkpoints.save(self.executor, run)
-                saved = True
+                saved, self.saved_step = True, run.step
         except CheckpointError as error:
             if self.config.saving.on_failure == "go on":
                 self.note(str(error))

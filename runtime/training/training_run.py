@@ -48,6 +48,9 @@ class TrainingRun(abc.ABC):
     another plan set it"""
     finished: bool
     """whether no further step will be done"""
+    saved_step: int | None
+    """number of the step after which the newest checkpoint was saved; None if this training has
+    saved none"""
     timelines: list[Timeline]
     """timelines of the newest steps, without the warm-up steps"""
     data_summaries: dict[str, DataSummary]

@@ -93,5 +93,10 @@ def test_a_run_without_a_model_says_how_to_export_one(
     assert outcome.status == 2
     assert f"{run}: found no exported model" in outcome.err
     assert f"fix: megatrain export {run} --out MODEL, and pass --model MODEL" in outcome.err
+    plan = Plan.load(run / "plan.toml")
+    work = msgspec.structs.replace(plan.workload, accumulation=2)
+    msgspec.structs.replace(plan, gpus=2, workload=work).save(run / "plan.toml")
+    outcome = command("eval", run, "--data", "corpus", "--device", "cpu")
+    assert f"{run}: found a run on 2 GPUs; allowed: a run on one GPU" in outcome.err
     outcome = command("eval", "corpus", "--data", "corpus")
     assert "corpus: found no config.toml" in outcome.err

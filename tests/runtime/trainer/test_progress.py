@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.training import learning_rate, progress
 from megatrain.runtime.training.callback import Step
 from megatrain.runtime.training.progress import Progress, TimeLeft
@@ -130,3 +132,17 @@ def test_the_examples_in_the_docstrings_hold(module: types.ModuleType) -> None:
 def test_a_duration_has_the_largest_unit_that_it_fills() -> None:
     found = [progress.format_duration(seconds) for seconds in (59, 60, 3600, 172_799, 172_800)]
     assert found == ["59 s", "1.0 min", "1.0 h", "48.0 h", "2.0 days"]
+
+
+def test_a_checkpoint_that_failed_is_not_called_saved(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("step-00000004 was not saved: input/output error")
+
+    told: list[str] = []
+    monkeypatch.setattr(Checkpoints, "save", fail)
+    saving = {"saving.every_steps": 4, "saving.on_failure": "go on"}
+    lines(place, prepare, Progress(every_seconds=3600, write=told.append), **saving)
+    assert "step-00000004 was not saved: input/output error" in told
+    assert not [line for line in told if line.endswith("checkpoint saved")]
