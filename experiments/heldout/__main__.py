@@ -71,7 +71,10 @@ def parser() -> options.OneLineParser:
         "--suite",
         default="h200",
         metavar="NAME",
-        help="the suite of cases: h200 (default), or tiny to try the script on a CPU",
+        help=(
+            "the suite of cases: h200 (default); families, predicted from the library's rates; or"
+            " tiny to try the script on a CPU"
+        ),
     )
     made.add_argument(
         "--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these"
@@ -97,10 +100,14 @@ def parser() -> options.OneLineParser:
 
 
 def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> HardwareSpec:
-    """Returns the calibration stored in the folder, or calibrates and stores it."""
+    """Returns the calibration stored in the folder, or calibrates and stores it. A suite that is
+    predicted from the library's rates gets these.
+    """
     path = folder / HARDWARE
     if path.exists():
         return HardwareSpec.load(str(path))
+    if chosen.library:
+        return HardwareSpec.load(chosen.library)
     first, *others = (Subject(model, config_of(model)) for model in chosen.models.values())
     began = time.monotonic()
     hardware = calibrate(
@@ -136,7 +143,7 @@ def plans(
     )
     began, missing = time.monotonic(), [case for case in cases if case.name not in found]
     for case in missing:
-        if choice := planned(chosen, case, hardware, HARDWARE):
+        if choice := planned(chosen, case, hardware, chosen.library or HARDWARE):
             found[case.name] = choice
     if missing:
         write_json(path, [Planned(name=name, choice=choice) for name, choice in found.items()])

@@ -44,7 +44,7 @@ def planned(
     names = policies.names() if case.policy == BEST else [case.policy]
     limits = {
         "device_limit": case.device_cap or hardware.device_bytes,
-        "host_limit": hardware.host_bytes,
+        "host_limit": min(hardware.host_bytes, suite.host_bytes or hardware.host_bytes),
     }
     model, workload = suite.models[case.model], suite.workload(case)
     choice = search(

@@ -70,7 +70,8 @@ class HeldoutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         work = self.plan.workload
         limit = format_bytes(self.plan.device_limit_bytes)
-        return f"{self.model}/{work.accumulation}x{work.batch}x{work.sequence}/{limit}"
+        compiled = "/compiled" if work.compiled else ""
+        return f"{self.model}/{work.accumulation}x{work.batch}x{work.sequence}/{limit}{compiled}"
 
 
 def read_repetitions(path: Path) -> list[HeldoutRow]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.model.specs import ModelSpec
@@ -50,14 +52,17 @@ class HeldoutCase(NamedTuple):
     """Micro-batches in a step."""
     variant: str = ""
     """The change to the policy's best plan, a key of `VARIANTS` in `variants.py`."""
+    compiled: bool = False
+    """Whether layers run through torch.compile."""
 
     @property
     def name(self) -> str:
-        """Returns the case's name: model, workload, cap, policy and variant."""
+        """Returns the case's name: model, workload, cap, policy, variant, and `compiled`."""
         cap = f"{self.device_cap / 2**30:g}GiB" if self.device_cap else "whole"
         return (
             f"{self.model}/{self.accumulation}x{self.batch}x{self.sequence}/{cap}/{self.policy}"
             + (f"/{self.variant}" if self.variant else "")
+            + ("/compiled" if self.compiled else "")
         )
 
 
@@ -76,10 +81,14 @@ class Suite(NamedTuple):
     """Host memory that plans may use. None for the machine's own value."""
     device_bytes: int | None = None
     """Device memory that plans may use. None for the machine's own value."""
+    library: str = ""
+    """The library's machine from whose rates every case is predicted. Nothing is calibrated then.
+    Empty to calibrate."""
 
     def workload(self, case: HeldoutCase) -> Workload:
         """Returns the workload of a case."""
-        return self._at(case.batch, case.sequence, case.accumulation)
+        work = self._at(case.batch, case.sequence, case.accumulation)
+        return msgspec.structs.replace(work, compiled=work.compiled or case.compiled)
 
     def points(self) -> list[Workload]:
         """Returns the workloads of the grid."""
@@ -94,6 +103,7 @@ class Suite(NamedTuple):
             dtype=base.dtype,
             loss_chunk=base.loss_chunk,
             compiled=base.compiled,
+            no_dropout=base.no_dropout,
         )
 
 
@@ -105,6 +115,7 @@ def refuse_grid(suite: Suite, cases: Iterable[HeldoutCase], table: CostTable | N
         f"{model.shape}/{point.shape}"
         for model in suite.models.values()
         for point in (suite.base, *suite.points())
+        if not suite.library
     }
     measured |= {shape for shapes in (table.compute.values() if table else ()) for shape in shapes}
     for case in cases:
@@ -163,6 +174,49 @@ def _h200() -> Suite:
     return Suite(models, Workload(batch=12, sequence=2048, loss_chunk=2048), grid, cases)
 
 
+_FAMILIES = {
+    "qwen2.5-7b": 4,
+    "gemma-2-9b": 4,
+    "gpt-oss-20b": 4,
+    "llama-3.1-8b": 4,
+    "qwen3-30b-a3b": 4,
+    "mistral-7b": 4,
+    "qwen3-8b": 4,
+    "gemma-3-4b": 6,
+    "phi-4": 4,
+    "mixtral-8x7b": 2,
+    "olmo-2-7b": 4,
+    "olmoe-1b-7b": 4,
+    "granite-3.1-2b": 4,
+    "glm-4-9b": 4,
+    "command-r7b": 4,
+    "starcoder2-7b": 4,
+    "pythia-6.9b": 4,
+    "phi-2": 4,
+    "smollm3-3b": 4,
+    "deepseek-v3": 3,
+    "qwen3-next-80b-a3b": 4,
+}
+"""Model -> layers that it is cut to, so that one H200 with 128 GiB of host memory trains it. The
+first three layers of deepseek-v3 are dense."""
+
+
+def _families() -> Suite:
+    """Returns the suite of models that nobody measured: one model of each of 21 families at its
+    real width, predicted from the library's rates of an H200. Layers are eager and compiled.
+    """
+    whole = {name: ModelSpec.load(name) for name in _FAMILIES}
+    models = {name: whole[name].with_layers(layers) for name, layers in _FAMILIES.items()}
+    cases = (
+        *(HeldoutCase(model, 16, 1024, BEST) for model in models),
+        *(HeldoutCase(model, 16, 1024, BEST, compiled=True) for model in models),
+        *(HeldoutCase(model, 2, 4096, BEST) for model in models),
+        *(HeldoutCase(model, 2, 4096, BEST, compiled=True) for model in models),
+    )
+    base = Workload(batch=16, sequence=1024, loss_chunk=2048, no_dropout=True)
+    return Suite(models, base, (), cases, library="h200", host_bytes=118 * 2**30)
+
+
 def _tiny_model(name: str, **changes: object) -> ModelSpec:
     config = {
         "model_type": "llama",
@@ -198,8 +252,8 @@ def _tiny() -> Suite:
 
 
 def suite(name: str) -> Suite:
-    """Returns the suite `h200` or `tiny`. Raises UserError for another name."""
-    made = {"h200": _h200, "tiny": _tiny}
+    """Returns the suite `h200`, `families` or `tiny`. Raises UserError for another name."""
+    made = {"h200": _h200, "families": _families, "tiny": _tiny}
     if name not in made:
         raise UserError(
             "--suite", found=repr(name), allowed=", ".join(made), fix="name one of these"

@@ -27,7 +27,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import attention, fp8_linear, lengths, linear_documents, token_pieces
+from megatrain.runtime.layers import (
+    attention,
+    compiling,
+    fp8_linear,
+    lengths,
+    linear_documents,
+    token_pieces,
+)
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -197,9 +204,7 @@ class FunctionalLayers:
             self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
         self._room: dict[int, dict[str, int] | None] = {}
         self._chunk_loss = (
-            torch.compile(self._token_losses, dynamic=False)
-            if workload.compiled
-            else self._token_losses
+            compiling.compiled(self._token_losses) if workload.compiled else self._token_losses
         )
         self._arguments: dict[int, list[Arguments]] = {}
 

@@ -9,6 +9,7 @@ import torch
 from torch.func import functional_call
 
 from megatrain.runtime.files.decoder_stack import DecoderStack
+from megatrain.runtime.layers import compiling
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
 from megatrain.runtime.layers.meta_model import kind_of
@@ -53,15 +54,11 @@ class LayerKind:
             # difference of one bit in bf16 can be the difference between two values of fp8.
             options["emulate_precision_casts"] = True
         self.run = (
-            torch.compile(self.eager, dynamic=False, options=options or None)
-            if compiled
-            else self.eager
+            compiling.compiled(self.eager, options=options or None) if compiled else self.eager
         )
         """`eager`, compiled if the workload is compiled"""
         self.attend = (
-            torch.compile(self._attend, dynamic=False, options=options or None)
-            if compiled
-            else self._attend
+            compiling.compiled(self._attend, options=options or None) if compiled else self._attend
         )
         """like `run`, but also returns the attention output and log-sum-exp of the layer"""
 

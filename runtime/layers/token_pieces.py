@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from megatrain.runtime.layers import compiling
 from megatrain.simulator.model.families import LayerPieces
 
 _CHAINS: weakref.WeakValueDictionary[int, Chain] = weakref.WeakValueDictionary()
@@ -63,11 +64,9 @@ class Chain:
             made: torch.Tensor = functional_call(run, tensors, (x[None],))
             return made[0]
 
-        # PyTorch limits how often a code object is compiled. Each chain has its own.
-        eager.__code__ = eager.__code__.replace(co_name=f"chain_{self.index}")
         self.eager = eager
         """returns the output of one piece [tokens, hidden], from tensors by name and its input"""
-        self.run: Callable[..., Any] = torch.compile(eager, dynamic=False) if compiled else eager
+        self.run: Callable[..., Any] = compiling.compiled(eager) if compiled else eager
         """`eager`, compiled if the layer is"""
 
     def tensors(self) -> list[torch.Tensor]:

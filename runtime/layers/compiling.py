@@ -1,0 +1,36 @@
+"""Compiles functions of layers so that no other function counts against PyTorch's limit."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NUMBERS = itertools.count()
+
+
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Returns `function`, compiled for the shapes of each call.
+
+    PyTorch compiles a code object at most 8 times (`torch._dynamo.config.recompile_limit`), and
+    then runs it eagerly without an error. The ninth kind of layer in a process would be eager, and
+    slower and larger than predicted. So the function is copied, with a code object of its own.
+
+    Args:
+        function: a function, or a method of an object.
+        settings: further arguments of `torch.compile`.
+    """
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    assert isinstance(plain, types.FunctionType), "neither a function nor a method"
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_{next(_NUMBERS)}")
+    copy = types.FunctionType(
+        code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    target: Callable[..., Any] = copy
+    if isinstance(function, types.MethodType):
+        target = types.MethodType(copy, function.__self__)
+    return torch.compile(target, dynamic=False, **settings)

@@ -1,0 +1,55 @@
+"""Compiled functions do not count against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.runtime.layers.compiling import compiled
+
+
+class _Scale:
+    """Multiplies by a number that the compiler knows."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def run(self, x: torch.Tensor, *, shift: float = 1.0) -> torch.Tensor:
+        return x * self.factor + shift
+
+
+@pytest.fixture
+def graphs() -> list[torch.fx.GraphModule]:
+    """Graphs that were compiled."""
+    return []
+
+
+def test_more_functions_than_pytorch_compiles_of_one_code_object(
+    graphs: list[torch.fx.GraphModule],
+) -> None:
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    count = torch._dynamo.config.recompile_limit + 3
+    x = torch.ones(2)
+    for factor in range(count):
+        run = compiled(_Scale(factor + 0.5).run, backend=backend)
+        assert torch.equal(run(x, shift=2.0), x * (factor + 0.5) + 2.0)
+        assert torch.equal(run(x), x * (factor + 0.5) + 1.0)
+    assert len(graphs) >= count
+
+
+def test_a_closure_keeps_its_cells(graphs: list[torch.fx.GraphModule]) -> None:
+    factor = 3.0
+
+    def scaled(x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        return factor * x**power
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.tensor([2.0])
+    assert torch.equal(compiled(scaled, backend=backend)(x), torch.tensor([12.0]))
+    assert len(graphs) == 1
