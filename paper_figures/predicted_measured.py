@@ -120,7 +120,7 @@ def cases(results: Results) -> list[MeasuredCase]:
             found += [
                 MeasuredCase(
                     f"{item}: step",
-                    HELD_OUT,
+                    DATASHEET if _from_library(row["plan"]["hardware"]) else HELD_OUT,
                     "s",
                     prediction["step_seconds"],
                     row["step_seconds"],
@@ -133,6 +133,11 @@ def cases(results: Results) -> list[MeasuredCase]:
     return [
         case for case in [*found, *_of_others(results)] if case.measured > 0 and case.predicted > 0
     ]
+
+
+def _from_library(hardware: str) -> bool:
+    """Whether a plan was predicted from the library's rates, not from a file of a calibration."""
+    return not hardware.endswith(".toml")
 
 
 def _device(name: str, predicted: int, measured: int, date: str) -> MeasuredCase:
@@ -247,9 +252,10 @@ def draw(results: Results) -> Drawn:
             f" them it is {inside_hard} of {len(hard)}. The median errors are: {text}. Our"
             f" calibrated steps are within {max(errors[OURS]):.1%}. Steps held out of the"
             f" calibration are within {max(errors.get(HELD_OUT, [0])):.1%} (all of one H200), and"
-            " steps of shapes that were not calibrated within"
-            f" {max(errors.get(DATASHEET, [0])):.1%}. The largest errors are of op kinds that take"
-            " little time and share the GPU with a layer's compute (update, norm). The largest"
+            " steps that were not calibrated within"
+            f" {max(errors.get(DATASHEET, [0])):.1%}; for most of these the simulator changed"
+            " afterwards ([accuracy](../docs/accuracy.md)). The largest errors are of op kinds that"
+            " take little time and share the GPU with a layer's compute (update, norm). The largest"
             " error of a device peak is that of"
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),

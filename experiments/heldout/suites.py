@@ -201,6 +201,11 @@ _FAMILIES = {
 first three layers of deepseek-v3 are dense."""
 
 
+FITTED = tuple(_FAMILIES)[::2]
+"""The models that the traffic of compute ops was fitted to (`simulator/costs/kernel_traffic.py`).
+The others test it."""
+
+
 def _families() -> Suite:
     """Returns the suite of models that nobody measured: one model of each of 21 families at its
     real width, predicted from the library's rates of an H200. Layers are eager and compiled.

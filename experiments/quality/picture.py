@@ -14,6 +14,8 @@ from megatrain.simulator.plots import canvas
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a949e")
+_STYLES = ("o-", "s--", "^:")
+"""Markers and lines. More variants than colours take the next one."""
 _TITLES = {"training": "Trained from random weights", "fine-tune": "Fine-tuned"}
 _LOSS_INCHES, _DIFFERENCE_INCHES, _GAP_INCHES, _BOTTOM_INCHES = 2.2, 2.6, 0.55, 0.62
 _BETWEEN_INCHES, _TOP_INCHES = 0.95, 1.0
@@ -44,9 +46,10 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
             canvas.add_heading(lower, "minus exact", "mean over seeds, bars of one standard error")
             lower.axhline(0, color=canvas.MUTED, linewidth=1)
             for number, each in enumerate(chosen):
-                colour = _COLOURS[number % len(_COLOURS)]
-                _line(upper, each.curve, each.variant, colour, bars=False)
-                _line(lower, each.differences, each.variant, colour, bars=True)
+                again, colour = divmod(number, len(_COLOURS))
+                style = _STYLES[again % len(_STYLES)]
+                _line(upper, each.curve, each.variant, _COLOURS[colour], style, bars=False)
+                _line(lower, each.differences, each.variant, _COLOURS[colour], style, bars=True)
             for axes in (upper, lower):
                 canvas.make_plain(axes)
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
@@ -59,7 +62,13 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
 
 
 def _line(
-    axes: Axes, points: Sequence[tuple[int, Spread]], name: str, colour: str, *, bars: bool
+    axes: Axes,
+    points: Sequence[tuple[int, Spread]],
+    name: str,
+    colour: str,
+    style: str,
+    *,
+    bars: bool,
 ) -> None:
     if points:
         axes.errorbar(
@@ -67,7 +76,7 @@ def _line(
             [spread.mean for _, spread in points],
             yerr=[spread.error or 0.0 for _, spread in points] if bars else None,
             color=colour,
-            marker="o",
+            fmt=style,
             markersize=3,
             linewidth=1.3,
             capsize=2.5,

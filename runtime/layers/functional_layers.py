@@ -179,7 +179,7 @@ class FunctionalLayers:
         self._kinds = layer_kinds(
             whole,
             routed=self.routing is not None,
-            compiled=workload.compiled,
+            compiled=[workload.compiled and layer.compilable for layer in model.decoders],
             draws=bool(family.draws),
         )
         self._draws = LayerDraws(device, seed) if family.draws else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -103,26 +104,29 @@ class LayerKind:
         return output, logits, results
 
 
-def layer_kinds(whole: Any, *, routed: bool, compiled: bool, draws: bool) -> list[LayerKind]:
+def layer_kinds(
+    whole: Any, *, routed: bool, compiled: Sequence[bool], draws: bool
+) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share one.
 
     Args:
         whole: a model of `meta_model`. Its decoder layers are moved to the meta device.
         routed: whether to record the logits of the routers.
-        compiled: whether to compile the layers.
+        compiled: whether to compile each decoder layer that is used. Layers of a kind have the
+            same value. The model may have further layers.
         draws: whether the layers draw random numbers in training.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
     found = []
-    for layer in DecoderStack.of(whole).layers_of(whole):
+    for layer, compile_it in zip(DecoderStack.of(whole).layers_of(whole), compiled, strict=False):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(
                 layer,
                 recorder and recorder.target_class,
                 recorder.index if recorder else 0,
-                compiled=compiled,
+                compiled=compile_it,
                 draws=draws,
             )
         found.append(kinds[kind])

@@ -7,7 +7,7 @@
       linear FLOPs / (peak x linear efficiency)
       (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
-      + moved bytes / device rate
+      + traffic share x moved bytes / device rate
 
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
   The SMs that they take from compute are not modelled.
@@ -17,13 +17,14 @@
 
 The three terms of a compute op add up because its kernels run one after the other. A matrix product
 also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix products of
-few tokens"). The traffic is that of eager PyTorch (`ModelSpec.work`). Compiled layers are 15 to 20
-% faster. A kernel launch costs nothing, so predictions for a few hundred tokens are too fast.
+few tokens"). The traffic is that of eager PyTorch (`ModelSpec.work`), and its share is that of
+compiled layers or of experts (`traffic_share`). A kernel launch costs nothing, so predictions for a
+few hundred tokens are too fast.
 
 The attention rate is that of the workload's kernel, if the machine has it. With documents, flash
 attention receives their lengths, and the prediction takes each row as one document. Shorter
-documents only take less time. If a mask separates documents, attention also computes masked pairs,
-so its FLOPs are doubled. This case was not measured.
+documents only take less time. A kernel that receives a mask, for documents or for a window, also
+computes masked pairs (`ModelSpec.computed_pairs`). Masks for documents were not measured.
 
 Copies beyond a measured curve are flagged as extrapolated, and so are layers whose attention uses a
 mask for documents. The machine's `uncertainty` says how far off the rates may be.
@@ -40,6 +41,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.kernel_traffic import traffic_share
 from megatrain.simulator.costs.protocol import FIX, EstimatedCosts
 from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
@@ -53,7 +55,7 @@ from megatrain.simulator.hardware.cost_table import (
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec, Work
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention, is_whole
 from megatrain.simulator.schedule.operands import exchanged
@@ -193,12 +195,21 @@ class Datasheet(EstimatedCosts):
         if (kind, layer, kept) not in self._computed:
             work = self.model.work(kind, layer, self.workload, kept=kept)
             self._computed[kind, layer, kept] = math.ceil(
-                (work.linear_flops - work.fp8_flops + work.fp8_flops / self._fp8_speed)
-                / self._linear_flops_per_ns
+                self.products_of_layers_ns(work)
                 + (0 if kept else self.attention_ns(kind, layer))
-                + work.moved_bytes / self.hardware.device_gb_per_s
+                + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
             )
         return self._computed[kind, layer, kept]
+
+    def _moved_bytes(self, work: Work, kind: str, layer: str) -> float:
+        """Returns the bytes that a compute op moves, or that take as long."""
+        share = traffic_share(self.model, self.workload, kind, layer)
+        return share * (work.moved_bytes - work.unfused_bytes) + work.unfused_bytes
+
+    def products_of_layers_ns(self, work: Work) -> float:
+        """Returns the time of the matrix products with weights in a compute op, in ns."""
+        flops = work.linear_flops - work.fp8_flops + work.fp8_flops / self._fp8_speed
+        return flops / self._linear_flops_per_ns
 
     @property
     def knows_attention(self) -> bool:
@@ -214,7 +225,7 @@ class Datasheet(EstimatedCosts):
         flops = self.model.work(kind, layer, self.workload).attention_flops
         if not flops:
             return 0.0
-        masked = 2 if self.masked else 1
+        masked = self.model.computed_pairs(layer, self.workload)
         if self._row and (share := self.model.share_of_row(layer, self.workload)):
             return masked * share * self._row[kind == "backward"]
         backward = _ATTENTION_BACKWARD if kind == "backward" else 1

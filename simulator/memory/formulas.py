@@ -26,7 +26,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
         model.max_saved_bytes(
             workload.tokens, workload.sequence, workload.dtype, workload.piece, compiled=compiled
         )
-        + (model.saved_mask_bytes(workload) if compiled else 0)
+        + (model.saved_mask_bytes if compiled else model.repeated_bytes)(workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
@@ -35,11 +35,9 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
 def _compiled(model: ModelSpec, workload: Workload) -> bool:
     """Checks whether the formulas for compiled layers apply.
 
-    They are not used for linear attention and state-space mixers: compiled layers of Qwen3-Next ran
-    out of memory on an H200 where eager ones were predicted to fit.
+    They are not used for a model some of whose layers always run eagerly.
     """
-    apart = any(layer.attention in ("linear_attention", "hybrid") for layer in model.decoders)
-    return workload.compiled and not apart
+    return workload.compiled and all(layer.compilable for layer in model.decoders)
 
 
 def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -120,7 +118,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
       and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
       carries more than d elements, the gradient of a chunk of these is added.
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, and `fp8_temporary_bytes`.
+    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, in an
+      eager layer the gradients of `ModelSpec.repeated_bytes`, and `fp8_temporary_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
@@ -143,6 +142,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             compiled=_compiled(model, workload),
         )
         + model.mask_bytes(workload)
+        + (0 if _compiled(model, workload) else model.repeated_bytes(workload))
         + fp8_temporary_bytes(model, workload)
     )
     return Workspace(

@@ -67,6 +67,10 @@ def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, shape) for name, shape in pairs)
 
 
+_EAGER_MIXERS = ("linear_attention", "hybrid")
+"""Types of the layers that always run eagerly."""
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer: tensors that are loaded, computed with and updated together."""
 
@@ -84,6 +88,19 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     inner: int = 0
     """For a decoder layer: elements per token between the projections of its MLP, summed over the
     experts that a token uses."""
+
+    experts: bool = False
+    """Whether a router chooses which of its experts compute a token."""
+
+    @property
+    def compilable(self) -> bool:
+        """Whether a decoder layer runs through torch.compile if the workload is compiled.
+
+        Layers with linear attention or a state-space mixer do not: compiled layers of
+        Qwen3-Next ran out of memory on an H200 where eager ones take 125.5 GiB
+        (experiments/results/h200-families).
+        """
+        return self.attention not in _EAGER_MIXERS
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -133,6 +150,9 @@ class Work(NamedTuple):
     weight gradients written."""
     fp8_flops: int = 0
     """The part of `linear_flops` that is computed in fp8."""
+    unfused_bytes: int = 0
+    """The part of `moved_bytes` that is the same in compiled layers, or counted for them: casts to
+    fp8, and weights and their gradients once more for each piece of tokens."""
 
     @property
     def flops(self) -> int:
@@ -282,6 +302,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 signature=shape.signature(kind),
                 attention=kind.attention,
                 inner=shape.decoders[kind].inner,
+                experts=shape.decoders[kind].idle > 0,
             )
             for index, kind in enumerate(shape.kinds)
         ]
@@ -338,8 +359,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attention and state-space mixers cannot be `compiled` with it, because there is no formula
         for their memory.
         """
-        apart = {"linear_attention", "hybrid"} & {layer.attention for layer in self.decoders}
-        if compiled and apart:
+        if compiled and not all(layer.compilable for layer in self.decoders):
             return f"compiled layers of {self.family}, some of which have no softmax attention"
         if self._architecture.family.carried:
             return f"{self.family}, whose layers carry more than one row for each token"
@@ -462,6 +482,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         row = part.pair * workload.sequence**2 // 2
         return (pairs - workload.tokens * part.state) / row if row else 0.0
 
+    def computed_pairs(self, layer: str, workload: Workload) -> float:
+        """Returns the pairs of tokens that the layer's attention kernel computes, relative to the
+        unmasked ones. It is 1 without a mask.
+
+        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. The
+        costs of written-out scores and of linear attention have no masked pairs left out.
+        """
+        spec, part = self.stack[layer], self._part(layer)
+        written = part.scores.kept != Kept()
+        if written or not part.pair or not self._masked(spec, workload):
+            return 1.0
+        sequence = workload.sequence
+        window = min(part.window or sequence, sequence)
+        return 2 * sequence**2 / (window * (2 * sequence - window))
+
     def head_flops(self, tokens: int) -> int:
         """Returns the forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
@@ -484,8 +519,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
           the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
           the matrix, 3 V d b, and with several chunks also the sum of the gradients, V d (b + 8).
+          A soft cap divides, takes the tanh and multiplies: T V 6 b, and T V 7 b in the backward.
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
-          T V (b + 12) for the logits' cast and softmax; V d b for each loss chunk.
+          T V (b + 12) for the logits' cast and softmax, T V 6 b for a soft cap; V d b for each
+          loss chunk.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
         * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
           and 4 V d to zero the table.
@@ -502,6 +539,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table = self.vocabulary * hidden
         further = [shape for _, shape in self._architecture.tables]
         rows = hidden + sum(row for _, row in further)
+        capped = bool(self.config.get("final_logit_softcapping"))
         if kind == "embed":
             return Work(0, 0, tokens * (rows + self.carried) * width)
         if kind == "embed_backward":
@@ -512,7 +550,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             moved = tokens * (
                 norm.forward.bytes(width)
                 + norm.backward.bytes(width)
-                + self.vocabulary * (2 * width + 32)
+                + self.vocabulary * (2 * width + 32 + (13 * width if capped else 0))
                 + (self.carried - hidden) * width
             )
             return Work(
@@ -522,7 +560,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if kind == "loss":
             moved = tokens * (
-                self._architecture.norm.forward.bytes(width) + self.vocabulary * (width + 12)
+                self._architecture.norm.forward.bytes(width)
+                + self.vocabulary * (width + 12 + (6 * width if capped else 0))
             )
             return Work(
                 self.head_flops(tokens),
@@ -535,20 +574,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if kind == "backward"
             else (part.forward, part.scores.forward)
         )
-        more_flops, more_bytes = self._in_pieces(kind, layer, workload)
+        more_flops, more_bytes, more_weights = self._in_pieces(kind, layer, workload)
+        unfused = self._fp8_bytes(kind, layer, workload) + more_weights
         return Work(
             passes * 2 * tokens * part.active + more_flops,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
             + passes * width * self.stack[layer].parameters
-            + self._fp8_bytes(kind, layer, workload)
-            + more_bytes,
+            + more_bytes
+            + unfused,
             passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
+            unfused,
         )
 
-    def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int]:
-        """Returns what is added to the linear FLOPs and to the traffic of an op of a decoder layer
-        because its tokens are computed in pieces.
+    def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
+        """Returns what is added to the linear FLOPs, to the traffic of elementwise ops and to that
+        of weights and their gradients because the tokens of a decoder layer are computed in pieces.
 
         With n pieces and the P parameters of what is computed in pieces, b bytes each:
 
@@ -560,21 +601,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         pieces = self.layer_pieces(layer, compiled=workload.compiled)
         if not workload.piece or pieces is None:
-            return 0, 0
+            return 0, 0, 0
         tokens, width, count = workload.tokens, DTYPE_BYTES[workload.dtype], workload.pieces
         chain, first = pieces.chain, pieces.first
         weights = elements_of(chain) + (elements_of(first) if first else 0)
         if kind == "recompute" and self.skips_mlp(layer):
-            left_out = tokens * chain.forward.bytes(width) + width * elements_of(chain)
             again = (count - 1) * width * (weights - elements_of(chain))
-            return -2 * tokens * chain.active, again - left_out
+            left_out = tokens * chain.forward.bytes(width)
+            return -2 * tokens * chain.active, -left_out, again - width * elements_of(chain)
         if kind != "backward":
-            return 0, (count - 1) * width * weights
+            return 0, 0, (count - 1) * width * weights
         once_more = tokens * (
             chain.forward.bytes(width) + (first.forward.bytes(width) if first else 0)
         )
         read, written = (2 * count - 1) * width, (count - 1) * width
-        return 2 * tokens * chain.active, once_more + weights * (read + written + 8 * count + width)
+        again = weights * (read + written + 8 * count + width)
+        return 2 * tokens * chain.active, once_more, again
 
     def saved_bytes(
         self,
@@ -835,8 +877,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._part(layer).window
 
     def mask_bytes(self, workload: Workload) -> int:
-        """Returns the bytes of attention masks. A mask is needed for documents, and for a window
-        shorter than a sequence.
+        """Returns the bytes of attention masks. A mask is needed for documents. transformers also
+        makes one for a window that is not longer than a sequence.
 
         With B rows of S tokens and b bytes per element, each type of attention has a boolean mask
         of S S bytes, or B S S with documents. A layer that uses it also needs the mask in the
@@ -862,7 +904,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if workload.documents:
             return self.document_attention(workload.dtype) == "mask"
         written = self._part(layer.name).scores.kept != Kept()
-        windowed = 0 < self.window(layer.name) < workload.sequence
+        windowed = 0 < self.window(layer.name) <= workload.sequence
         return windowed or written or self.family in ALWAYS_MASKED
 
     def saved_mask_bytes(self, workload: Workload) -> int:
@@ -872,14 +914,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         With B rows of S tokens and b bytes per element, these are the mask in the compute dtype,
         B S S b, and a copy of keys and values for each query head that shares them.
         """
+        copied = self.repeated_bytes(workload)
+        added = workload.tokens * workload.sequence * DTYPE_BYTES[workload.dtype]
+        return added + copied if self._masks_a_kernel(workload) else 0
+
+    def repeated_bytes(self, workload: Workload) -> int:
+        """Returns the bytes of the copies of keys and values that transformers makes for a fused
+        attention kernel with a mask: one for each query head that shares them. 0 without a mask.
+        """
         heads, pairs, size = self.heads
-        masked = any(
+        copied = 2 * (heads - pairs) * size * workload.tokens * DTYPE_BYTES[workload.dtype]
+        return copied if self._masks_a_kernel(workload) else 0
+
+    def _masks_a_kernel(self, workload: Workload) -> bool:
+        """Checks whether some layer has a fused attention kernel with a mask."""
+        return any(
             self._masked(layer, workload) and self._part(layer.name).scores.kept == Kept()
             for layer in self.decoders
         )
-        copied = 2 * (heads - pairs) * size
-        width = DTYPE_BYTES[workload.dtype]
-        return workload.tokens * (workload.sequence + copied) * width if masked else 0
 
     def with_layers(self, layers: int) -> ModelSpec:
         """Returns the model with only its first `layers` decoder layers."""

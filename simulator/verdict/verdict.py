@@ -353,27 +353,17 @@ def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
     """Returns what in compiled layers takes an amount of memory that is not known, in words.
 
     The bytes of compiled layers that use fused kernels were counted and measured. Those that
-    compute linear attention, a state-space mixer or scores in PyTorch are compiled to programs of
-    their own. Empty if the machine was calibrated with them, and for a plan that does not fit or
-    that the runtime cannot execute.
+    compute scores in PyTorch are compiled to programs of their own. Empty if the machine was
+    calibrated with them, and for a plan that does not fit or that the runtime cannot execute.
     """
     plan = choice.plan
     model, work = plan.model, plan.workload
-    kinds = {layer.attention for layer in model.decoders}
-    found = [
-        name
-        for name, present in (
-            ("linear attention", "linear_attention" in kinds),
-            ("a state-space mixer", "hybrid" in kinds),
-            ("written-out attention scores", model.writes_scores),
-        )
-        if present
-    ]
-    if not (found and work.compiled and choice.feasible):
+    if not (model.writes_scores and work.compiled and choice.feasible):
         return ""
     if policy_library.find(plan.policy).prediction_only:
         return ""
-    return "" if cost_model(hardware, model, work).workspace(model, work) else found[0]
+    known = cost_model(hardware, model, work).workspace(model, work)
+    return "" if known else "written-out attention scores"
 
 
 def _documents(model: ModelSpec, work: Workload) -> str:

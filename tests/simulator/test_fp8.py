@@ -98,7 +98,8 @@ def test_a_calibration_has_the_rates_that_it_measured_or_those_of_the_datasheet(
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 def test_products_and_casts_are_what_changes_in_the_time_of_a_layer(kind: str) -> None:
     work = msgspec.structs.replace(ROWWISE, compiled=True)
-    plain, fp8 = SMALL.work(kind, "0", WORK), SMALL.work(kind, "0", work)
+    bf16 = msgspec.structs.replace(WORK, compiled=True)
+    plain, fp8 = SMALL.work(kind, "0", bf16), SMALL.work(kind, "0", work)
     assert (plain.linear_flops, plain.attention_flops) == (fp8.linear_flops, fp8.attention_flops)
     assert (plain.fp8_flops, fp8.fp8_flops) == (0, fp8.linear_flops), "all layers are able"
     tokens, weights = WORK.tokens, SMALL.fp8_weights("0").values()
@@ -109,10 +110,11 @@ def test_products_and_casts_are_what_changes_in_the_time_of_a_layer(kind: str) -
     )
     casts = {False: 5 * (source + elements), True: 7 * (source + elements) + 12 * target}
     assert fp8.moved_bytes - plain.moved_bytes == casts[kind == "backward"]
+    assert (plain.unfused_bytes, fp8.unfused_bytes) == (0, casts[kind == "backward"])
     saved = fp8.linear_flops * (1 - 1 / H200.fp8_speed()) / (989e3 * H200.linear_efficiency)
     added = casts[kind == "backward"] / H200.device_gb_per_s
     before, after = (
-        Datasheet(H200, SMALL, each).duration_ns(op_of(kind, each)) for each in (WORK, work)
+        Datasheet(H200, SMALL, each).duration_ns(op_of(kind, each)) for each in (bf16, work)
     )
     assert before - after == pytest.approx(saved - added, abs=2)
 

@@ -317,10 +317,16 @@ def test_masks_are_counted_where_causality_alone_does_not_do(
     assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 4
     assert both.mask_bytes(work) == pairs + 3 * pairs * 4, "one mask of the window for all rows"
     assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 4
-    assert both.mask_bytes(Workload(batch=3, sequence=8)) == 0, "no mask for such a long window"
+    assert both.mask_bytes(Workload(batch=3, sequence=7)) == 0, "no mask for such a long window"
+    assert both.mask_bytes(Workload(batch=3, sequence=8)) > 0, "transformers makes one"
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
-        assert grown == model.mask_bytes(packed) - model.mask_bytes(work)
+        masks, copies = (
+            count(packed) - count(work) for count in (model.mask_bytes, model.repeated_bytes)
+        )
+        assert grown == masks + copies
+        shared = model.heads.queries - model.heads.pairs
+        assert model.repeated_bytes(packed) == 2 * shared * model.heads.size * 3 * 16 * 4
         assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, (
             "the kernel takes lengths instead of a mask"
         )

@@ -498,15 +498,24 @@ def _plan_fields(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def test_the_memory_of_compiled_linear_attention_is_a_condition() -> None:
+def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
     """Nobody measured it, so the verdict says how much more than predicted would still fit."""
-    cut = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    cut = ModelSpec.load("gpt-oss-20b").with_layers(4)
     work = Workload(batch=16, sequence=1024, compiled=True)
     found = judge(cut, H200, work, policies=["resident"], advise=False)
     assert found.feasible
     assert found.fits_if_bytes == found.device_limit_bytes - found.device_peak_bytes
-    assert found.fits_if.startswith("compiled layers with linear attention, which nobody measured,")
+    assert found.fits_if.startswith(
+        "compiled layers with written-out attention scores, which nobody measured,"
+    )
     eager = msgspec.structs.replace(work, compiled=False)
     known = judge(cut, H200, eager, policies=["resident"], advise=False)
     assert (known.fits_if, known.fits_if_bytes) == ("", None)
+    apart = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    linear = [
+        judge(apart, H200, each, policies=["resident"], advise=False) for each in (work, eager)
+    ]
+    assert not linear[0].fits_if, "layers with linear attention are not compiled"
+    assert not any(layer.compilable for layer in apart.decoders[:3])
+    assert linear[0].device_peak_bytes == linear[1].device_peak_bytes
     assert not small(work).fits_if, "compiled layers of a dense model need less than eager ones"

@@ -1,0 +1,185 @@
+"""Compares predictions from the library's rates with stored measurements: `python -m
+megatrain.experiments.heldout.uncalibrated DIR`.
+
+It predicts each stored plan again with the current simulator, and prints the errors of the step and
+of device memory for each case. It also prints the traffic of forward, backward and head relative to
+`ModelSpec.work`: the measured time, less those of matrix products and of attention, times the rate
+of a copy. The medians of the fitted half are the constants of `simulator/costs/kernel_traffic.py`.
+The other half is the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import run_program
+from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
+from megatrain.experiments.heldout.suites import FITTED, suite
+from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.compare.error_table import align
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.policies import verified
+
+KINDS = ("forward", "backward", "head")
+
+
+class Compared(NamedTuple):
+    """One case. Errors are (predicted - measured) / measured."""
+
+    row: HeldoutRow
+    step: float
+    """Error of the step time."""
+    memory: float
+    """Error of the device's peak."""
+    shares: dict[str, float]
+    """Kind of op -> its traffic relative to `ModelSpec.work`."""
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the constants were fitted to the case's model."""
+        return self.row.model in FITTED
+
+
+def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> Compared:
+    """Returns the errors of a case that was measured, and its traffic."""
+    plan = row.plan
+    assert row.step_seconds is not None, "a case that was measured"
+    assert row.device_peak_bytes is not None, "a case that was measured"
+    choice = assess(plan, cost_model(hardware, plan.model, plan.workload))
+    schedule, sheet = verified(plan), Datasheet(hardware, plan.model, plan.workload)
+    measured = stored.timeline(schedule)
+    taken, known, moved = (defaultdict[str, float](float) for _ in range(3))
+    for op in schedule.ops:
+        if op.kind in KINDS:
+            work = plan.model.work(op.kind, op.layer, plan.workload)
+            taken[op.kind] += measured.by_op[op.id].duration_ns
+            known[op.kind] += sheet.products_of_layers_ns(work) + sheet.attention_ns(
+                op.kind, op.layer
+            )
+            moved[op.kind] += work.moved_bytes / hardware.device_gb_per_s
+    return Compared(
+        row=row,
+        step=choice.step_seconds / row.step_seconds - 1,
+        memory=choice.account.device_peak_bytes / row.device_peak_bytes - 1,
+        shares={kind: (taken[kind] - known[kind]) / moved[kind] for kind in taken},
+    )
+
+
+def _plain(row: HeldoutRow) -> bool:
+    """Whether the traffic of the model's layers is that of dense layers or experts alone."""
+    model = row.plan.model
+    return not model.writes_scores and all(layer.compilable for layer in model.decoders)
+
+
+def _groups(cases: Iterable[Compared]) -> dict[str, list[Compared]]:
+    """Returns the cases by execution (eager or compiled), kind of layer, and half."""
+    found: dict[str, list[Compared]] = {}
+    for case in cases:
+        model = case.row.plan.model
+        words = (
+            "compiled" if case.row.plan.workload.compiled else "eager",
+            "experts" if any(layer.experts for layer in model.decoders) else "dense",
+            "fitted" if case.fitted else "test",
+        )
+        found.setdefault(" ".join(words), []).append(case)
+    return dict(sorted(found.items()))
+
+
+def report(cases: Sequence[Compared], uncertainty: float) -> str:
+    """Returns the tables of cases, of errors and of traffic, and how many steps were in the range
+    that `check` states for a machine with this `uncertainty`.
+    """
+    rows = [["case", "half", "step", "memory", *KINDS]]
+    rows += [
+        [
+            case.row.name.replace("/whole/best", ""),
+            "fitted" if case.fitted else "test",
+            f"{case.step:+.1%}",
+            f"{case.memory:+.1%}",
+            *(f"{case.shares[kind]:.2f}" for kind in KINDS),
+        ]
+        for case in cases
+    ]
+    errors = [["cases", "count", "median error", "worst", "memory, least", "most"]]
+    for half in ("fitted", "test"):
+        for execution in ("eager", "compiled"):
+            chosen = [
+                case
+                for case in cases
+                if case.fitted == (half == "fitted")
+                and case.row.plan.workload.compiled == (execution == "compiled")
+            ]
+            if chosen:
+                absolute = [abs(case.step) for case in chosen]
+                errors.append(
+                    [
+                        f"{execution}, {half}",
+                        str(len(chosen)),
+                        f"{statistics.median(absolute):.1%}",
+                        f"{max(absolute):.1%}",
+                        f"{min(case.memory for case in chosen):+.1%}",
+                        f"{max(case.memory for case in chosen):+.1%}",
+                    ]
+                )
+    traffic = [["median traffic", "count", *KINDS]]
+    for name, group in _groups(case for case in cases if _plain(case.row)).items():
+        medians = [statistics.median(case.shares[kind] for case in group) for kind in KINDS]
+        traffic.append([name, str(len(group)), *(f"{each:.2f}" for each in medians)])
+    inside = sum(abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases)
+    tables = ["\n".join(align(table)) for table in (rows, errors, traffic)]
+    stated = f"{inside} of {len(cases)} steps are within {uncertainty:.0%} of the prediction"
+    return "\n\n".join([*tables, stated])
+
+
+def parser() -> options.OneLineParser:
+    """Returns the parser for the options."""
+    made = options.OneLineParser(
+        prog="python -m megatrain.experiments.heldout.uncalibrated", description=__doc__
+    )
+    made.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="a folder that `python -m megatrain.experiments.heldout --suite families` wrote",
+    )
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report of the stored cases."""
+    timelines = read_timelines(args.folder / "timelines.jsonl")
+    hardware = HardwareSpec.load(suite("families").library)
+    measured = [row for row in read_rows(args.folder / "rows.jsonl") if not row.failure]
+    if not measured:
+        raise UserError(
+            str(args.folder),
+            found="no measured case",
+            allowed="a folder of the suite `families`",
+            fix="check the path",
+        )
+    print(
+        report(
+            [compare(row, timelines[row.name], hardware) for row in measured], hardware.uncertainty
+        )
+    )
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if the results were shown, and 2 for a user's mistake."""
+    return run_program("heldout.uncalibrated", lambda: run(parser().parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

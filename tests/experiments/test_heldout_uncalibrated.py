@@ -1,0 +1,70 @@
+"""Predictions without a calibration, compared with 21 families measured on an H200."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megatrain.experiments.heldout.rows import read_rows
+from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
+from megatrain.experiments.heldout.timelines import read_timelines
+from megatrain.experiments.heldout.uncalibrated import Compared, compare, main
+from megatrain.simulator.hardware.machine import HardwareSpec
+
+STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-families"
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Compared]:
+    """All measured cases, predicted by the simulator as it is."""
+    timelines, hardware = read_timelines(STORED / "timelines.jsonl"), HardwareSpec.load("h200")
+    rows = [row for row in read_rows(STORED / "rows.jsonl") if not row.failure]
+    return [compare(row, timelines[row.name], hardware) for row in rows]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_that_nothing_was_fitted_to_are_predicted_within_15_percent(
+    cases: list[Compared], compiled: bool
+) -> None:
+    errors = [
+        abs(case.step)
+        for case in cases
+        if not case.fitted and case.row.plan.workload.compiled == compiled
+    ]
+    assert len(errors) > 12
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.15
+
+
+def test_nine_of_ten_steps_are_in_the_stated_range(cases: list[Compared]) -> None:
+    uncertainty = HardwareSpec.load("h200").uncertainty
+    inside = [abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases]
+    assert sum(inside) >= 0.89 * len(inside)
+
+
+def test_memory_is_at_most_one_percent_too_small(cases: list[Compared]) -> None:
+    assert min(case.memory for case in cases) >= -0.0105
+    assert max(case.memory for case in cases) <= 0.126
+
+
+def test_the_stored_table_is_todays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(STORED)]) == 0
+    assert capsys.readouterr().out == (STORED / "errors.txt").read_text()
+
+
+def test_a_suite_without_a_calibration_has_no_grid_and_tests_half_of_its_models() -> None:
+    families = suite("families")
+    refuse_grid(families, families.cases)
+    assert families.points() == []
+    assert len(families.models) == 21
+    assert len({model.family for model in families.models.values()}) >= 20
+    assert len(FITTED) == 11
+
+
+def test_a_folder_without_measurements_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "no measured case" in capsys.readouterr().err
