@@ -14,7 +14,7 @@ from megatrain.paper_figures import style
 from megatrain.paper_figures.results import Results
 from megatrain.paper_figures.table import Drawn, TableRow
 
-BAND, MOST = 0.03, 0.28
+BAND, MOST = 0.03, 0.42
 """The target band of errors, and the error at the edge of the panels, as shares of the measured
 value. A case beyond the edge is drawn with an arrow.
 """
@@ -281,7 +281,7 @@ def _panel(axes: Any, found: list[MeasuredCase], unit: str, title: str) -> None:
         up = case.error > 0
         axes.plot(
             [case.measured],
-            [100 * (MOST - 0.07) * (1 if up else -1) if far else 100 * case.error],
+            [100 * (MOST - 0.115) * (1 if up else -1) if far else 100 * case.error],
             color=colour,
             linestyle="none",
             markersize=4,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.simulator.base.errors import UserError
+
 _SYSTEM_BYTES = 2**31
 
 
@@ -58,3 +60,24 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def launched(name: str, *, default: int, least: int) -> int:
+    """Returns the number in the variable `name`, which torchrun sets for each process it starts.
+
+    Args:
+        name: the variable, such as `WORLD_SIZE`.
+        default: the number without the variable.
+        least: the least number that makes sense.
+
+    Raises UserError if the variable holds anything else than a number of at least `least`.
+    """
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise UserError(
+            name,
+            found=repr(text),
+            allowed=f"a number of at least {least}, which torchrun sets, or no such variable",
+            fix=f"unset {name}, or start the ranks with torchrun",
+        )
+    return int(text)

@@ -10,7 +10,7 @@ import psutil
 import torch
 import transformers
 
-from megatrain.runtime.host import cores, host_bytes, processor
+from megatrain.runtime.host import cores, host_bytes, launched, processor
 from megatrain.simulator.base.errors import UserError
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -21,15 +21,14 @@ def default_device() -> torch.device:
     memory stands in for device memory.
 
     In a process that torchrun has started, it is the device of its number on this host. Raises
-    UserError if there are fewer devices than such processes.
+    UserError if there are fewer devices than such processes, or if torchrun's variables are not
+    numbers.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.init()
-    number, needed = (
-        int(os.environ.get(name, default))
-        for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-    )
+    number = launched("LOCAL_RANK", default=0, least=0)
+    needed = max(launched("LOCAL_WORLD_SIZE", default=1, least=1), number + 1)
     if (found := torch.cuda.device_count()) < needed:
         raise UserError(
             "ranks: GPUs",

@@ -25,6 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatrain.runtime.host import launched
 from megatrain.runtime.rank_board import Board
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
@@ -312,15 +313,7 @@ def started_ranks() -> int:
     """Returns the number of ranks that have been started, from the variable `WORLD_SIZE`, which
     torchrun sets. 1 without it. Raises UserError if it is not a number of ranks.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise UserError(
-            "WORLD_SIZE",
-            found=repr(text),
-            allowed="the number of ranks, which torchrun sets, or no such variable",
-            fix="unset WORLD_SIZE, or start the ranks with torchrun",
-        )
-    return int(text)
+    return launched("WORLD_SIZE", default=1, least=1)
 
 
 def identity(plan: Plan, *more: object) -> str:

@@ -26,6 +26,7 @@ from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.adamw import row_sums, sum_of_rows, sum_of_squares
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.rank_board import Board
@@ -228,6 +229,28 @@ def test_a_plan_for_several_gpus_needs_its_ranks(
         monkeypatch.setenv("WORLD_SIZE", text)
         with pytest.raises(UserError, match=f"WORLD_SIZE: found '{text}'"), joined(one, CPU):
             pass
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_variable_of_torchrun_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv(name, "one")
+    with pytest.raises(UserError, match=f"{name}: found 'one'; allowed: a number of at least"):
+        default_device()
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if torchrun's number of processes is not known."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="ranks: GPUs: found 1; allowed: 2"):
+        default_device()
 
 
 def test_ranks_that_do_not_come_together_are_refused(
