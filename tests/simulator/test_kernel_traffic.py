@@ -1,0 +1,86 @@
+"""The traffic of compute ops without a calibration."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.kernel_traffic import traffic_share
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+H200 = HardwareSpec.load("h200")
+WORK = Workload(batch=2, sequence=4096, loss_chunk=2048)
+COMPILED = msgspec.structs.replace(WORK, compiled=True)
+
+
+@pytest.mark.parametrize("kind", ["forward", "recompute", "backward", "head", "loss"])
+def test_compiled_layers_move_less(kind: str) -> None:
+    model = ModelSpec.load("qwen2.5-7b")
+    assert traffic_share(model, COMPILED, kind, "0") < traffic_share(model, WORK, kind, "0")
+    assert traffic_share(model, COMPILED, "embed", "0") == 1
+
+
+def test_layers_with_experts_have_shares_of_their_own() -> None:
+    """The first layers of DeepSeek-V3 have none."""
+    model = ModelSpec.load("deepseek-v3")
+    dense, sparse = (traffic_share(model, WORK, "forward", layer) for layer in ("0", "3"))
+    assert dense == 1 < sparse
+    assert [layer.experts for layer in model.decoders[:4]] == [False, False, False, True]
+
+
+def test_layers_with_linear_attention_are_eager_in_every_workload() -> None:
+    model = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    assert [layer.compilable for layer in model.decoders] == [False, False, False, True]
+    for kind in ("forward", "backward"):
+        eager, compiled = (traffic_share(model, work, kind, "0") for work in (WORK, COMPILED))
+        assert eager == compiled
+        full = traffic_share(model, COMPILED, kind, "3")
+        assert full < traffic_share(model, WORK, kind, "3")
+
+
+def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
+    """Casts to fp8 take the same time with any share."""
+    model, fp8 = ModelSpec.load("qwen2.5-7b"), msgspec.structs.replace(COMPILED, fp8="rowwise")
+    sheet, work = Datasheet(H200, model, fp8), model.work("backward", "0", fp8)
+    plain = model.work("backward", "0", COMPILED)
+    assert work.unfused_bytes == work.moved_bytes - plain.moved_bytes > 0
+    share = traffic_share(model, fp8, "backward", "0")
+    moved = share * plain.moved_bytes + work.unfused_bytes
+    expected = sheet.products_of_layers_ns(work) + sheet.attention_ns("backward", "0")
+    assert sheet._compute_ns("backward", "0") == pytest.approx(
+        expected + moved / H200.device_gb_per_s, abs=1
+    )
+
+
+def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
+    """A window W of a sequence S leaves W (S - W / 2) of S^2 pairs unmasked."""
+    windowed, plain = ModelSpec.load("gemma-3-4b"), ModelSpec.load("qwen2.5-7b")
+    window = windowed.window("0")
+    assert 0 < window < WORK.sequence
+    assert plain.computed_pairs("0", WORK) == 1
+    assert windowed.computed_pairs("0", WORK) == pytest.approx(
+        WORK.sequence**2 / (window * (WORK.sequence - window / 2))
+    )
+    shorter = msgspec.structs.replace(WORK, sequence=window - 1)
+    assert windowed.computed_pairs("0", shorter) == 1
+    equal = msgspec.structs.replace(WORK, sequence=window)
+    assert windowed.computed_pairs("0", equal) == 2, "no pair is hidden by the window"
+    full = next(layer.name for layer in windowed.decoders if layer.attention == "full_attention")
+    assert windowed.computed_pairs(full, WORK) == 1
+    gemma = ModelSpec.load("gemma-2-9b")
+    assert gemma.computed_pairs("0", WORK) == 1, "written-out scores count all pairs"
+
+
+def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
+    """Six times in the forward pass and seven times in the backward."""
+    model = ModelSpec.load("gemma-2-9b")
+    plain = ModelSpec.from_config(
+        {**model.config, "final_logit_softcapping": None}, "without", "without"
+    )
+    logits = WORK.tokens * model.vocabulary * 2
+    for kind, times in (("head", 13), ("loss", 6)):
+        more = model.work(kind, "", WORK).moved_bytes - plain.work(kind, "", WORK).moved_bytes
+        assert more == times * logits
