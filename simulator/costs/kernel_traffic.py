@@ -3,7 +3,9 @@
 That formula counts the bytes which eager PyTorch's elementwise kernels read and write in a dense
 layer, at the rate of a copy. Compiled kernels are fused, so they move less. Routing to experts
 sorts, gathers and scatters tokens, and multiplies matrices of few tokens each, so it takes longer
-than its bytes.
+than its bytes. So does linear attention in transformers' PyTorch code, which is a loop over chunks
+of a sequence; its shares are those of one model, Qwen3-Next. With kernels of other packages it is
+faster.
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half was left out, to test
@@ -33,6 +35,7 @@ class _Shares(NamedTuple):
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.23)
 _COMPILED = _Shares(forward=0.32, backward=0.08, head=0.62)
 _EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.23)
+_LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.23)
 _COMPILED_EXPERTS = _Shares(forward=1.39, backward=0.61, head=0.62)
 
 
@@ -48,7 +51,9 @@ def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -
     if kind in ("head", "loss"):
         return (_COMPILED if workload.compiled else _EAGER).head
     spec = model.stack[layer]
-    if workload.compiled and spec.compilable:
+    if not spec.compilable:
+        shares = _LINEAR_ATTENTION
+    elif workload.compiled:
         shares = _COMPILED_EXPERTS if spec.experts else _COMPILED
     else:
         shares = _EAGER_EXPERTS if spec.experts else _EAGER

@@ -195,6 +195,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     rows are not packed from several documents."""
     fp8: str = ""
     """Which matrix products are in fp8 and which are not, in words. Empty without fp8."""
+    eager: str = ""
+    """Which layers are not compiled although the workload is, in words. Empty if there are none."""
     reason: str = ""
     """Why the plan does not fit, in one line. Empty if it fits."""
     runner_up: RunnerUp | None = None
@@ -285,6 +287,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         uncertainty=None if hardware.costs else hardware.uncertainty,
         extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work),
+        eager=_eager(plan.model, work),
         fp8=_fp8(plan.model, work),
         reason="" if choice.feasible else account.advice,
         runner_up=choice.runner_up,
@@ -377,6 +380,17 @@ def _documents(model: ModelSpec, work: Workload) -> str:
     return (
         f"in {work.dtype} a mask keeps them apart, and attention also computes the pairs that the"
         " mask hides"
+    )
+
+
+def _eager(model: ModelSpec, work: Workload) -> str:
+    """Returns the text of `Verdict.eager`."""
+    count = sum(not layer.compilable for layer in model.decoders) if work.compiled else 0
+    if not count:
+        return ""
+    return (
+        f"{count} of {model.layers} layers are not compiled: those with linear attention or a"
+        " state-space mixer take more memory compiled"
     )
 
 

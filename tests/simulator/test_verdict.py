@@ -516,6 +516,9 @@ def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
         judge(apart, H200, each, policies=["resident"], advise=False) for each in (work, eager)
     ]
     assert not linear[0].fits_if, "layers with linear attention are not compiled"
+    assert linear[0].eager.startswith("3 of 4 layers are not compiled: those with linear attention")
+    assert not linear[1].eager
+    assert not found.eager
     assert not any(layer.compilable for layer in apart.decoders[:3])
     assert linear[0].device_peak_bytes == linear[1].device_peak_bytes
     assert not small(work).fits_if, "compiled layers of a dense model need less than eager ones"

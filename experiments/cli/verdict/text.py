@@ -258,6 +258,8 @@ def notes(verdict: Verdict) -> list[str]:
             f"sequences of {sequence:,} tokens are longer than the model's own limit of {longest:,}"
             " (max_position_embeddings)"
         )
+    if verdict.eager:
+        found.append(verdict.eager)
     if verdict.documents:
         found.append(f"documents: {verdict.documents}")
     if verdict.fp8:
