@@ -34,7 +34,7 @@ from megatrain.simulator.policies import verified
 KINDS = ("forward", "backward", "head")
 
 
-class Compared(NamedTuple):
+class UncalibratedCase(NamedTuple):
     """One case. Errors are (predicted - measured) / measured."""
 
     row: HeldoutRow
@@ -51,7 +51,7 @@ class Compared(NamedTuple):
         return self.row.model in FITTED
 
 
-def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> Compared:
+def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> UncalibratedCase:
     """Returns the errors of a case that was measured, and its traffic."""
     plan = row.plan
     assert row.step_seconds is not None, "a case that was measured"
@@ -68,7 +68,7 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
                 op.kind, op.layer
             )
             moved[op.kind] += work.moved_bytes / hardware.device_gb_per_s
-    return Compared(
+    return UncalibratedCase(
         row=row,
         step=choice.step_seconds / row.step_seconds - 1,
         memory=choice.account.device_peak_bytes / row.device_peak_bytes - 1,
@@ -82,9 +82,9 @@ def _plain(row: HeldoutRow) -> bool:
     return not model.writes_scores and all(layer.compilable for layer in model.decoders)
 
 
-def _groups(cases: Iterable[Compared]) -> dict[str, list[Compared]]:
+def _groups(cases: Iterable[UncalibratedCase]) -> dict[str, list[UncalibratedCase]]:
     """Returns the cases by execution (eager or compiled), kind of layer, and half."""
-    found: dict[str, list[Compared]] = {}
+    found: dict[str, list[UncalibratedCase]] = {}
     for case in cases:
         model = case.row.plan.model
         words = (
@@ -96,7 +96,7 @@ def _groups(cases: Iterable[Compared]) -> dict[str, list[Compared]]:
     return dict(sorted(found.items()))
 
 
-def report(cases: Sequence[Compared], uncertainty: float) -> str:
+def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
     """Returns the tables of cases, of errors and of traffic, and how many steps were in the range
     that `check` states for a machine with this `uncertainty`.
     """

@@ -130,7 +130,7 @@ def attend_within(
     left = documents.window - 1 if 0 < documents.window < length else -1
     flat = [_flat(tensor, width) for tensor in (query, key, value)]
     if kept is not None:
-        output = _SavedAttention.apply(
+        output = _SavedLengthsAttention.apply(
             documents.starts,
             documents.longest,
             left,
@@ -228,7 +228,7 @@ def backward(
     return made[0], made[1], made[2]
 
 
-class _SavedAttention(torch.autograd.Function):
+class _SavedLengthsAttention(torch.autograd.Function):
     """An autograd function that returns a saved attention output. Its backward runs the backward
     kernel.
     """

@@ -2,7 +2,7 @@
 
 A search computes these bounds first, and lowers only the plans that may be faster than the best one
 so far. There are two bounds. `compute_ns` is the sum of all compute ops. `step_ns` is tighter and
-is computed in six steps (`_Flow`):
+is computed in six steps (`_EarliestTimes`):
 
 1. Go through the step in the policy's order: the forward pass of each layer, the head, and the
    backward pass of each block of layers. Do this for at most two groups of micro-batches.
@@ -76,7 +76,7 @@ class LowerBound:
         group = plan.knobs.micro_batch_group
         groups = plan.workload.accumulation // group
         further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
-        return _Flow(self, plan, min(groups, 2)).end_ns(further_ns)
+        return _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
 
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the durations of all compute ops of one micro-batch."""
@@ -162,7 +162,7 @@ class LowerBound:
         return self._copied[key]
 
 
-class _Flow:
+class _EarliestTimes:
     """Earliest times, in ns, at which each lane can have finished the ops added so far.
 
     Ops are added in the policy's order. Some are added later than the policy issues them, never

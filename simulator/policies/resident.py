@@ -19,7 +19,7 @@ from megatrain.simulator.schedule.arithmetic import contributions
 from megatrain.simulator.schedule.plan import Plan
 
 
-class _State:
+class _ResidentStore:
     """The parameter store of one step, with all buffers on the device."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
@@ -65,5 +65,5 @@ class Resident(ParameterStorePolicy):
     knobs = ("checkpoint_interval",)
     placements = ("saved_activations", "saved_attention", "offloaded_inputs", "offloaded_attention")
 
-    def storage(self, builder: Builder, plan: Plan) -> _State:
-        return _State(builder, plan)
+    def storage(self, builder: Builder, plan: Plan) -> _ResidentStore:
+        return _ResidentStore(builder, plan)

@@ -21,7 +21,7 @@ from megatrain.simulator.schedule.operands import (
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 
-class Compiled(NamedTuple):
+class IndexedSchedule(NamedTuple):
     """A schedule's lanes and dependencies as integers, for the fast simulators.
 
     An op is its index in program order, and a lane is its index in LANES.
@@ -107,7 +107,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
 
     @functools.cached_property
-    def compiled(self) -> Compiled:
+    def compiled(self) -> IndexedSchedule:
         """The lanes and dependencies as integers."""
         place = {op.id: index for index, op in enumerate(self.ops)}
         lane_of = {lane: index for index, lane in enumerate(LANES)}
@@ -130,7 +130,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for index, op in enumerate(self.ops):
             if op.lane == "compute" and (micro := parse_id(op.id).micro) is not None:
                 last[micro] = index
-        return Compiled(lanes, after, fault, tuple([last[micro] for micro in sorted(last)]))
+        return IndexedSchedule(lanes, after, fault, tuple([last[micro] for micro in sorted(last)]))
 
     @functools.cached_property
     def sizes(self) -> Sizes:

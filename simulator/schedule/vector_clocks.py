@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-class _Use:
+class _ClockedUse:
     """The last ops that touched one buffer, or one part of a buffer. It has one reader for each
     lane, the last, because the lane's earlier readers end before it.
     """
@@ -43,7 +43,7 @@ class VectorClocks:
         self._lane_of: list[int] = []  # op -> lane
         self._ended: list[int] = []  # op -> how many ops of its lane have ended when it has
         # buffer -> its own use, then the uses of the parts, or of the whole, that overlap it
-        self._uses: dict[str, list[_Use]] = {}
+        self._uses: dict[str, list[_ClockedUse]] = {}
 
     def _lane(self, lane: str) -> int:
         """Returns the number of `lane`. A new lane is added to every clock."""
@@ -144,9 +144,9 @@ class VectorClocks:
         """Returns the last op that touched `buffer`. Raises KeyError if none did."""
         return self._uses[buffer][0].latest
 
-    def _first_use(self, buffer: str) -> list[_Use]:
+    def _first_use(self, buffer: str) -> list[_ClockedUse]:
         """Adds a buffer, or a part of one, and returns its entry in `_uses`."""
-        own = _Use()
+        own = _ClockedUse()
         found = self._uses[buffer] = [own]
         whole, mark, _ = buffer.partition("#")
         if mark:

@@ -10,14 +10,14 @@ import pytest
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
 from megatrain.experiments.heldout.timelines import read_timelines
-from megatrain.experiments.heldout.uncalibrated import Compared, compare, main
+from megatrain.experiments.heldout.uncalibrated import UncalibratedCase, compare, main
 from megatrain.simulator.hardware.machine import HardwareSpec
 
 STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-families"
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Compared]:
+def cases() -> list[UncalibratedCase]:
     """All measured cases, predicted by the simulator as it is."""
     timelines, hardware = read_timelines(STORED / "timelines.jsonl"), HardwareSpec.load("h200")
     rows = [row for row in read_rows(STORED / "rows.jsonl") if not row.failure]
@@ -26,7 +26,7 @@ def cases() -> list[Compared]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_models_that_nothing_was_fitted_to_are_predicted_within_15_percent(
-    cases: list[Compared], compiled: bool
+    cases: list[UncalibratedCase], compiled: bool
 ) -> None:
     errors = [
         abs(case.step)
@@ -38,13 +38,13 @@ def test_models_that_nothing_was_fitted_to_are_predicted_within_15_percent(
     assert max(errors) <= 0.15
 
 
-def test_nine_of_ten_steps_are_in_the_stated_range(cases: list[Compared]) -> None:
+def test_nine_of_ten_steps_are_in_the_stated_range(cases: list[UncalibratedCase]) -> None:
     uncertainty = HardwareSpec.load("h200").uncertainty
     inside = [abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases]
     assert sum(inside) >= 0.89 * len(inside)
 
 
-def test_memory_is_at_most_one_percent_too_small(cases: list[Compared]) -> None:
+def test_memory_is_at_most_one_percent_too_small(cases: list[UncalibratedCase]) -> None:
     assert min(case.memory for case in cases) >= -0.0105
     assert max(case.memory for case in cases) <= 0.126
 

@@ -18,7 +18,7 @@ from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
-from megatrain.simulator.planner.lower_bound import LowerBound, _Flow
+from megatrain.simulator.planner.lower_bound import LowerBound, _EarliestTimes
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 MODEL = ModelSpec.load("qwen2.5-1.5b")
@@ -135,7 +135,7 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     assert isinstance(costs, ContendedCosts)
     ops = policies.lower(found).ops
     counted = [op for op in ops if op.kind in ("forward", "recompute", "backward", "head")]
-    bound, flow = LowerBound(found, costs), _Flow(LowerBound(found, costs), found, 2)
+    bound, flow = LowerBound(found, costs), _EarliestTimes(LowerBound(found, costs), found, 2)
     assert bound.compute_ns(found) == sum(costs.duration_ns(op) for op in counted)
     flow.end_ns(0)
     demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]

@@ -23,7 +23,7 @@ from megatrain.simulator.schedule import (
     Sizes,
 )
 from megatrain.simulator.schedule.buffer import DTYPES_OF, allocated_bytes
-from megatrain.simulator.schedule.schedule import Compiled
+from megatrain.simulator.schedule.schedule import IndexedSchedule
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
@@ -205,7 +205,7 @@ class Builder:
         ]
         schedule = Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=self._ops())
         vars(schedule).update(
-            compiled=Compiled(self._lanes, self._after, "", self._micro_batches()),
+            compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches()),
             sizes=self._grouped(),
         )
         return schedule
@@ -230,7 +230,7 @@ class Builder:
         )
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns `Compiled.micro_batches`."""
+        """Returns `IndexedSchedule.micro_batches`."""
         last: dict[int, int] = {}
         for index, (id, lane) in enumerate(zip(self._ids, self._lanes, strict=True)):
             if lane == _COMPUTE and id.micro is not None:

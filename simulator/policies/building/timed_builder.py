@@ -17,7 +17,7 @@ from megatrain.simulator.schedule import (
     ScheduleError,
     Sizes,
 )
-from megatrain.simulator.schedule.schedule import Compiled
+from megatrain.simulator.schedule.schedule import IndexedSchedule
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
 _COMPUTE = _LANES["compute"]
@@ -107,7 +107,7 @@ class TimedBuilder(Builder):
         schedule = Schedule(policy=self._policy, buffers=(), ops=())
         last = tuple([self._last[micro] for micro in sorted(self._last)])
         vars(schedule).update(
-            compiled=Compiled(self._lanes, self._after, "", last),
+            compiled=IndexedSchedule(self._lanes, self._after, "", last),
             sizes=Sizes(tuple(self._of_size), self._which),
         )
         return schedule
