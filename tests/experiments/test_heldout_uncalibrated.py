@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.experiments.heldout.measure import planned
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
 from megatrain.experiments.heldout.timelines import read_timelines
@@ -68,3 +69,14 @@ def test_a_folder_without_measurements_is_refused(
 ) -> None:
     assert main([str(tmp_path)]) == 2
     assert "no measured case" in capsys.readouterr().err
+
+
+def test_plans_take_what_the_suite_says() -> None:
+    """The host memory of the suite, and compiled layers for the cases that have them."""
+    families, hardware = suite("families"), HardwareSpec.load("h200")
+    case = next(each for each in families.cases if each.model == "smollm3-3b" and each.compiled)
+    choice = planned(families, case, hardware, "h200")
+    assert choice is not None
+    assert choice.plan.host_limit_bytes == families.host_bytes
+    assert choice.plan.workload.compiled
+    assert case.name.endswith("/compiled")
