@@ -28,6 +28,7 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
     Raises UserError if `path` cannot be written.
     """
     parts = [part for part in _TITLES if any(each.part == part for each in summaries)]
+    variants = list(dict.fromkeys(each.variant for each in summaries))
     one = _LOSS_INCHES + _DIFFERENCE_INCHES + _GAP_INCHES + _BETWEEN_INCHES
     with matplotlib.rc_context(canvas.STYLE):
         figure = canvas.new_figure(
@@ -42,17 +43,21 @@ def quality_png(path: Path, summaries: Sequence[VariantSummary], subtitle: str) 
             upper = canvas.add_axes(
                 figure, base + _DIFFERENCE_INCHES + _GAP_INCHES, _LOSS_INCHES, 0.35
             )
-            canvas.add_heading(upper, _TITLES[part], "mean over seeds")
-            canvas.add_heading(lower, "minus exact", "mean over seeds, bars of one standard error")
+            several = any(len(each.seeds) > 1 for each in chosen)
+            runs = "mean over seeds" if several else "one seed"
+            bars = ", bars of one standard error" if several else ""
+            canvas.add_heading(upper, _TITLES[part], runs)
+            canvas.add_heading(lower, "minus exact", runs + bars)
             lower.axhline(0, color=canvas.MUTED, linewidth=1)
-            for number, each in enumerate(chosen):
-                again, colour = divmod(number, len(_COLOURS))
+            for each in chosen:
+                again, colour = divmod(variants.index(each.variant), len(_COLOURS))
                 style = _STYLES[again % len(_STYLES)]
                 _line(upper, each.curve, each.variant, _COLOURS[colour], style, bars=False)
                 _line(lower, each.differences, each.variant, _COLOURS[colour], style, bars=True)
             for axes in (upper, lower):
                 canvas.make_plain(axes)
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+                axes.ticklabel_format(axis="y", style="plain", useOffset=False)
             upper.tick_params(axis="x", labelbottom=False)
             lower.set_xlim(upper.get_xlim())
             lower.set_xlabel("step")
