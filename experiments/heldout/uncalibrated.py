@@ -64,10 +64,12 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
         if op.kind in KINDS:
             work = plan.model.work(op.kind, op.layer, plan.workload)
             taken[op.kind] += measured.by_op[op.id].duration_ns
-            known[op.kind] += sheet.products_of_layers_ns(work) + sheet.attention_ns(
-                op.kind, op.layer
+            known[op.kind] += (
+                sheet.products_of_layers_ns(work)
+                + sheet.attention_ns(op.kind, op.layer)
+                + work.unfused_bytes / hardware.device_gb_per_s
             )
-            moved[op.kind] += work.moved_bytes / hardware.device_gb_per_s
+            moved[op.kind] += (work.moved_bytes - work.unfused_bytes) / hardware.device_gb_per_s
     return UncalibratedCase(
         row=row,
         step=choice.step_seconds / row.step_seconds - 1,

@@ -566,7 +566,9 @@ class FunctionalLayers:
             they are summed in fp32.
         """
         used = [name for name in weights if name not in self._looked_up]
-        named = {self._name_in_head(name): weights[name].requires_grad_() for name in used}
+        named = self._padded({self._name_in_head(name): weights[name] for name in used})
+        for tensor in named.values():
+            tensor.requires_grad_()
         rows, targets, dx = (
             x.view(-1, x.shape[-1]),
             labels.reshape(-1),
@@ -590,6 +592,7 @@ class FunctionalLayers:
                 for total, gradient in zip(sums, gradients, strict=True):
                     total += gradient
         assert sums is not None
+        sums = [total[: weights[name].shape[0]] for name, total in zip(used, sums, strict=True)]
         if self.routing:
             loss += self.routing.value(micro)
         found = dict(zip(used, sums, strict=True))
@@ -605,11 +608,15 @@ class FunctionalLayers:
         runs here as well, as in `forward`.
         """
         tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
-        named = {
-            self._name_in_head(name): tensor.requires_grad_(tracked)
-            for name, tensor in weights.items()
-            if name not in self._looked_up
-        }
+        named = self._padded(
+            {
+                self._name_in_head(name): tensor
+                for name, tensor in weights.items()
+                if name not in self._looked_up
+            }
+        )
+        for tensor in named.values():
+            tensor.requires_grad_(tracked)
         rows, targets = x.view(-1, x.shape[-1]), labels.reshape(-1)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, rows.shape[0], self.workload.loss_chunk):
@@ -622,6 +629,20 @@ class FunctionalLayers:
                     * scale
                 )
         return loss
+
+    def _padded(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the parameters of the head, with rows of zeros added to the projection if its
+        products are then faster (`ModelSpec.projected_rows`).
+        """
+        rows = self.model.projected_rows(self.workload) - self.model.vocabulary
+        if not rows:
+            return named
+        made = dict(named)
+        for name in (self.model.projection, "lm_head.bias"):
+            if name in made:
+                tensor = made[name].detach()
+                made[name] = torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
+        return made
 
     def _name_in_head(self, tensor: str) -> str:
         """Returns the full name of the parameter that the head uses `tensor` for.
@@ -638,11 +659,13 @@ class FunctionalLayers:
         """Returns the sum of the tokens' losses, 0-dimensional fp32.
 
         Args:
-            named: parameters of the head by full name.
+            named: parameters of the head by full name, as `_padded` returns them.
             row: output of the last decoder layer, [tokens, hidden].
             targets: labels, [tokens] int64.
         """
         logits = self._edges.leave(named, row)
+        if logits.shape[-1] > self.model.vocabulary:
+            logits = logits[:, : self.model.vocabulary]
         return torch.nn.functional.cross_entropy(
             logits.float(), targets, ignore_index=IGNORED, reduction="sum"
         )

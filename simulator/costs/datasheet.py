@@ -126,7 +126,8 @@ class Datasheet(EstimatedCosts):
             high_priority=find(workload.optimizer).by_tensor,
         )
         self._elementwise = Elementwise(model, workload, hardware.cores)
-        self.dispatch_ns, self.step_overhead_ns = hardware.dispatch_ns, 0
+        self.dispatch_ns = hardware.dispatch_ns
+        self.step_overhead_ns = hardware.step_overhead_ns
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens

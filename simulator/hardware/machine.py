@@ -27,7 +27,13 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml
 from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware.cost_table import CostTable
-from megatrain.simulator.hardware.limits import check_curve, check_lanes, refuse_unknown, within
+from megatrain.simulator.hardware.limits import (
+    at_least,
+    check_curve,
+    check_lanes,
+    refuse_unknown,
+    within,
+)
 from megatrain.simulator.hardware.rates import Rates
 from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
 from megatrain.simulator.schedule import LANES
@@ -157,6 +163,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
                     fix="correct the curve",
                 )
         check_lanes(where, self.contention, self.dispatch_ns)
+        at_least(f"{where}: step_overhead_ns", self.step_overhead_ns, 0)
         for key, factor in self.corrections.items():
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
             within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
@@ -204,7 +211,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         assert table is not None, "a datasheet is not a measurement"
         ((dtype, rate),) = (pair for pair in self.peak_tflops.items() if pair[0] != "fp8")
         known: dict[str, Any] = {field: getattr(self, field) for field in Rates.__struct_fields__}
-        for field in ("contention", "host_memory", "turns", "dispatch_ns"):
+        for field in ("contention", "host_memory", "turns", "dispatch_ns", "step_overhead_ns"):
             known[field] = getattr(table, field)
         return SharedMachine(
             gpu=table.measured_on,

@@ -56,3 +56,5 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The sharing of the device. It replaces the contention between compute and update."""
     dispatch_ns: dict[str, int] = {}
     """Time from an op being ready to its start, by lane."""
+    step_overhead_ns: int = 0
+    """Time of a step outside its schedule: the host's, before the first op and after the last."""

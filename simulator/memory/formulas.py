@@ -117,7 +117,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       gradient of the logits exists together with that of the matrix, C V b + V d b. The larger of
       the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
       and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
-      carries more than d elements, the gradient of a chunk of these is added.
+      carries more than d elements, the gradient of a chunk of these is added, and if the matrix is
+      padded (`ModelSpec.projected_rows`), its copy.
     * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, in an
       eager layer the gradients of `ModelSpec.repeated_bytes`, and `fp8_temporary_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
@@ -133,6 +134,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         + chunk * model.hidden * (16 + width)
         + (model.carried - model.hidden) * chunk * width
     )
+    if (padded := model.projected_rows(workload)) > model.vocabulary:
+        head += padded * model.hidden * width
     layer = (
         model.transient_bytes(
             tokens,

@@ -152,7 +152,8 @@ class Work(NamedTuple):
     """The part of `linear_flops` that is computed in fp8."""
     unfused_bytes: int = 0
     """The part of `moved_bytes` that is the same in compiled layers, or counted for them: casts to
-    fp8, and weights and their gradients once more for each piece of tokens."""
+    fp8, weights and their gradients once more for each piece of tokens, and the sum of the head's
+    gradients over several loss chunks."""
 
     @property
     def flops(self) -> int:
@@ -497,6 +498,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         window = min(part.window or sequence, sequence)
         return 2 * sequence**2 / (window * (2 * sequence - window))
 
+    def projected_rows(self, workload: Workload) -> int:
+        """Returns the rows of the output projection's matrix that the head multiplies with.
+
+        They are the words of the vocabulary. An eager head in bf16 pads them with zeros to a
+        multiple of 8, because cuBLAS multiplies rows that are not aligned to 16 bytes several times
+        as slowly: seven times for the 49,155 words of Granite 3.1 on an H200
+        (experiments/results/h200-families). Compiled code pads by itself.
+        """
+        if workload.compiled or workload.dtype != "bf16":
+            return self.vocabulary
+        return -(-self.vocabulary // 8) * 8
+
     def head_flops(self, tokens: int) -> int:
         """Returns the forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
@@ -522,7 +535,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           A soft cap divides, takes the tanh and multiplies: T V 6 b, and T V 7 b in the backward.
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
           T V (b + 12) for the logits' cast and softmax, T V 6 b for a soft cap; V d b for each
-          loss chunk.
+          loss chunk. A padded matrix is copied as in `head`.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
         * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
           and 4 V d to zero the table.
@@ -537,6 +550,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
         table = self.vocabulary * hidden
+        padding = 2 * table * width if self.projected_rows(workload) > self.vocabulary else 0
         further = [shape for _, shape in self._architecture.tables]
         rows = hidden + sum(row for _, row in further)
         capped = bool(self.config.get("final_logit_softcapping"))
@@ -553,10 +567,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 + self.vocabulary * (2 * width + 32 + (13 * width if capped else 0))
                 + (self.carried - hidden) * width
             )
+            sums = chunks * table * (width + 8) if chunks > 1 else 0
             return Work(
                 3 * self.head_flops(tokens),
                 0,
-                moved + chunks * table * (3 * width + (width + 8 if chunks > 1 else 0)),
+                moved + padding + chunks * table * 3 * width + sums,
+                unfused_bytes=sums,
             )
         if kind == "loss":
             moved = tokens * (
@@ -566,7 +582,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return Work(
                 self.head_flops(tokens),
                 0,
-                moved + -(-tokens // workload.loss_chunk) * table * width,
+                moved + padding + -(-tokens // workload.loss_chunk) * table * width,
             )
         part, passes = self._part(layer), _PASSES[kind]
         traffic, matrix = (

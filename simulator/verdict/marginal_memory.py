@@ -116,7 +116,8 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
     time, better = search.with_whole_layers(
         time, msgspec.structs.replace(roomier, knobs=better.knobs)
     )
-    return (better.knobs, time / now) if time < now else (None, 1.0)
+    overhead = costs.step_overhead_ns
+    return (better.knobs, (time + overhead) / (now + overhead)) if time < now else (None, 1.0)
 
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:

@@ -169,6 +169,45 @@ def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
     assert all(gradient is not None and gradient.dtype == summed for gradient in gradients)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("bf16", 256), ("fp32", 251)])
+def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int
+) -> None:
+    """The head multiplies with a multiple of 8 rows. The loss and the gradients are those without
+    padding, and an evaluation has the bits of a step.
+    """
+    plan = make_plan(dtype=dtype, vocabulary=251, loss_chunk=5)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model, x = whole_model(plan, kind), hidden(plan).to(kind)
+    labels = torch.randint(251, x.shape[:2], generator=torch.Generator().manual_seed(1))
+    weights = {
+        "norm.weight": model.model.norm.weight.detach().clone(),
+        "lm_head.weight": model.lm_head.weight.detach().clone(),
+    }
+    used = []
+    leave = type(made(plan)._edges).leave
+
+    def seen(self: object, named: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        used.append(len(named["lm_head.weight"]))
+        return leave(self, named, row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(made(plan)._edges), "leave", seen)
+    head, scale = made(plan), 1 / labels.numel()
+    dx, plain_dx = torch.empty_like(x), torch.empty_like(x)
+    loss, gradients = head.head(weights, x, labels, scale, dx)
+    assert {*used} == {rows} == {plan.model.projected_rows(plan.workload)}
+    assert torch.equal(head.loss(weights, x, labels, scale), loss)
+    monkeypatch.setattr(head, "_padded", lambda named: named)
+    plain_loss, plain = head.head(weights, x, labels, scale, plain_dx)
+    assert {*used} == {rows, 251}
+    torch.testing.assert_close(loss, plain_loss)
+    for got, want in zip((dx, *gradients), (plain_dx, *plain), strict=True):
+        assert got is not None
+        assert want is not None
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
     make_plan: Callable[..., Plan], dtype: torch.dtype

@@ -136,6 +136,7 @@ def test_a_calibrated_file_reads_back(tmp_path: Path) -> None:
         ({"contention": {"h2d": {"cpu": 1.5}}}, "contention.h2d.cpu: found 1.5"),
         ({"dispatch_ns": {"gpu": 1}}, "dispatch_ns: found 'gpu'"),
         ({"dispatch_ns": {"cpu": -1}}, "dispatch_ns.cpu: found -1"),
+        ({"step_overhead_ns": -1}, "step_overhead_ns: found -1"),
     ],
 )
 def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: str) -> None:
