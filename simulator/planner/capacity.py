@@ -50,7 +50,7 @@ class MemoryFootprint:
         buffers = policy_library.outline(
             plan if places else with_knobs(plan, chunk_bytes=ONE_COPY)
         ).buffers
-        self._schedule = Schedule(policy=plan.policy, buffers=tuple(_merged(buffers)), ops=())
+        self._merged = _merged(buffers)
         movable = [
             buffer
             for buffer in buffers
@@ -85,17 +85,23 @@ class MemoryFootprint:
             host_limit: Replaces the plan's limit of host memory, in bytes.
         """
         old, new = self.plan.workload, workload or self.plan.workload
-        share = new.tokens / old.tokens
-        buffers = self._schedule.buffers
-        if share != 1:
-            buffers = tuple(resized(buffer, share) for buffer in buffers)
         plan = msgspec.structs.replace(
             self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes
         )
-        found = plan_account(
-            plan, msgspec.structs.replace(self._schedule, buffers=buffers), self.costs
-        )
+        found = plan_account(plan, self._outline(new.tokens / old.tokens), self.costs)
         return self._moved(plan, found)[1]
+
+    def _outline(self, factor: float) -> Schedule:
+        """Returns a schedule with one buffer for each of `_merged`, with their size for `factor`
+        times the tokens of a micro-batch. It has no ops.
+        """
+        made = []
+        for buffer, count in self._merged:
+            one = resized(buffer, factor) if factor != 1 else buffer
+            made.append(
+                one if count == 1 else msgspec.structs.replace(one, bytes=count * one.allocated)
+            )
+        return Schedule(policy=self.plan.policy, buffers=tuple(made), ops=())
 
     def _moved(self, plan: Plan, account: Account) -> tuple[list[Buffer], Account]:
         """Returns the buffers to move to the device so that the rest fits in the host, and the
@@ -144,7 +150,7 @@ class MemoryFootprint:
 
     def _placed(self) -> Plan:
         """Returns the plan with its own size of copies, placed as `placed` describes."""
-        account = plan_account(self.plan, self._schedule, self.costs)
+        account = plan_account(self.plan, self._outline(1), self.costs)
         return self._with_on_device(self.plan, self._moved(self.plan, account)[0])
 
     def _with_on_device(self, plan: Plan, moved: list[Buffer]) -> Plan:
@@ -198,22 +204,35 @@ def _closest(order: list[Buffer], excess: int) -> list[Buffer]:
     return moved
 
 
-def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Returns one buffer per pool, as large as all buffers of the pool.
+def _merged(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
+    """Returns buffers that take as much as `buffers`, and how often each of them is there.
 
-    Buffers that the framework allocates are not merged, because their sizes may be measured.
+    Those of a pool whose size does not depend on the tokens are one buffer. Those that are
+    proportional to the tokens are counted by size, because each is rounded to whole pages. Buffers
+    that the framework allocates are not merged, because their sizes may be measured.
     """
-    pools: dict[str, int] = defaultdict(int)
-    kinds: dict[str, Buffer] = {}
+    fixed: dict[str, int] = defaultdict(int)
+    scaling: dict[tuple[str, int], int] = defaultdict(int)
+    kinds: dict[tuple[str, int], Buffer] = {}
     for buffer in buffers:
         if not buffer.dynamic:
-            pools[buffer.pool] += buffer.allocated
-            kinds.setdefault(buffer.pool, buffer)
-    merged = [
-        msgspec.structs.replace(kinds[pool], id=f"{pool}:all", bytes=size)
-        for pool, size in pools.items()
+            size = buffer.bytes if buffer.scales_with_tokens else 0
+            kinds.setdefault((buffer.pool, size), buffer)
+            if size:
+                scaling[buffer.pool, size] += 1
+            else:
+                fixed[buffer.pool] += buffer.allocated
+    return [
+        *(
+            (msgspec.structs.replace(kinds[pool, 0], id=f"{pool}:all", bytes=size), 1)
+            for pool, size in fixed.items()
+        ),
+        *(
+            (msgspec.structs.replace(kinds[pool, size], id=f"{pool}:{size}"), count)
+            for (pool, size), count in scaling.items()
+        ),
+        *((buffer, 1) for buffer in buffers if buffer.dynamic),
     ]
-    return merged + [buffer for buffer in buffers if buffer.dynamic]
 
 
 def resized(buffer: Buffer, factor: float) -> Buffer:

@@ -243,6 +243,18 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
         assert entry.compressed or gain <= entry.gain + 0.01
 
 
+def test_the_longest_context_counts_whole_pages_of_each_buffer() -> None:
+    """The inputs of 36 layers are in host memory, and each takes whole pages. Their sum was rounded
+    instead, so a sequence was said to fit for which 16 KiB were missing.
+    """
+    work = Workload(batch=1, sequence=256, clipping="none", loss_chunk=4096)
+    case = Case("qwen3-4b", "h200", work, 0.5, 0.75)
+    most = case.judged().longest_context
+    for sequence, fits in ((most, True), (most + 2, False)):
+        after = case.judged(workload=msgspec.structs.replace(work, sequence=sequence))
+        assert after.feasible == fits
+
+
 @related()
 def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case: Case) -> None:
     """The largest batch and the longest sequence fit, and one more does not."""
