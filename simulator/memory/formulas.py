@@ -15,18 +15,18 @@ from megatrain.simulator.model.workload import Workload
 def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the estimated bytes of the saved activations of one decoder layer.
 
-    They are the tensors that autograd saves, by `ModelSpec.saved_bytes`, and the layer's output,
-    which exists until the layer's backward. The estimate is within 0.1 % of the measured bytes of
-    four models whose layers ran eager on an H200 (experiments/results). Compiled layers save less,
-    and the estimate is the bytes measured on an H200 for one of them, in bf16 and in fp8
-    (`fp8_saved_bytes`).
+    They are the tensors that autograd saves, by `ModelSpec.saved_bytes` and `saved_mask_bytes`, and
+    the layer's output, which exists until the layer's backward. The estimate is within 0.1 % of the
+    measured bytes of four models whose layers ran eager on an H200 (experiments/results). Compiled
+    layers save less, and the estimate is the bytes measured on an H200 for one of them, in bf16 and
+    in fp8 (`fp8_saved_bytes`).
     """
     compiled = _compiled(model, workload)
     return (
         model.max_saved_bytes(
             workload.tokens, workload.sequence, workload.dtype, workload.piece, compiled=compiled
         )
-        + (model.saved_mask_bytes if compiled else model.repeated_bytes)(workload)
+        + model.saved_mask_bytes(workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
@@ -118,8 +118,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
       and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
       carries more than d elements, the gradient of a chunk of these is added.
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, in an
-      eager layer the gradients of `ModelSpec.repeated_bytes`, and `fp8_temporary_bytes`.
+    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, without the masks that layers
+      save (`ModelSpec.added_mask_bytes`), and `fp8_temporary_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
@@ -142,7 +142,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             compiled=_compiled(model, workload),
         )
         + model.mask_bytes(workload)
-        + (0 if _compiled(model, workload) else model.repeated_bytes(workload))
+        - model.added_mask_bytes(workload)
         + fp8_temporary_bytes(model, workload)
     )
     return Workspace(

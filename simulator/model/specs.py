@@ -908,15 +908,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return windowed or written or self.family in ALWAYS_MASKED
 
     def saved_mask_bytes(self, workload: Workload) -> int:
-        """Returns the most bytes that a compiled decoder layer saves in addition because a fused
-        attention kernel has a mask.
-
-        With B rows of S tokens and b bytes per element, these are the mask in the compute dtype,
-        B S S b, and a copy of keys and values for each query head that shares them.
+        """Returns the most bytes that a decoder layer saves in addition because a fused attention
+        kernel has a mask: those of `added_mask_bytes` and of `repeated_bytes`.
         """
-        copied = self.repeated_bytes(workload)
+        return self.added_mask_bytes(workload) + self.repeated_bytes(workload)
+
+    def added_mask_bytes(self, workload: Workload) -> int:
+        """Returns the bytes of the mask in the compute dtype that a fused attention kernel adds to
+        its scores. Each layer makes and saves one of its own. 0 without a mask.
+
+        With B rows of S tokens and b bytes per element, they are B S S b.
+        """
         added = workload.tokens * workload.sequence * DTYPE_BYTES[workload.dtype]
-        return added + copied if self._masks_a_kernel(workload) else 0
+        return added if self._masks_a_kernel(workload) else 0
 
     def repeated_bytes(self, workload: Workload) -> int:
         """Returns the bytes of the copies of keys and values that transformers makes for a fused
