@@ -588,8 +588,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
-        """Returns what is added to the linear FLOPs, to the traffic of elementwise ops and to that
-        of weights and their gradients because the tokens of a decoder layer are computed in pieces.
+        """Returns what is added to the linear FLOPs and to the traffic of a decoder layer because
+        its tokens are computed in pieces, and the traffic of weights and their gradients that each
+        further piece adds.
 
         With n pieces and the P parameters of what is computed in pieces, b bytes each:
 
@@ -607,8 +608,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         weights = elements_of(chain) + (elements_of(first) if first else 0)
         if kind == "recompute" and self.skips_mlp(layer):
             again = (count - 1) * width * (weights - elements_of(chain))
-            left_out = tokens * chain.forward.bytes(width)
-            return -2 * tokens * chain.active, -left_out, again - width * elements_of(chain)
+            # Its weights are left out where they are counted: with the elementwise traffic.
+            left_out = tokens * chain.forward.bytes(width) + width * elements_of(chain)
+            return -2 * tokens * chain.active, -left_out, again
         if kind != "backward":
             return 0, 0, (count - 1) * width * weights
         once_more = tokens * (

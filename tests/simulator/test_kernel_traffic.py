@@ -55,6 +55,18 @@ def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     )
 
 
+def test_a_recompute_without_the_mlp_moves_no_less_than_nothing() -> None:
+    """What is left out has the share of what it is left out of."""
+    model = ModelSpec.load("qwen2.5-7b")
+    work = Workload(batch=1, sequence=64, loss_chunk=64, compiled=True, token_piece=32)
+    left = model.work("recompute", "0", work)
+    whole = model.work("recompute", "0", msgspec.structs.replace(work, token_piece=None))
+    assert model.skips_mlp("0")
+    assert 0 <= left.unfused_bytes <= left.moved_bytes < whole.moved_bytes
+    sheet = Datasheet(H200, model, work)
+    assert sheet._compute_ns("recompute", "0") > sheet.products_of_layers_ns(left)
+
+
 def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
     """A window W of a sequence S leaves W (S - W / 2) of S^2 pairs unmasked."""
     windowed, plain = ModelSpec.load("gemma-3-4b"), ModelSpec.load("qwen2.5-7b")
