@@ -137,6 +137,15 @@ def elements_of(part: Part) -> int:
     return sum(math.prod(shape) for _, shape in part.tensors)
 
 
+def _doubled_pairs(part: Part, sequence: int) -> int:
+    """Returns twice the unmasked pairs of tokens in the attention of a layer on one sequence."""
+    window = min(part.window or sequence, sequence)
+    if not part.chunked:
+        return window * (2 * sequence - window)
+    chunks, rest = divmod(sequence, window)
+    return chunks * window**2 + rest**2
+
+
 class Work(NamedTuple):
     """The FLOPs and the memory traffic of an op."""
 
@@ -455,12 +464,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the forward FLOPs of attention: `part.pair` for each unmasked pair of tokens.
 
         In a sequence of S tokens, full causal attention has S^2 / 2 such pairs, and a window W < S
-        has W (S - W / 2).
+        has W (S - W / 2). Chunks of W tokens have W^2 / 2 each.
         """
-        window = min(part.window or sequence, sequence)
-        return tokens * part.state + tokens * part.pair * window * (2 * sequence - window) // (
-            2 * sequence
-        )
+        doubled = _doubled_pairs(part, sequence)
+        return tokens * part.state + tokens * part.pair * doubled // (2 * sequence)
 
     def attention_shape(self, workload: Workload) -> str:
         """Returns what the duration of a full attention kernel depends on besides the sequence
@@ -493,9 +500,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         written = part.scores.kept != Kept()
         if written or not part.pair or not self._masked(spec, workload):
             return 1.0
-        sequence = workload.sequence
-        window = min(part.window or sequence, sequence)
-        return 2 * sequence**2 / (window * (2 * sequence - window))
+        return 2 * workload.sequence**2 / _doubled_pairs(part, workload.sequence)
 
     def head_flops(self, tokens: int) -> int:
         """Returns the forward FLOPs of the output projection."""
@@ -883,9 +888,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         makes one for a window that is not longer than a sequence.
 
         With B rows of S tokens and b bytes per element, each type of attention has a boolean mask
-        of S S bytes, or B S S with documents. A layer that uses it also needs the mask in the
-        compute dtype, which is added to the scores: B S S b. Written-out scores always have both.
-        Linear attention and kernels that receive lengths have no mask.
+        of S S bytes, or B S S with documents or chunks. A layer that uses it also needs the mask in
+        the compute dtype, which is added to the scores: B S S b. Written-out scores always have
+        both. Linear attention and kernels that receive lengths have no mask.
         """
         masks, added = (
             dict[str, int](),
@@ -894,8 +899,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for layer in self.decoders:
             if self._masked(layer, workload):
                 written = self._part(layer.name).scores.kept != Kept()
+                each_row = workload.documents or self._part(layer.name).chunked
                 masks[layer.attention] = workload.sequence**2 * (
-                    workload.batch if workload.documents else 1
+                    workload.batch if each_row else 1
                 ) + (added if written else 0)
         return sum(masks.values()) + (added if masks else 0)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
+from tiny_families import config_of as tiny_config
 
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.kernel_traffic import traffic_share
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -84,6 +87,29 @@ def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
     assert windowed.computed_pairs(full, WORK) == 1
     gemma = ModelSpec.load("gemma-2-9b")
     assert gemma.computed_pairs("0", WORK) == 1, "written-out scores count all pairs"
+
+
+@pytest.mark.parametrize("length", [15, 16, 40])
+@pytest.mark.parametrize(
+    ("family", "key"), [("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size")]
+)
+def test_masks_and_their_pairs_are_those_of_transformers(
+    family: str, key: str, length: int
+) -> None:
+    """A window has one mask for all rows. Chunks have one for each row."""
+    config = tiny_config(family, num_hidden_layers=1, **{key: 16})
+    model = ModelSpec.from_config(config.to_dict(), "config.json")
+    work = Workload(batch=3, sequence=length)
+    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    mask = layers._causal[0]["attention_mask"]
+    shared = model.mask_bytes(work) - model.added_mask_bytes(work)
+    assert shared == (0 if mask is None else mask.untyped_storage().nbytes())
+    if mask is None:
+        assert model.computed_pairs("0", work) == 1
+        return
+    pairs = model.share_of_row("0", work) / 3 * length**2 / 2
+    assert 0 <= int(mask[0].sum()) - pairs <= length / 2, "a token's pair with itself is half a one"
+    assert model.computed_pairs("0", work) == pytest.approx(length**2 / pairs)
 
 
 def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
