@@ -50,11 +50,10 @@ def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
     """
     if not (workload.fp8 and workload.compiled):
         return 0
-    most = max(
-        model.fp8_saved_bytes(layer.name, workload)
+    return max(
+        model.fp8_saved_bytes(layer.name, workload) if layer.compilable else 0
         for layer in {layer.signature: layer for layer in model.decoders}.values()
     )
-    return most if _compiled(model, workload) else max(most, 0)
 
 
 def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -75,35 +74,24 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
     """
     if not workload.fp8:
         return 0
-    tokens = workload.tokens
-    outputs: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    tokens, most = workload.tokens, 0
     for layer in {layer.signature: layer for layer in model.decoders}.values():
+        outputs: dict[tuple[str, int], list[int]] = {}
         for name, (target, source) in model.fp8_products(layer.name, workload).items():
-            module = name.rsplit(".", 2)[0]
-            outputs.setdefault((layer.name, module, str(source)), []).append((target, source))
-    if workload.compiled:
-        return max(
-            (
-                tokens * source
-                + 5 * tokens * sum(target for target, _ in shapes) // 2
-                + (6 * tokens + source) * max(target for target, _ in shapes)
-                for shapes in outputs.values()
-                for _, source in shapes[:1]
-            ),
-            default=0,
-        )
-    return max(
-        (
-            max(
-                tokens * source + 3 * source * target,
-                source * target + tokens * (source + 5 * target),
-                tokens * (4 * source + 2 * target),
-            )
-            for shapes in outputs.values()
-            for target, source in shapes
-        ),
-        default=0,
-    )
+            outputs.setdefault((name.rsplit(".", 2)[0], source), []).append(target)
+        for (_, source), targets in outputs.items():
+            wide = max(targets)
+            if workload.compiled and layer.compilable:
+                found = tokens * source + 5 * tokens * sum(targets) // 2
+                found += (6 * tokens + source) * wide
+            else:
+                found = max(
+                    tokens * source + 3 * source * wide,
+                    source * wide + tokens * (source + 5 * wide),
+                    tokens * (4 * source + 2 * wide),
+                )
+            most = max(most, found)
+    return most
 
 
 @functools.lru_cache(maxsize=16)

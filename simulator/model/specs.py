@@ -440,7 +440,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         and the gradient of the output, rowwise twice, and copies all three once more into the order
         that the product needs (2 n).
         """
-        cast, moved = 5 if workload.compiled else 13, 0
+        compiled = workload.compiled and self.stack[layer].compilable
+        cast, moved = 5 if compiled else 13, 0
         for target, source in self.fp8_products(layer, workload).values():
             operands, gradient = (
                 workload.tokens * source + source * target,
