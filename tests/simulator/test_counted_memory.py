@@ -140,6 +140,19 @@ def test_what_a_layer_with_a_mask_takes_is_predicted(family: str) -> None:
     assert 1 <= (saved + layer) / found.all <= 1.12
 
 
+def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
+    """The full layers of Gemma 4 have heads of 512 elements, which transformers copies without a
+    mask too.
+    """
+    sizes = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    spec = ModelSpec.from_config({**wide_model("gemma4_text").config, **sizes}, "x").shortest(1)
+    work, layer = Workload(batch=2, sequence=256), spec.decoders[-1]
+    assert not spec.mask_bytes(work)
+    sizes_of = (layer.name, work.tokens, work.sequence, work.dtype)
+    predicted = spec.saved_bytes(*sizes_of) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    assert 0.99 <= predicted / counted(spec, layer, work).saved <= 1
+
+
 if __name__ == "__main__":
     head = (
         "# Predicted over counted peak of each kind of layer, in percent, with 2 x 2,048 tokens and"

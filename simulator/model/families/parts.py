@@ -481,7 +481,8 @@ def attend(
     """Returns attention without its projections.
 
     It is one fused kernel, for which autograd saves q, k, v, the output and the log-sum-exp of each
-    head.
+    head. transformers copies keys and values that several heads share for each head if these have
+    more than 256 elements, or values of another size.
 
     Args:
         c: The config.
@@ -525,13 +526,14 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
+    pairs = kv_heads if query == value <= 256 else heads
     return Part(
         pair=2 * heads * (query + value),
         window=window,
         chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads),
+        kept=Kept((heads + pairs) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
         late=(_backward_of_attention(heads, kv_heads, query, value),),
         attention=label,
