@@ -34,6 +34,7 @@ from megatrain.simulator.model.families import (
     cut,
     text_config,
 )
+from megatrain.simulator.model.families.kinds import HYBRID, LINEAR
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
 
 ALIGNMENT = 64
@@ -67,8 +68,8 @@ def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, shape) for name, shape in pairs)
 
 
-_EAGER_MIXERS = ("linear_attention", "hybrid")
-"""Types of the layers that always run eagerly."""
+EAGER_MIXERS = {LINEAR: "linear attention", HYBRID: "a state-space mixer"}
+"""Attention of the layers that always run eagerly -> its name in messages."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -84,23 +85,22 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """For a decoder layer: what the duration of its ops depends on, except the workload, such as
     `qwen2-2048x11008-16:2x128-v151936`."""
     attention: str = ""
-    """For a decoder layer: `full_attention`, `sliding_attention` or `linear_attention`."""
+    """For a decoder layer: its attention, such as `full_attention` (`families/kinds.py`)."""
     inner: int = 0
     """For a decoder layer: elements per token between the projections of its MLP, summed over the
     experts that a token uses."""
-
     experts: bool = False
-    """Whether a router chooses which of its experts compute a token."""
+    """For a decoder layer: whether a router chooses which of its experts compute a token."""
 
     @property
     def compilable(self) -> bool:
         """Whether a decoder layer runs through torch.compile if the workload is compiled.
 
-        Layers with linear attention or a state-space mixer do not: compiled layers of
-        Qwen3-Next ran out of memory on an H200 where eager ones take 125.5 GiB
-        (experiments/results/h200-families).
+        Layers with linear attention or a state-space mixer do not. Compiled layers of Qwen3-Next
+        ran out of memory on an H200 where eager ones take 125.5 GiB
+        (experiments/results/h200-families), and no other such family was run compiled.
         """
-        return self.attention not in _EAGER_MIXERS
+        return self.attention not in EAGER_MIXERS
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -494,8 +494,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the pairs of tokens that the layer's attention kernel computes, relative to the
         unmasked ones. It is 1 without a mask.
 
-        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. The
-        costs of written-out scores and of linear attention have no masked pairs left out.
+        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. So do
+        the products of written-out scores, but at twice the rate of a fused kernel or more, so that
+        it is 1 for them: their time is in the traffic, which counts all pairs. Linear attention has
+        no pairs.
         """
         spec, part = self.stack[layer], self._part(layer)
         written = part.scores.kept != Kept()
