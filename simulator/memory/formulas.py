@@ -114,7 +114,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
     logits = chunk * model.vocabulary * width
-    capped = logits if model.config.get("final_logit_softcapping") else 0
+    capped = logits if model.caps_logits else 0
     head = (
         max(chunk * model.vocabulary * (4 + 4 + 2 * width) + capped, logits + matrix * width)
         + (matrix * (4 + width) if tokens > chunk else 0)

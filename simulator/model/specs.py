@@ -279,6 +279,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._architecture.tied
 
     @property
+    def caps_logits(self) -> bool:
+        """Whether the logits have a soft cap."""
+        return bool(self._architecture.config.get("final_logit_softcapping"))
+
+    @property
     def projection(self) -> str:
         """The full name of the output projection's weight."""
         return f"{self._architecture.family.head}.weight"
@@ -547,7 +552,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table = self.vocabulary * hidden
         further = [shape for _, shape in self._architecture.tables]
         rows = hidden + sum(row for _, row in further)
-        capped = bool(self.config.get("final_logit_softcapping"))
+        cap = width if self.caps_logits else 0
         if kind == "embed":
             return Work(0, 0, tokens * (rows + self.carried) * width)
         if kind == "embed_backward":
@@ -558,7 +563,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             moved = tokens * (
                 norm.forward.bytes(width)
                 + norm.backward.bytes(width)
-                + self.vocabulary * (2 * width + 32 + (13 * width if capped else 0))
+                + self.vocabulary * (2 * width + 32 + 13 * cap)
                 + (self.carried - hidden) * width
             )
             return Work(
@@ -569,7 +574,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if kind == "loss":
             moved = tokens * (
                 self._architecture.norm.forward.bytes(width)
-                + self.vocabulary * (width + 12 + (6 * width if capped else 0))
+                + self.vocabulary * (width + 12 + 6 * cap)
             )
             return Work(
                 self.head_flops(tokens),

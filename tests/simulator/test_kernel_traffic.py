@@ -122,3 +122,14 @@ def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
     for kind, times in (("head", 13), ("loss", 6)):
         more = model.work(kind, "", WORK).moved_bytes - plain.work(kind, "", WORK).moved_bytes
         assert more == times * logits
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gemma3n_text", "nanochat", "vaultgemma"]
+)
+def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: str) -> None:
+    config = tiny_config(family).to_dict()
+    usual = config.pop("final_logit_softcapping")
+    assert ModelSpec.from_config(config, "config.json").caps_logits == (usual is not None)
+    without = ModelSpec.from_config({**config, "final_logit_softcapping": None}, "config.json")
+    assert not without.caps_logits
