@@ -506,7 +506,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         spec, part = self.stack[layer], self._part(layer)
         written = part.scores.kept != Kept()
-        if written or not part.pair or not self._masked(spec, workload):
+        if written or not self._masked(spec, workload):
             return 1.0
         return 2 * workload.sequence**2 / _doubled_pairs(part, workload.sequence)
 
