@@ -57,7 +57,7 @@ class LayerKind:
         self.run = (
             compiling.compiled(self.eager, options=options or None) if compiled else self.eager
         )
-        """`eager`, compiled if the workload is compiled"""
+        """`eager`, or with `compiled` the same as a compiled function"""
         self.attend = (
             compiling.compiled(self._attend, options=options or None) if compiled else self._attend
         )
@@ -113,13 +113,14 @@ def layer_kinds(
         whole: a model of `meta_model`. Its decoder layers are moved to the meta device.
         routed: whether to record the logits of the routers.
         compiled: whether to compile each decoder layer that is used. Layers of a kind have the
-            same value. The model may have further layers.
+            same value. The model may have further layers, and has no fewer.
         draws: whether the layers draw random numbers in training.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
     found = []
-    for layer, compile_it in zip(DecoderStack.of(whole).layers_of(whole), compiled, strict=False):
+    layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
+    for layer, compile_it in zip(layers, compiled, strict=True):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(

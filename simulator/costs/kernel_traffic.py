@@ -4,8 +4,9 @@ That formula counts the bytes which eager PyTorch's elementwise kernels read and
 layer, at the rate of a copy. Compiled kernels are fused, so they move less. Routing to experts
 sorts, gathers and scatters tokens, and multiplies matrices of few tokens each, so it takes longer
 than its bytes. So does linear attention in transformers' PyTorch code, which is a loop over chunks
-of a sequence; its shares are those of one model, Qwen3-Next. With kernels of other packages it is
-faster.
+of a sequence; its shares are those of one model, Qwen3-Next, whose layers also have experts. With
+kernels of other packages it is faster. Other linear attention, state-space mixers, and layers of
+both with a dense MLP have the same shares, although nobody measured them.
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half was left out, to test

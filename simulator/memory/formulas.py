@@ -15,18 +15,18 @@ from megatrain.simulator.model.workload import Workload
 def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the estimated bytes of the saved activations of one decoder layer.
 
-    They are the tensors that autograd saves, by `ModelSpec.saved_bytes`, and the layer's output,
-    which exists until the layer's backward. The estimate is within 0.1 % of the measured bytes of
-    four models whose layers ran eager on an H200 (experiments/results). Compiled layers save less,
-    and the estimate is the bytes measured on an H200 for one of them, in bf16 and in fp8
-    (`fp8_saved_bytes`).
+    They are the tensors that autograd saves, by `ModelSpec.saved_bytes` and `saved_mask_bytes`, and
+    the layer's output, which exists until the layer's backward. The estimate is within 0.1 % of the
+    measured bytes of four models whose layers ran eager on an H200 (experiments/results). Compiled
+    layers save less, and the estimate is the bytes measured on an H200 for one of them, in bf16 and
+    in fp8 (`fp8_saved_bytes`).
     """
     compiled = _compiled(model, workload)
     return (
         model.max_saved_bytes(
             workload.tokens, workload.sequence, workload.dtype, workload.piece, compiled=compiled
         )
-        + (model.saved_mask_bytes if compiled else model.repeated_bytes)(workload)
+        + model.saved_mask_bytes(workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
@@ -50,11 +50,10 @@ def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
     """
     if not (workload.fp8 and workload.compiled):
         return 0
-    most = max(
-        model.fp8_saved_bytes(layer.name, workload)
+    return max(
+        model.fp8_saved_bytes(layer.name, workload) if layer.compilable else 0
         for layer in {layer.signature: layer for layer in model.decoders}.values()
     )
-    return most if _compiled(model, workload) else max(most, 0)
 
 
 def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -75,35 +74,24 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
     """
     if not workload.fp8:
         return 0
-    tokens = workload.tokens
-    outputs: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    tokens, most = workload.tokens, 0
     for layer in {layer.signature: layer for layer in model.decoders}.values():
+        outputs: dict[tuple[str, int], list[int]] = {}
         for name, (target, source) in model.fp8_products(layer.name, workload).items():
-            module = name.rsplit(".", 2)[0]
-            outputs.setdefault((layer.name, module, str(source)), []).append((target, source))
-    if workload.compiled:
-        return max(
-            (
-                tokens * source
-                + 5 * tokens * sum(target for target, _ in shapes) // 2
-                + (6 * tokens + source) * max(target for target, _ in shapes)
-                for shapes in outputs.values()
-                for _, source in shapes[:1]
-            ),
-            default=0,
-        )
-    return max(
-        (
-            max(
-                tokens * source + 3 * source * target,
-                source * target + tokens * (source + 5 * target),
-                tokens * (4 * source + 2 * target),
-            )
-            for shapes in outputs.values()
-            for target, source in shapes
-        ),
-        default=0,
-    )
+            outputs.setdefault((name.rsplit(".", 2)[0], source), []).append(target)
+        for (_, source), targets in outputs.items():
+            wide = max(targets)
+            if workload.compiled and layer.compilable:
+                found = tokens * source + 5 * tokens * sum(targets) // 2
+                found += (6 * tokens + source) * wide
+            else:
+                found = max(
+                    tokens * source + 3 * source * wide,
+                    source * wide + tokens * (source + 5 * wide),
+                    tokens * (4 * source + 2 * wide),
+                )
+            most = max(most, found)
+    return most
 
 
 @functools.lru_cache(maxsize=16)
@@ -119,15 +107,15 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
       carries more than d elements, the gradient of a chunk of these is added, and if the matrix is
       padded (`ModelSpec.projected_rows`), its copy.
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, in an
-      eager layer the gradients of `ModelSpec.repeated_bytes`, and `fp8_temporary_bytes`.
+    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, without the masks that layers
+      save (`ModelSpec.added_mask_bytes`), and `fp8_temporary_bytes`.
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
     chunk = min(workload.loss_chunk, tokens)
     matrix = model.vocabulary * model.hidden
     logits = chunk * model.vocabulary * width
-    capped = logits if model.config.get("final_logit_softcapping") else 0
+    capped = logits if model.caps_logits else 0
     head = (
         max(chunk * model.vocabulary * (4 + 4 + 2 * width) + capped, logits + matrix * width)
         + (matrix * (4 + width) if tokens > chunk else 0)
@@ -145,7 +133,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             compiled=_compiled(model, workload),
         )
         + model.mask_bytes(workload)
-        + (0 if _compiled(model, workload) else model.repeated_bytes(workload))
+        - model.added_mask_bytes(workload)
         + fp8_temporary_bytes(model, workload)
     )
     return Workspace(

@@ -34,6 +34,7 @@ from megatrain.simulator.model.families import (
     cut,
     text_config,
 )
+from megatrain.simulator.model.families.kinds import HYBRID, LINEAR
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
 
 ALIGNMENT = 64
@@ -67,8 +68,8 @@ def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, shape) for name, shape in pairs)
 
 
-_EAGER_MIXERS = ("linear_attention", "hybrid")
-"""Types of the layers that always run eagerly."""
+EAGER_MIXERS = {LINEAR: "linear attention", HYBRID: "a state-space mixer"}
+"""Attention of the layers that always run eagerly -> its name in messages."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -84,23 +85,22 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """For a decoder layer: what the duration of its ops depends on, except the workload, such as
     `qwen2-2048x11008-16:2x128-v151936`."""
     attention: str = ""
-    """For a decoder layer: `full_attention`, `sliding_attention` or `linear_attention`."""
+    """For a decoder layer: its attention, such as `full_attention` (`families/kinds.py`)."""
     inner: int = 0
     """For a decoder layer: elements per token between the projections of its MLP, summed over the
     experts that a token uses."""
-
     experts: bool = False
-    """Whether a router chooses which of its experts compute a token."""
+    """For a decoder layer: whether a router chooses which of its experts compute a token."""
 
     @property
     def compilable(self) -> bool:
         """Whether a decoder layer runs through torch.compile if the workload is compiled.
 
-        Layers with linear attention or a state-space mixer do not: compiled layers of
-        Qwen3-Next ran out of memory on an H200 where eager ones take 125.5 GiB
-        (experiments/results/h200-families).
+        Layers with linear attention or a state-space mixer do not. Compiled layers of Qwen3-Next
+        ran out of memory on an H200 where eager ones take 125.5 GiB
+        (experiments/results/h200-families), and no other such family was run compiled.
         """
-        return self.attention not in _EAGER_MIXERS
+        return self.attention not in EAGER_MIXERS
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -135,6 +135,15 @@ class Heads(NamedTuple):
 def elements_of(part: Part) -> int:
     """Returns the number of parameters of `part`."""
     return sum(math.prod(shape) for _, shape in part.tensors)
+
+
+def _doubled_pairs(part: Part, sequence: int) -> int:
+    """Returns twice the unmasked pairs of tokens in the attention of a layer on one sequence."""
+    window = min(part.window or sequence, sequence)
+    if not part.chunked:
+        return window * (2 * sequence - window)
+    chunks, rest = divmod(sequence, window)
+    return chunks * window**2 + rest**2
 
 
 class Work(NamedTuple):
@@ -269,6 +278,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def tied(self) -> bool:
         """Whether the output projection is the embedding matrix."""
         return self._architecture.tied
+
+    @property
+    def caps_logits(self) -> bool:
+        """Whether the logits have a soft cap."""
+        return bool(self._architecture.config.get("final_logit_softcapping"))
 
     @property
     def projection(self) -> str:
@@ -432,7 +446,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         and the gradient of the output, rowwise twice, and copies all three once more into the order
         that the product needs (2 n).
         """
-        cast, moved = 5 if workload.compiled else 13, 0
+        compiled = workload.compiled and self.stack[layer].compilable
+        cast, moved = 5 if compiled else 13, 0
         for target, source in self.fp8_products(layer, workload).values():
             operands, gradient = (
                 workload.tokens * source + source * target,
@@ -456,12 +471,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the forward FLOPs of attention: `part.pair` for each unmasked pair of tokens.
 
         In a sequence of S tokens, full causal attention has S^2 / 2 such pairs, and a window W < S
-        has W (S - W / 2).
+        has W (S - W / 2). Chunks of W tokens have W^2 / 2 each.
         """
-        window = min(part.window or sequence, sequence)
-        return tokens * part.state + tokens * part.pair * window * (2 * sequence - window) // (
-            2 * sequence
-        )
+        doubled = _doubled_pairs(part, sequence)
+        return tokens * part.state + tokens * part.pair * doubled // (2 * sequence)
 
     def attention_shape(self, workload: Workload) -> str:
         """Returns what the duration of a full attention kernel depends on besides the sequence
@@ -487,16 +500,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the pairs of tokens that the layer's attention kernel computes, relative to the
         unmasked ones. It is 1 without a mask.
 
-        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. The
-        costs of written-out scores and of linear attention have no masked pairs left out.
+        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. So do
+        the products of written-out scores, but at twice the rate of a fused kernel or more, so that
+        it is 1 for them: their time is in the traffic, which counts all pairs. Linear attention has
+        no pairs.
         """
         spec, part = self.stack[layer], self._part(layer)
         written = part.scores.kept != Kept()
-        if written or not part.pair or not self._masked(spec, workload):
+        if written or not self._masked(spec, workload):
             return 1.0
-        sequence = workload.sequence
-        window = min(part.window or sequence, sequence)
-        return 2 * sequence**2 / (window * (2 * sequence - window))
+        return 2 * workload.sequence**2 / _doubled_pairs(part, workload.sequence)
 
     def projected_rows(self, workload: Workload) -> int:
         """Returns the rows of the output projection's matrix that the head multiplies with.
@@ -553,7 +566,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         padding = 2 * table * width if self.projected_rows(workload) > self.vocabulary else 0
         further = [shape for _, shape in self._architecture.tables]
         rows = hidden + sum(row for _, row in further)
-        capped = bool(self.config.get("final_logit_softcapping"))
+        cap = width if self.caps_logits else 0
         if kind == "embed":
             return Work(0, 0, tokens * (rows + self.carried) * width)
         if kind == "embed_backward":
@@ -564,7 +577,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             moved = tokens * (
                 norm.forward.bytes(width)
                 + norm.backward.bytes(width)
-                + self.vocabulary * (2 * width + 32 + (13 * width if capped else 0))
+                + self.vocabulary * (2 * width + 32 + 13 * cap)
                 + (self.carried - hidden) * width
             )
             sums = chunks * table * (width + 8) if chunks > 1 else 0
@@ -577,7 +590,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if kind == "loss":
             moved = tokens * (
                 self._architecture.norm.forward.bytes(width)
-                + self.vocabulary * (width + 12 + (6 * width if capped else 0))
+                + self.vocabulary * (width + 12 + 6 * cap)
             )
             return Work(
                 self.head_flops(tokens),
@@ -604,8 +617,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
-        """Returns what is added to the linear FLOPs, to the traffic of elementwise ops and to that
-        of weights and their gradients because the tokens of a decoder layer are computed in pieces.
+        """Returns what is added to the linear FLOPs and to the traffic of a decoder layer because
+        its tokens are computed in pieces, and the traffic of weights and their gradients that each
+        further piece adds.
 
         With n pieces and the P parameters of what is computed in pieces, b bytes each:
 
@@ -623,8 +637,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         weights = elements_of(chain) + (elements_of(first) if first else 0)
         if kind == "recompute" and self.skips_mlp(layer):
             again = (count - 1) * width * (weights - elements_of(chain))
-            left_out = tokens * chain.forward.bytes(width)
-            return -2 * tokens * chain.active, -left_out, again - width * elements_of(chain)
+            # Its weights are left out where they are counted: with the elementwise traffic.
+            left_out = tokens * chain.forward.bytes(width) + width * elements_of(chain)
+            return -2 * tokens * chain.active, -left_out, again
         if kind != "backward":
             return 0, 0, (count - 1) * width * weights
         once_more = tokens * (
@@ -897,9 +912,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         makes one for a window that is not longer than a sequence.
 
         With B rows of S tokens and b bytes per element, each type of attention has a boolean mask
-        of S S bytes, or B S S with documents. A layer that uses it also needs the mask in the
-        compute dtype, which is added to the scores: B S S b. Written-out scores always have both.
-        Linear attention and kernels that receive lengths have no mask.
+        of S S bytes, or B S S with documents or chunks. A layer that uses it also needs the mask in
+        the compute dtype, which is added to the scores: B S S b. Written-out scores always have
+        both. Linear attention and kernels that receive lengths have no mask.
         """
         masks, added = (
             dict[str, int](),
@@ -908,8 +923,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for layer in self.decoders:
             if self._masked(layer, workload):
                 written = self._part(layer.name).scores.kept != Kept()
+                each_row = workload.documents or self._part(layer.name).chunked
                 masks[layer.attention] = workload.sequence**2 * (
-                    workload.batch if workload.documents else 1
+                    workload.batch if each_row else 1
                 ) + (added if written else 0)
         return sum(masks.values()) + (added if masks else 0)
 
@@ -924,15 +940,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return windowed or written or self.family in ALWAYS_MASKED
 
     def saved_mask_bytes(self, workload: Workload) -> int:
-        """Returns the most bytes that a compiled decoder layer saves in addition because a fused
-        attention kernel has a mask.
-
-        With B rows of S tokens and b bytes per element, these are the mask in the compute dtype,
-        B S S b, and a copy of keys and values for each query head that shares them.
+        """Returns the most bytes that a decoder layer saves in addition because a fused attention
+        kernel has a mask: those of `added_mask_bytes` and of `repeated_bytes`.
         """
-        copied = self.repeated_bytes(workload)
+        return self.added_mask_bytes(workload) + self.repeated_bytes(workload)
+
+    def added_mask_bytes(self, workload: Workload) -> int:
+        """Returns the bytes of the mask in the compute dtype that a fused attention kernel adds to
+        its scores. Each layer makes and saves one of its own. 0 without a mask.
+
+        With B rows of S tokens and b bytes per element, they are B S S b.
+        """
         added = workload.tokens * workload.sequence * DTYPE_BYTES[workload.dtype]
-        return added + copied if self._masks_a_kernel(workload) else 0
+        return added if self._masks_a_kernel(workload) else 0
 
     def repeated_bytes(self, workload: Workload) -> int:
         """Returns the bytes of the copies of keys and values that transformers makes for a fused

@@ -26,7 +26,7 @@ from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import EAGER_MIXERS, ModelSpec
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
@@ -385,12 +385,13 @@ def _documents(model: ModelSpec, work: Workload) -> str:
 
 def _eager(model: ModelSpec, work: Workload) -> str:
     """Returns the text of `Verdict.eager`."""
-    count = sum(not layer.compilable for layer in model.decoders) if work.compiled else 0
-    if not count:
+    found = [layer.attention for layer in model.decoders if not layer.compilable]
+    if not (found and work.compiled):
         return ""
+    names = " and ".join(EAGER_MIXERS[kind] for kind in dict.fromkeys(found))
     return (
-        f"{count} of {model.layers} layers are not compiled: those with linear attention or a"
-        " state-space mixer take more memory compiled"
+        f"{len(found)} of {model.layers} layers are not compiled, since layers with {names} always"
+        " run eagerly"
     )
 
 

@@ -6,7 +6,9 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatrain.experiments.heldout import __main__ as heldout_main
 from megatrain.experiments.heldout.measure import planned
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
@@ -81,4 +83,21 @@ def test_plans_take_what_the_suite_says() -> None:
     assert choice is not None
     assert choice.plan.host_limit_bytes == families.host_bytes
     assert choice.plan.workload.compiled
+    assert choice.plan.workload.no_dropout
     assert case.name.endswith("/compiled")
+
+
+def test_a_suite_without_a_calibration_is_predicted_from_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(heldout_main, "calibrate")
+    hardware = heldout_main.measured_machine(suite("families"), tmp_path, torch.device("cpu"))
+    assert hardware == HardwareSpec.load("h200")
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiled_and_eager_steps_are_not_of_one_group() -> None:
+    rows = [row for row in read_rows(STORED / "rows.jsonl") if row.model == "phi-4"]
+    compiled = [row.plan.workload.compiled for row in rows]
+    groups = {row.group: work for row, work in zip(rows, compiled, strict=True)}
+    assert len(groups) == len(rows) > sum(compiled) > 0

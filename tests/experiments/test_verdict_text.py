@@ -411,3 +411,10 @@ def test_a_verdict_on_unknown_memory_names_its_condition() -> None:
         verdict_text.text(unsure)
     )
     assert ", if " not in flat(verdict_text.text(FITS))
+
+
+def test_layers_that_are_not_compiled_are_a_note() -> None:
+    note = "3 of 4 layers are not compiled, since layers with linear attention always run eagerly"
+    eager = msgspec.structs.replace(FITS, eager=note)
+    assert note in verdict_text.notes(eager)
+    assert f"Note {note}" in flat(verdict_text.text(eager))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_model import SMALL
 
 from megatrain.runtime.layers.compiling import compiled
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.simulator.model.workload import Workload
 
 
 class _Scale:
@@ -53,3 +56,12 @@ def test_a_closure_keeps_its_cells(graphs: list[torch.fx.GraphModule]) -> None:
     x = torch.tensor([2.0])
     assert torch.equal(compiled(scaled, backend=backend)(x), torch.tensor([12.0]))
     assert len(graphs) == 1
+
+
+def test_each_layer_of_the_plan_has_a_kind() -> None:
+    """A config may have more layers than the plan, as in a calibration, but no fewer."""
+    work, cpu = Workload(batch=1, sequence=8), torch.device("cpu")
+    more = FunctionalLayers(SMALL.with_layers(1), work, config_of(SMALL), cpu)
+    assert SMALL.layers > 1 == len(more._kinds)
+    with pytest.raises(ValueError, match="zip"):
+        FunctionalLayers(SMALL, work, config_of(SMALL.with_layers(1)), cpu)

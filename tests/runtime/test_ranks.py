@@ -231,15 +231,17 @@ def test_a_plan_for_several_gpus_needs_its_ranks(
             pass
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_a_variable_of_torchrun_that_is_no_number_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "text"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0")]
+)
+def test_a_variable_of_torchrun_that_is_no_such_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv(name, "one")
-    with pytest.raises(UserError, match=f"{name}: found 'one'; allowed: a number of at least"):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=f"{name}: found '{text}'; allowed: a number of at least"):
         default_device()
 
 

@@ -39,6 +39,9 @@ IN_PIECES = ("llama", "phi", "olmo2")
 """Families of the normal test of pieces: a norm before the MLP, an MLP beside attention, and norms
 after both."""
 
+MASKED = ("mistral", "ministral", "gemma3_text", "gemma4_text", "olmo3", "cohere2")
+"""Families with windows and a fused kernel."""
+
 
 def shares(family: str) -> Iterator[float]:
     """Returns the predicted peak over the counted one of each kind of layer, in percent."""
@@ -123,6 +126,31 @@ def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family:
         peak = spec.backward_bytes(layer, *sizes) + output
         assert found.saved <= 1.15 * saved
         assert found.all <= peak <= 1.4 * found.all
+
+
+@pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
+def test_what_a_layer_with_a_mask_takes_is_predicted(family: str) -> None:
+    """Each layer saves a mask in the compute dtype, and copies of keys and values."""
+    spec = wide_model(family)
+    work = Workload(batch=4, sequence=spec.window("0"))
+    found = counted(spec, spec.decoders[0], work)
+    shared = spec.mask_bytes(work) - spec.added_mask_bytes(work)
+    saved, layer = activations_estimate(spec, work), workspace_estimate(spec, work).layer
+    assert 0.995 <= (saved + shared) / found.saved <= 1.01
+    assert 1 <= (saved + layer) / found.all <= 1.12
+
+
+def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
+    """The full layers of Gemma 4 have heads of 512 elements, which transformers copies without a
+    mask too.
+    """
+    sizes = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    spec = ModelSpec.from_config({**wide_model("gemma4_text").config, **sizes}, "x").shortest(1)
+    work, layer = Workload(batch=2, sequence=256), spec.decoders[-1]
+    assert not spec.mask_bytes(work)
+    sizes_of = (layer.name, work.tokens, work.sequence, work.dtype)
+    predicted = spec.saved_bytes(*sizes_of) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    assert 0.99 <= predicted / counted(spec, layer, work).saved <= 1
 
 
 if __name__ == "__main__":

@@ -153,6 +153,22 @@ def test_experts_and_routers_stay_in_bf16() -> None:
     assert verdict._fp8(SMALL, ROWWISE).endswith("(rowwise)")
 
 
+def test_layers_that_are_never_compiled_cast_as_eager_ones() -> None:
+    """The first three of four layers of Qwen3-Next have linear attention."""
+    model = ModelSpec.load("qwen3-next-80b-a3b")
+    compiled = msgspec.structs.replace(ROWWISE, compiled=True)
+    for kind in ("forward", "backward"):
+        apart, full = (
+            [model.work(kind, layer, work).unfused_bytes for work in (ROWWISE, compiled)]
+            for layer in ("0", "3")
+        )
+        assert 0 < apart[1] == apart[0]
+        assert 0 < full[1] < full[0]
+    apart = model.with_layers(3)
+    assert fp8_temporary_bytes(apart, compiled) == fp8_temporary_bytes(apart, ROWWISE) > 0
+    assert fp8_saved_bytes(apart, compiled) == 0 < fp8_saved_bytes(model, compiled)
+
+
 def test_layers_that_were_measured_in_bf16_are_scaled() -> None:
     plain, fp8 = op_of("forward", WORK), op_of("forward", ROWWISE)
     table = CostTable(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
+from tiny_families import config_of as tiny_config
 
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.kernel_traffic import traffic_share
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -55,6 +58,18 @@ def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     )
 
 
+def test_a_recompute_without_the_mlp_moves_no_less_than_nothing() -> None:
+    """What is left out has the share of what it is left out of."""
+    model = ModelSpec.load("qwen2.5-7b")
+    work = Workload(batch=1, sequence=64, loss_chunk=64, compiled=True, token_piece=32)
+    left = model.work("recompute", "0", work)
+    whole = model.work("recompute", "0", msgspec.structs.replace(work, token_piece=None))
+    assert model.skips_mlp("0")
+    assert 0 <= left.unfused_bytes <= left.moved_bytes < whole.moved_bytes
+    sheet = Datasheet(H200, model, work)
+    assert sheet._compute_ns("recompute", "0") > sheet.products_of_layers_ns(left)
+
+
 def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
     """A window W of a sequence S leaves W (S - W / 2) of S^2 pairs unmasked."""
     windowed, plain = ModelSpec.load("gemma-3-4b"), ModelSpec.load("qwen2.5-7b")
@@ -74,6 +89,29 @@ def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
     assert gemma.computed_pairs("0", WORK) == 1, "written-out scores count all pairs"
 
 
+@pytest.mark.parametrize("length", [15, 16, 40])
+@pytest.mark.parametrize(
+    ("family", "key"), [("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size")]
+)
+def test_masks_and_their_pairs_are_those_of_transformers(
+    family: str, key: str, length: int
+) -> None:
+    """A window has one mask for all rows. Chunks have one for each row."""
+    config = tiny_config(family, num_hidden_layers=1, **{key: 16})
+    model = ModelSpec.from_config(config.to_dict(), "config.json")
+    work = Workload(batch=3, sequence=length)
+    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    mask = layers._causal[0]["attention_mask"]
+    shared = model.mask_bytes(work) - model.added_mask_bytes(work)
+    assert shared == (0 if mask is None else mask.untyped_storage().nbytes())
+    if mask is None:
+        assert model.computed_pairs("0", work) == 1
+        return
+    pairs = model.share_of_row("0", work) / 3 * length**2 / 2
+    assert 0 <= int(mask[0].sum()) - pairs <= length / 2, "a token's pair with itself is half a one"
+    assert model.computed_pairs("0", work) == pytest.approx(length**2 / pairs)
+
+
 def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
     """Six times in the forward pass and seven times in the backward."""
     model = ModelSpec.load("gemma-2-9b")
@@ -84,3 +122,14 @@ def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
     for kind, times in (("head", 13), ("loss", 6)):
         more = model.work(kind, "", WORK).moved_bytes - plain.work(kind, "", WORK).moved_bytes
         assert more == times * logits
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gemma3n_text", "nanochat", "vaultgemma"]
+)
+def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: str) -> None:
+    config = tiny_config(family).to_dict()
+    usual = config.pop("final_logit_softcapping")
+    assert ModelSpec.from_config(config, "config.json").caps_logits == (usual is not None)
+    without = ModelSpec.from_config({**config, "final_logit_softcapping": None}, "config.json")
+    assert not without.caps_logits

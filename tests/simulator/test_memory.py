@@ -321,10 +321,12 @@ def test_masks_are_counted_where_causality_alone_does_not_do(
     assert both.mask_bytes(Workload(batch=3, sequence=8)) > 0, "transformers makes one"
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
-        masks, copies = (
-            count(packed) - count(work) for count in (model.mask_bytes, model.repeated_bytes)
+        saved = activations_estimate(model, packed) - activations_estimate(model, work)
+        masks, added, copies = (
+            count(packed) - count(work)
+            for count in (model.mask_bytes, model.added_mask_bytes, model.repeated_bytes)
         )
-        assert grown == masks + copies
+        assert (grown, saved) == (masks - added, added + copies)
         shared = model.heads.queries - model.heads.pairs
         assert model.repeated_bytes(packed) == 2 * shared * model.heads.size * 3 * 16 * 4
         assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, (

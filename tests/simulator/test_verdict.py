@@ -9,6 +9,7 @@ import pytest
 import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_families import config_of as tiny_config
 
 from megatrain.simulator import judge as exported
 from megatrain.simulator.base.errors import UserError
@@ -27,7 +28,7 @@ from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 from megatrain.simulator.verdict.multi_gpu import MOST_GPUS
-from megatrain.simulator.verdict.verdict import Verdict, judge
+from megatrain.simulator.verdict.verdict import Verdict, _eager, judge
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
@@ -517,8 +518,15 @@ def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
         judge(apart, H200, each, policies=["resident"], advise=False) for each in (work, eager)
     ]
     assert not linear[0].fits_if, "layers with linear attention are not compiled"
-    assert linear[0].eager.startswith("3 of 4 layers are not compiled: those with linear attention")
+    assert linear[0].eager == (
+        "3 of 4 layers are not compiled, since layers with linear attention always run eagerly"
+    )
     assert not linear[1].eager
+    config = tiny_config("falcon_h1", num_hidden_layers=2).to_dict()
+    mixers = ModelSpec.from_config(config, "config.json")
+    assert _eager(mixers, work) == (
+        "2 of 2 layers are not compiled, since layers with a state-space mixer always run eagerly"
+    )
     assert not found.eager
     assert not any(layer.compilable for layer in apart.decoders[:3])
     assert linear[0].device_peak_bytes == linear[1].device_peak_bytes

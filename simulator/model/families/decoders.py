@@ -289,7 +289,10 @@ DECODERS: dict[str, Family] = {
     ),
     "gemma2": Family(
         layer=_gemma(""), attention=pattern(2), norm=wide_norm,
-        defaults={**_GELU, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
+        defaults={
+            **_GELU, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "gemma3_text": Family(
         layer=_gemma("head"), attention=pattern(6), norm=wide_norm,

@@ -279,7 +279,7 @@ DENSE_FAMILIES: dict[str, Family] = {
         defaults={
             "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
             "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
     ),
 }  # fmt: skip

@@ -101,6 +101,6 @@ ENTERED_FAMILIES: dict[str, Family] = {
     ),
     "nanochat": Family(
         layer=nanochat, embedding_norm="norm", norm=_final_norm,
-        defaults={"hidden_act": "relu2"},
+        defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
     ),
 }  # fmt: skip

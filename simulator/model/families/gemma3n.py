@@ -303,6 +303,7 @@ _DEFAULTS: dict[str, Any] = {
     "altup_num_inputs": 4,
     "num_kv_shared_layers": 15,
     "laurel_rank": 64,
+    "final_logit_softcapping": 30.0,
 }
 
 GEMMA3N_FAMILIES: dict[str, Family] = {

@@ -260,7 +260,7 @@ def llama4_attention(c: ModelConfig, kind: Kind) -> Parts:
     return (
         *mixer,
         turned_in_pairs(turned),
-        attend(c, FULL, window=c.size("attention_chunk_size")),
+        attend(c, FULL, window=c.size("attention_chunk_size"), chunked=True),
         norms if c.flag("use_qk_norm") else Part(),
     )
 

@@ -208,6 +208,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """FLOPs of attention for one query and one key with its value."""
     window: int = 0
     """The most tokens that a query attends to. 0 means all tokens before it."""
+    chunked: bool = False
+    """Whether a row is cut into chunks of `window` tokens, and a query attends to its own chunk."""
     state: int = 0
     """FLOPs per token of linear attention, a state-space mixer, or products of activations."""
     forward: Traffic = Traffic()
@@ -316,6 +318,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts),
         window=max(part.window for part in parts),
+        chunked=any(part.chunked for part in parts),
         state=sum(part.state for part in parts),
         forward=functools.reduce(Traffic.plus, [part.forward for part in parts]),
         backward=functools.reduce(Traffic.plus, [part.backward for part in parts]),
@@ -470,6 +473,7 @@ def attend(
     value: int = 0,
     kv_heads: int = 0,
     window: int = 0,
+    chunked: bool = False,
     copied: bool = False,
     fused: bool = False,
     scores: Scores | None = None,
@@ -477,7 +481,8 @@ def attend(
     """Returns attention without its projections.
 
     It is one fused kernel, for which autograd saves q, k, v, the output and the log-sum-exp of each
-    head.
+    head. transformers copies keys and values that several heads share for each head if these have
+    more than 256 elements, or values of another size.
 
     Args:
         c: The config.
@@ -486,6 +491,7 @@ def attend(
         value: Elements of a value per head. 0 means `query`.
         kv_heads: Heads of keys and values. 0 means those of the config.
         window: The most tokens that a query attends to, with another `kind`. 0 means all.
+        chunked: As in `Part`.
         copied: Queries were concatenated head by head. The output therefore has the layout of heads
             and is copied for the projection, which saves the copy.
         fused: q, k and v come from one projection, whose whole output is saved together with v.
@@ -520,12 +526,14 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
+    pairs = kv_heads if query == value <= 256 else heads
     return Part(
         pair=2 * heads * (query + value),
         window=window,
+        chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=Kept((heads + kv_heads) * (query + value) + output + whole, heads),
+        kept=Kept((heads + pairs) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
         late=(_backward_of_attention(heads, kv_heads, query, value),),
         attention=label,
