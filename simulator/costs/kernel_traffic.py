@@ -35,10 +35,10 @@ class _Shares(NamedTuple):
 
 
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.28)
-_COMPILED = _Shares(forward=0.32, backward=0.08, head=0.38)
+_COMPILED = _Shares(forward=0.29, backward=0.07, head=0.38)
 _EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.28)
 _LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.28)
-_COMPILED_EXPERTS = _Shares(forward=1.39, backward=0.61, head=0.38)
+_COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.38)
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:

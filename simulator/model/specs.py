@@ -161,8 +161,8 @@ class Work(NamedTuple):
     """The part of `linear_flops` that is computed in fp8."""
     unfused_bytes: int = 0
     """The part of `moved_bytes` that is the same in compiled layers, or counted for them: casts to
-    fp8, weights and their gradients once more for each piece of tokens, and the sum of the head's
-    gradients over several loss chunks."""
+    fp8, weights and their gradients once more for each piece of tokens, the sum of the head's
+    gradients over several loss chunks, and all weights and their gradients in a compiled layer."""
 
     @property
     def flops(self) -> int:
@@ -604,12 +604,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else (part.forward, part.scores.forward)
         )
         more_flops, more_bytes, more_weights = self._in_pieces(kind, layer, workload)
+        weights = passes * width * self.stack[layer].parameters
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
+        if workload.compiled and self.stack[layer].compilable:
+            unfused, weights = unfused + weights, 0
         return Work(
             passes * 2 * tokens * part.active + more_flops,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
-            + passes * width * self.stack[layer].parameters
+            + weights
             + more_bytes
             + unfused,
             passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
@@ -637,9 +640,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         weights = elements_of(chain) + (elements_of(first) if first else 0)
         if kind == "recompute" and self.skips_mlp(layer):
             again = (count - 1) * width * (weights - elements_of(chain))
-            # Its weights are left out where they are counted: with the elementwise traffic.
-            left_out = tokens * chain.forward.bytes(width) + width * elements_of(chain)
-            return -2 * tokens * chain.active, -left_out, again
+            left_out, unread = tokens * chain.forward.bytes(width), width * elements_of(chain)
+            if not (workload.compiled and self.stack[layer].compilable):
+                left_out, unread = left_out + unread, 0  # where its weights are counted
+            return -2 * tokens * chain.active, -left_out, again - unread
         if kind != "backward":
             return 0, 0, (count - 1) * width * weights
         once_more = tokens * (

@@ -45,13 +45,15 @@ def test_layers_with_linear_attention_are_eager_in_every_workload() -> None:
 
 
 def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
-    """Casts to fp8 take the same time with any share."""
+    """Casts to fp8, and weights with their gradients, take the same time with any share."""
     model, fp8 = ModelSpec.load("qwen2.5-7b"), msgspec.structs.replace(COMPILED, fp8="rowwise")
     sheet, work = Datasheet(H200, model, fp8), model.work("backward", "0", fp8)
     plain = model.work("backward", "0", COMPILED)
-    assert work.unfused_bytes == work.moved_bytes - plain.moved_bytes > 0
+    weights = 2 * 2 * model.stack["0"].parameters
+    assert plain.unfused_bytes == weights
+    assert work.unfused_bytes == work.moved_bytes - plain.moved_bytes + weights > weights
     share = traffic_share(model, fp8, "backward", "0")
-    moved = share * plain.moved_bytes + work.unfused_bytes
+    moved = share * (plain.moved_bytes - weights) + work.unfused_bytes
     expected = sheet.products_of_layers_ns(work) + sheet.attention_ns("backward", "0")
     assert sheet._compute_ns("backward", "0") == pytest.approx(
         expected + moved / H200.device_gb_per_s, abs=1
