@@ -10,10 +10,9 @@ both with a dense MLP have the same shares, although nobody measured them.
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half was left out, to test
-them. So was the eager head of Granite 3.1, whose matrix was not padded then. They are used for
-every GPU, in proportion to its rate of a copy. Those of eager dense layers stay at 1: layers of
-Qwen2.5-7B and 14B that were measured apart take what the formula says, within 7 %
-(experiments/published/h200.csv).
+them. They are used for every GPU, in proportion to its rate of a copy. Those of eager dense layers
+stay at 1: layers of Qwen2.5-7B and 14B that were measured apart take what the formula says, within
+7 % (experiments/published/h200.csv).
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class _Shares(NamedTuple):
     """Also of an evaluation's loss."""
 
 
-_EAGER = _Shares(forward=1.0, backward=1.0, head=1.28)
-_COMPILED = _Shares(forward=0.29, backward=0.07, head=0.38)
-_EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.28)
-_LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.28)
-_COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.38)
+_EAGER = _Shares(forward=1.0, backward=1.0, head=1.26)
+_COMPILED = _Shares(forward=0.29, backward=0.07, head=0.36)
+_EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.26)
+_LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.26)
+_COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:

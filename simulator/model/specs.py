@@ -285,6 +285,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return bool(self._architecture.config.get("final_logit_softcapping"))
 
     @property
+    def scales_logits(self) -> bool:
+        """Whether the logits are multiplied or divided by a number."""
+        return any(
+            self._architecture.config.get(key)
+            for key in ("logits_scaling", "logit_scale", "lm_head_multiplier")
+        )
+
+    @property
     def projection(self) -> str:
         """The full name of the output projection's weight."""
         return f"{self._architecture.family.head}.weight"
@@ -548,7 +556,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           A soft cap divides, takes the tanh and multiplies: T V 6 b, and T V 7 b in the backward.
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
           T V (b + 12) for the logits' cast and softmax, T V 6 b for a soft cap; V d b for each
-          loss chunk. A padded matrix is copied as in `head`.
+          loss chunk. A padded matrix is copied, and logits are scaled, as in `head`.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
         * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
           and 4 V d to zero the table.
@@ -563,10 +571,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
         table = self.vocabulary * hidden
-        padding = 2 * table * width if self.projected_rows(workload) > self.vocabulary else 0
+        unpadded = width * (self.projected_rows(workload) > self.vocabulary)
+        padding = 2 * table * unpadded
         further = [shape for _, shape in self._architecture.tables]
         rows = hidden + sum(row for _, row in further)
-        cap = width if self.caps_logits else 0
+        cap, scale = width * self.caps_logits, width * self.scales_logits
         if kind == "embed":
             return Work(0, 0, tokens * (rows + self.carried) * width)
         if kind == "embed_backward":
@@ -577,7 +586,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             moved = tokens * (
                 norm.forward.bytes(width)
                 + norm.backward.bytes(width)
-                + self.vocabulary * (2 * width + 32 + 13 * cap)
+                + self.vocabulary * (2 * width + 32 + 13 * cap + 4 * scale + 3 * unpadded)
                 + (self.carried - hidden) * width
             )
             sums = chunks * table * (width + 8) if chunks > 1 else 0
@@ -590,7 +599,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if kind == "loss":
             moved = tokens * (
                 self._architecture.norm.forward.bytes(width)
-                + self.vocabulary * (width + 12 + 6 * cap)
+                + self.vocabulary * (width + 12 + 6 * cap + 2 * scale)
             )
             return Work(
                 self.head_flops(tokens),

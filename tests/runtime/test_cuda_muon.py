@@ -69,7 +69,7 @@ def mixture() -> ModelSpec:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 32,
-        "vocab_size": 301,
+        "vocab_size": 304,
         "num_experts": 8,
     }
     return ModelSpec.from_config(tiny_config("qwen3_moe", **sizes).to_dict(), "mixture", "mixture")
