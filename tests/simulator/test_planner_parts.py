@@ -155,21 +155,27 @@ def test_the_most_is_found_by_bisection(limit: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_merged_buffers_are_as_large_as_their_pools(make_plan: MakePlan, policy: str) -> None:
-    """There is one buffer for each pool, and each that the framework allocates stays."""
+@pytest.mark.parametrize("factor", [1, 1.03])
+def test_merged_buffers_are_as_large_as_their_pools(
+    make_plan: MakePlan, policy: str, factor: float
+) -> None:
+    """Also with other tokens, where each buffer is rounded to whole pages. There are fewer buffers,
+    and each that the framework allocates stays.
+    """
     buffers = policies.lower(make_plan(policy, layers=3)).buffers
     merged = _merged(buffers)
     sizes: list[dict[str, int]] = []
-    for each in (buffers, merged):
+    for each in ([(buffer, 1) for buffer in buffers], merged):
         pools: dict[str, int] = defaultdict(int)
-        for buffer in each:
-            pools[buffer.pool] += buffer.allocated
+        for buffer, count in each:
+            pools[buffer.pool] += count * resized(buffer, factor).allocated
         sizes.append(pools)
     assert sizes[0] == sizes[1]
-    fixed = [buffer.pool for buffer in merged if not buffer.dynamic]
+    assert len(merged) < len(buffers)
+    fixed = [each.pool for each, _ in merged if not (each.dynamic or each.scales_with_tokens)]
     assert len(fixed) == len(set(fixed))
-    dynamic = [[buffer for buffer in each if buffer.dynamic] for each in (buffers, merged)]
-    assert dynamic[0] == dynamic[1]
+    dynamic = [buffer for buffer, _ in merged if buffer.dynamic]
+    assert dynamic == [buffer for buffer in buffers if buffer.dynamic]
 
 
 @given(st.integers(1, 10**6), st.sampled_from([0.25, 1 / 3, 1.0, 1.5, 7.0]), st.booleans())
