@@ -51,7 +51,7 @@ long sequence.
 """
 
 
-_NEAR = 40
+_NEAR = 30
 """TFLOPS between stars whose labels would overlap."""
 
 
@@ -125,7 +125,7 @@ def stars(results: Results) -> list[Star]:
 
 def _limit(sequence: int, device_bytes: int | None, clipping: str) -> str:
     if sequence > 8192:
-        return f"{sequence // 1024}K\ncontext"
+        return f"{sequence // 1024}K row"
     less = f"{device_bytes / 2**30:.0f} GiB" if device_bytes and device_bytes < 100e9 else ""
     return less + (f",\nby {clipping}" if less and clipping != "global" else "")
 
@@ -177,7 +177,7 @@ def draw(results: Results) -> Drawn:
         " machines with 128 to"
         " 512 GiB of host memory, 32 x 1,024 tokens unless said: ours compiled, others eager. Left"
         " of a size: another batch, less device memory (by update: how gradients are clipped),"
-        " or one long sequence."
+        " or one long row (64K: 65,536 tokens)."
     )
     return _drawn(records, sizes, measured, figure, made)
 
@@ -200,7 +200,7 @@ def _stars(axes: Any, measured: list[Star]) -> None:
         if star.system != "ours":  # markers are equal, and colours look alike in grey
             name = style.LOOKS[star.system].label.partition(" ")[0]
             name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
-            place = {"FSDP2": "bottom", "code": "top"}.get(name, "center")
+            place = {"FSDP2": "bottom", "code": "top", "paper's": "top"}.get(name, "center")
             axes.text(star.size * 1.12, star.tflops, name, fontsize=7, va=place)
     lows: dict[str, float] = {}
     for star in measured:
