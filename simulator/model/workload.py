@@ -27,9 +27,9 @@ _MOST_PIECE = 2**24
 FP8_MULTIPLE = 16
 """The sizes of fp8 matrix products are multiples of this."""
 
-# A schedule has the ops of every micro-batch. With 48 layers, this number gives half a million ops,
-# which take half a minute to make.
-_MOST_MICRO_BATCHES = 1024
+MOST_MICRO_BATCHES = 1024
+"""The most micro-batches in a step. A schedule has the ops of each. With 48 layers, this number
+gives half a million ops, which take half a minute to make."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +110,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field, most in (
             ("batch", 2**20),
             ("sequence", 2**24),
-            ("accumulation", _MOST_MICRO_BATCHES),
+            ("accumulation", MOST_MICRO_BATCHES),
             ("loss_chunk", 2**31),
         ):
             if not 1 <= getattr(self, field) <= most:

@@ -21,6 +21,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
 from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
 from megatrain.simulator.schedule.plan import Plan
 
@@ -37,15 +38,24 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
         gpus: the number of GPUs. Each may use the device memory of the plan, and all share its host
             memory, unless each has host memory of its own.
 
-    Raises UserError if the policy of the plan cannot share the step.
+    Raises UserError if the policy of the plan cannot share the step, or if the step would have too
+    many micro-batches.
     """
+    each_gpu = plan.workload.accumulation
+    if each_gpu * gpus > MOST_MICRO_BATCHES:
+        raise UserError(
+            "gpus",
+            found=f"{each_gpu:,} micro-batches on each of {gpus} GPUs",
+            allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
+            fix="lower --accumulation, or raise --batch",
+        )
     tried: list[Choice] = []
     for recomputes in (False, True):
         for each in _shared(plan, hardware, gpus, recomputes=recomputes):
             try:
                 tried.append(assess(each, cost_model(hardware, each.model, each.workload, gpus)))
             except UserError:
-                if not shares(plan):
+                if not shares(plan, gpus):
                     raise
         best = min(tried, key=lambda choice: (not choice.feasible, choice.step_seconds))
         if best.feasible:
@@ -53,8 +63,10 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
     return best
 
 
-def shares(plan: Plan) -> bool:
-    """Returns whether the step of `plan`, which is for one GPU, can be shared."""
+def shares(plan: Plan, gpus: int) -> bool:
+    """Returns whether the step of `plan`, which is for one GPU, can be shared among `gpus`."""
+    if plan.workload.accumulation * gpus > MOST_MICRO_BATCHES:
+        return False
     for each in _shared(plan, None, 2):
         with contextlib.suppress(UserError):
             policy_library.lower(each)

@@ -108,7 +108,7 @@ def predicted(
     """
     check_gpus(gpus, hardware)
     plan, alone = choice.plan, choice.step_seconds
-    if not shares(plan):
+    if not shares(plan, gpus):
         return estimate(plan, schedule, choice.account, hardware, costs, alone, gpus)
     shared, links = shared_step(plan, hardware, gpus), link_share(hardware, gpus)
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)

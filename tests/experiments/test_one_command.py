@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.experiments.cli.training import prepare
 from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Plan
 
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
@@ -261,3 +266,15 @@ def test_the_choice_says_how_many_documents_are_cut() -> None:
     assert described(lengths, 320, cuts=False).endswith(
         "sequence 320; longer documents continue in the next row"
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_that_are_not_compiled_are_said(
+    capsys: pytest.CaptureFixture[str], compiled: bool
+) -> None:
+    model = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    hardware, work = HardwareSpec.load("h200"), Workload(batch=1, sequence=64, compiled=compiled)
+    (best,) = search(model, hardware, work, policies=["resident"])
+    prepare._show(best, hardware, 1)
+    said = "note: 3 of 4 layers are not compiled, since layers with linear attention always run"
+    assert (said in capsys.readouterr().out) == compiled

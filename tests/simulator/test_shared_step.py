@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import small_model
 
@@ -48,15 +49,25 @@ def test_tied_embeddings_share_a_step_without_groups() -> None:
     model = ModelSpec(name="tied", config=config)
     work = Workload(batch=1, sequence=256, accumulation=2)
     (one,) = search(model, H200, work, policies=["overlapped"])
-    assert shares(one.plan)
+    assert shares(one.plan, 2)
     plan = shared_step(one.plan, H200, 2).plan
     assert (plan.knobs.micro_batch_group, plan.workload.sum_group) == (1, 1)
 
 
 def test_other_policies_and_models_cannot_share_a_step(one: Plan) -> None:
-    assert shares(one)
+    assert shares(one, 2)
     model = small_model.SMALL.with_layers(6)
     (resident,) = search(model, H200, one.workload, policies=["resident"])
-    assert not shares(resident.plan)
+    assert not shares(resident.plan, 2)
     with pytest.raises(UserError, match="policy resident: gpus: found 2"):
         shared_step(resident.plan, H200, 2)
+
+
+def test_a_step_with_too_many_micro_batches_is_estimated_or_refused(one: Plan) -> None:
+    """`check` estimates it from the plan for one GPU, and `plan` says how many are allowed."""
+    work = msgspec.structs.replace(one.workload, accumulation=300)
+    many = msgspec.structs.replace(one, workload=work, digest="")
+    assert shares(many, 2)
+    assert not shares(many, 4)
+    with pytest.raises(UserError, match="found 300 micro-batches on each of 4 GPUs; allowed: 256"):
+        shared_step(many, H200, 4)

@@ -375,7 +375,7 @@ def _hardware(
 
 
 def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
-    """Prints the verdict in at most five lines."""
+    """Prints the verdict in at most five lines, and which layers are not compiled."""
     from megatrain.experiments.cli.verdict.text import step_tokens
     from megatrain.runtime.training.progress import format_duration
     from megatrain.simulator.verdict.verdict import summarize
@@ -406,6 +406,8 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     if best.feasible:
         plural = "s" if steps > 1 else ""
         print(f"time: {format_duration(steps * seconds)} for {steps:,} step{plural}", flush=True)
+    if verdict.eager:
+        print(f"note: {verdict.eager}", flush=True)
 
 
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
