@@ -52,7 +52,7 @@ class TokenSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The first bad row of each kind, and the number of rows of this kind."""
     empty: int
     """Number of rows whose text is empty."""
-    templated: bool = False
+    templated: bool
     """Whether rows were rendered by a chat template."""
     elsewhere: dict[str, int] = {}
     """Layout -> number of bad rows that have its columns instead of those of the first rows."""

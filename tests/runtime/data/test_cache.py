@@ -23,6 +23,7 @@ SUMMARY = TokenSummary(
     bad=1,
     shown=(("rows.jsonl:3: invalid JSON", 1),),
     empty=0,
+    templated=True,
 )
 
 
@@ -107,4 +108,19 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         writer._file = Path("/dev/full").open("wb")  # noqa: SIM115
         with pytest.raises(UserError, match="found no space left on device"):
             writer.add(np.arange(2**20), closes=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(tmp_path: Path) -> None:
+    """The last bytes are in a buffer until the file is flushed."""
+
+    def written() -> None:
+        with CacheWriter(tmp_path, "key", np.dtype(np.uint16)) as writer:
+            writer.add(np.arange(8), closes=True)
+            writer._file.close()
+            writer._file = Path("/dev/full").open("wb")  # noqa: SIM115
+            writer.finish(SUMMARY)
+
+    with pytest.raises(UserError, match="found no space left on device"):
+        written()
     assert list(tmp_path.iterdir()) == []
