@@ -377,6 +377,39 @@ def test_compiled_there_is_one_graph_for_each_kind_of_layer(
     assert len(graphs) == KINDS.get(family, 1) + 1
 
 
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
+def test_a_padded_vocabulary_gives_the_same_head(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Whatever a family does with its logits, and whether embedding and head are tied."""
+    model = model_of(family, vocab_size=251)
+    work = Workload(batch=2, sequence=SEQUENCE, loss_chunk=20)
+    assert (model.vocabulary, model.projected_rows(work)) == (251, 256)
+    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
+    layers.begin(0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, SEQUENCE, model.carried, generator=generator).bfloat16()
+    labels = torch.randint(251, (2, SEQUENCE), generator=generator)
+
+    def head() -> tuple[torch.Tensor, ...]:
+        tensors = {
+            tensor.name: weights("h", tensor.name, tensor.shape).bfloat16()
+            for tensor in model.stack[model.head].tensors
+        }
+        dx = torch.empty_like(x)
+        loss, gradients = layers.head(tensors, x, labels, 1 / labels.numel(), dx)
+        return loss, dx, *(gradient for gradient in gradients if gradient is not None)
+
+    padded = head()
+    monkeypatch.setattr(layers, "_padded", lambda named: named)
+    plain = head()
+    torch.testing.assert_close(padded[0], plain[0], rtol=1e-3, atol=0)
+    for got, want in zip(padded[1:], plain[1:], strict=True):
+        assert got.shape == want.shape
+        most = float(want.abs().max())
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * most)
+
+
 def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.0)
