@@ -36,7 +36,7 @@ WAITS = {
     "device_optimizer": "for the optimizer on the GPU",
     "copies": "for copies",
     "other_gpus": "for the other GPUs",
-    "nothing_else": "between operations",
+    "nothing_else": "between operations and steps",
 }
 """What compute waits for -> its name in the text."""
 
