@@ -287,10 +287,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def scales_logits(self) -> bool:
         """Whether the logits are multiplied or divided by a number."""
-        return any(
-            self._architecture.config.get(key)
-            for key in ("logits_scaling", "logit_scale", "lm_head_multiplier")
-        )
+        return self._architecture.family.scales_logits
 
     @property
     def projection(self) -> str:

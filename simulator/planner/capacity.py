@@ -213,18 +213,18 @@ def _merged(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
     """
     fixed: dict[str, int] = defaultdict(int)
     scaling: dict[tuple[str, int], int] = defaultdict(int)
-    kinds: dict[tuple[str, int], Buffer] = {}
+    kinds: dict[str | tuple[str, int], Buffer] = {}
     for buffer in buffers:
         if not buffer.dynamic:
-            size = buffer.bytes if buffer.scales_with_tokens else 0
-            kinds.setdefault((buffer.pool, size), buffer)
-            if size:
-                scaling[buffer.pool, size] += 1
+            if buffer.scales_with_tokens:
+                kinds.setdefault((buffer.pool, buffer.bytes), buffer)
+                scaling[buffer.pool, buffer.bytes] += 1
             else:
+                kinds.setdefault(buffer.pool, buffer)
                 fixed[buffer.pool] += buffer.allocated
     return [
         *(
-            (msgspec.structs.replace(kinds[pool, 0], id=f"{pool}:all", bytes=size), 1)
+            (msgspec.structs.replace(kinds[pool], id=f"{pool}:all", bytes=size), 1)
             for pool, size in fixed.items()
         ),
         *(

@@ -401,6 +401,8 @@ def test_a_padded_vocabulary_gives_the_same_head(
         return loss, dx, *(gradient for gradient in gradients if gradient is not None)
 
     padded = head()
+    used = layers._padded({model.projection: torch.empty(251, model.hidden)})
+    assert used[model.projection].shape == (256, model.hidden)
     monkeypatch.setattr(layers, "_padded", lambda named: named)
     plain = head()
     torch.testing.assert_close(padded[0], plain[0], rtol=1e-3, atol=0)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import msgspec
 import pytest
 import torch
 from tiny_families import config_of as tiny_config
+from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.kernel_traffic import traffic_share
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -135,3 +140,17 @@ def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: 
     assert ModelSpec.from_config(config, "config.json").caps_logits == (usual is not None)
     without = ModelSpec.from_config({**config, "final_logit_softcapping": None}, "config.json")
     assert not without.caps_logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_scaled_where_the_source_of_transformers_scales_them(family: str) -> None:
+    """Also by 1, and also where config.json leaves the number out."""
+    config = tiny_config(family)
+    try:
+        model_class = type(AutoModelForCausalLM.from_config(config))
+    except ValueError:
+        pytest.skip("transformers has no model of this family")
+    source = inspect.getsource(model_class)
+    scales = r"logits = (logits [*/] self\.(config\.)?logit|self\.lm_head\(.*\) \*)"
+    model = ModelSpec.from_config(config.to_dict(), "config.json")
+    assert model.scales_logits == bool(re.search(scales, source))

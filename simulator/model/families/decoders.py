@@ -332,23 +332,29 @@ DECODERS: dict[str, Family] = {
             "num_experts_per_tok": 8,
         },
     ),
-    "granite": Family(layer=stacked(LLAMA, scaled_residuals), defaults=_SILU),
+    "granite": Family(
+        layer=stacked(LLAMA, scaled_residuals), scales_logits=True, defaults=_SILU
+    ),
     "granite_swa": Family(
         layer=stacked(
             sunk_attention, gated(bias="mlp_bias"), pre_norms(), scaled_residuals
         ),
-        attention=full_first(4),
+        attention=full_first(4), scales_logits=True,
         defaults={
             **_SILU, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True,
         },
     ),
     "granitemoe": Family(
         layer=stacked(attends(bias="attention_bias"), GRANITE_EXPERTS), mlp=every_layer,
+        scales_logits=True,
         defaults={**_SILU, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "cohere": Family(layer=cohere, norm=bare_norm, defaults={**_SILU, "tie_word_embeddings": True}),
+    "cohere": Family(
+        layer=cohere, norm=bare_norm, scales_logits=True,
+        defaults={**_SILU, "tie_word_embeddings": True},
+    ),
     "cohere2": Family(
-        layer=cohere, attention=pattern(4), norm=bare_norm,
+        layer=cohere, attention=pattern(4), norm=bare_norm, scales_logits=True,
         defaults={**_SILU, "tie_word_embeddings": True, "sliding_window": 4096},
     ),
     "smollm3": Family(

@@ -221,6 +221,7 @@ DENSE_FAMILIES: dict[str, Family] = {
             output_norms("post_norm1", "post_norm2", wanted="use_post_norm"),
             scaled_residuals,
         ),
+        scales_logits=True,
         defaults={**_SILU, "num_key_value_heads": 32, "use_post_norm": True},
     ),
     "internlm3": Family(layer=LLAMA, defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128}),

@@ -83,6 +83,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     dropout. The runtime trains with them. Empty means that layers draw nothing."""
     head: str = "lm_head"
     """The name of the output projection, which is outside of the decoder."""
+    scales_logits: bool = False
+    """Whether the model multiplies or divides its logits by a number, even by 1."""
     head_bias: bool | str = False
     """Whether the output projection has a bias, or the key of config.json that decides it."""
     names: dict[str, str] = {}

@@ -127,6 +127,10 @@ _DEFAULTS: dict[str, Any] = {
 
 HYBRID_FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(
-        layer=falcon_h1, attention=every_hybrid, norm_name="final_layernorm", defaults=_DEFAULTS
+        layer=falcon_h1,
+        attention=every_hybrid,
+        norm_name="final_layernorm",
+        scales_logits=True,
+        defaults=_DEFAULTS,
     )
 }

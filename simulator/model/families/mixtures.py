@@ -355,7 +355,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     ),
     "granitemoe_swa": Family(
         layer=stacked(sunk_attention, GRANITE_EXPERTS, granite_shared), attention=full_first(4),
-        mlp=every_layer,
+        mlp=every_layer, scales_logits=True,
         defaults={
             **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 0, "sliding_window": 128,
@@ -365,7 +365,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         layer=stacked(
             attends(bias="attention_bias"), GRANITE_EXPERTS, granite_shared
         ),
-        mlp=every_layer,
+        mlp=every_layer, scales_logits=True,
         defaults={
             **_SILU, "num_local_experts": 8, "num_experts_per_tok": 2,
             "shared_intermediate_size": 0,

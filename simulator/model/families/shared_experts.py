@@ -186,7 +186,7 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
             ),
             cohere_norm,
         ),
-        attention=cohere_window, mlp=dense_between, norm=bare_norm,
+        attention=cohere_window, mlp=dense_between, norm=bare_norm, scales_logits=True,
         defaults={
             **_SILU, "tie_word_embeddings": True, "head_dim": 128, "sliding_window": 4096,
             "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0,
