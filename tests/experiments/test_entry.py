@@ -112,7 +112,11 @@ def test_the_package_has_a_version() -> None:
         _ = megatrain.version
 
 
-@pytest.mark.parametrize("package", [megatrain, megatrain.simulator, megatrain.runtime], ids=repr)
+@pytest.mark.parametrize(
+    "package",
+    [megatrain, megatrain.simulator, megatrain.runtime],
+    ids=lambda each: str(each.__name__),
+)
 def test_a_package_lists_its_public_names(package: Any) -> None:
     """It has each of them."""
     assert dir(package) == sorted(package.__all__)

@@ -431,3 +431,10 @@ def test_ratio_sums_read_the_stored_second_moment(
         with using(chosen):
             blockwise.ratio_sums(gradient, made, sums, settings=SETTINGS, number=2)
         assert sums.equal(wanted)
+
+
+def test_the_random_bits_are_those_of_splitmix64() -> None:
+    """The first two numbers of the generator as published, from the state 0."""
+    gamma = 0x9E37_79B9_7F4A_7C15
+    assert blockwise.mixed(0) == 0xE220_A839_7B1D_CDAF
+    assert blockwise.mixed(gamma) == 0x6E78_9E6A_A1B9_65F4
