@@ -1,17 +1,20 @@
 # make demo | figures | test | mutation | lint | format | docs | speed | venv
 #
-# The first of them makes .venv with the first Python >= 3.11 found; PYTHON=/path/to/python names another. The same command later
-# installs again only when pyproject.toml or constraints.txt has changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are obeyed.
+# The first command makes .venv with the first Python >= 3.11 that is found. PYTHON=/path/to/python
+# names another one. Later commands install again only if pyproject.toml or constraints.txt has
+# changed. pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply.
 #
-# SYSTEM_TORCH=1 keeps the torch that PYTHON already imports, for example one built for this machine's GPU: .venv then sees PYTHON's
-# packages, and torch is neither downloaded nor replaced. It matters when .venv is made; remove .venv to change your mind.
+# SYSTEM_TORCH=1 keeps the torch that PYTHON already imports, for example one built for this
+# machine's GPU. .venv then sees PYTHON's packages, and torch is neither downloaded nor replaced. The
+# variable is read when .venv is made. To change it later, remove .venv.
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 SYSTEM_TORCH ?=
 
-# the first that can make a virtual environment; else the first that is new enough, so that the message says what it lacks
+# The first Python that can make a virtual environment. If there is none, the first that is new
+# enough, so that the error says what it lacks.
 NEW := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for program in 'import venv, ensurepip; $(NEW)' '$(NEW)'; do for name in python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	$$name -c "$$program" >/dev/null 2>&1 && { command -v $$name; exit; }; done; done)

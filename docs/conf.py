@@ -93,7 +93,7 @@ class Markdown(SphinxDirective):
         for node in document.findall():
             node.document = (
                 self.state.document
-            )  # else each docstring is stored with a document of its own, 1 GB in all
+            )  # otherwise each docstring keeps a document of its own, 1 GB in all
         return document.children
 
 

@@ -22,9 +22,10 @@ figures follow from what it describes, and from the code that it published?
 METHOD = """## Method
 
 * **The paper** is read as others transcribed it. Its values are marked `++` (two readers agree),
-  `+` (one reader) or `?` (doubtful). Nobody here has run its machines but the H200.
-* **Three kinds of predictions** stand beside each value, made by the simulator from the library's
-  machines (datasheets and measurements by others; the H200 is measured):
+  `+` (one reader) or `?` (doubtful). Of its machines, only the H200 was available
+  here.
+* **Three kinds of predictions** are shown next to each value. The simulator makes them from the
+  library's machines (datasheets and measurements by others; the H200 is measured):
   * *MegaTrain's code 80d3012* is the published code as it runs, before 17 April 2026 (commit
     5cf47ac), when each layer got a second, pinned copy. *919520f* is the code with these copies, in
     Figure 4 and in one measured star.
@@ -34,8 +35,9 @@ METHOD = """## Method
     bytes. Both keep a recomputed layer's activations, so a layer runs forward twice and not three
     times, and take the first of K = 4, 2, 1 that fits.
   * *Ours* is our planner's best plan for as many tokens per step.
-* **Assumptions** stand once a machine in `experiments/published/settings.toml`. A value that chose
-  one is an *input*: it is grey in the pictures and in no mean. No efficiency is tuned.
+* **Assumptions** are stated once for each machine in `experiments/published/settings.toml`. A value
+  that an assumption was chosen by is an *input*: it is grey in the pictures and is left out of
+  every mean. No efficiency is tuned.
 * **Measurements** are of this project, on H200 machines, and are drawn as stars.
 * **Pictures**: points of the paper are black, hollow if doubtful, with an arrow if they are lower
   bounds; bars of the paper are hatched. Numbers below an axis are sequences per step. Each picture

@@ -1,5 +1,5 @@
-// Axes: colours of the page, formatted numbers, round ticks, and a canvas with the resolution of the
-// screen.
+// Axes: colours of the page, formatted numbers, round ticks, and a canvas with the resolution of
+// the screen.
 
 // The colours of the pictures are those of the style sheet, which has one set for light and one for
 // dark screens.

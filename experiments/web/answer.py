@@ -35,7 +35,7 @@ _ONE_LINE = 10**6
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yields the `outlook`, which takes a fraction of a second, the `verdict` on one plan, and
-    then as `advice` the verdict with all that other plans would give.
+    then `advice`: the verdict with the gains of other plans.
 
     The outlook is what is known before plans are searched, as the page shows it, or None. The
     others have the verdict as `check --json` prints it, and as the page shows it. Raises UserError

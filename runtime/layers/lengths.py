@@ -90,7 +90,7 @@ def bounds(
         window: number of tokens that a token attends to, including itself; 0 for no limit.
         compiled: whether the layers are compiled. If so, one graph serves any number of documents.
     """
-    ordinals = begins(documents).flatten().cumsum(0)  # from 1
+    ordinals = begins(documents).flatten().cumsum(0)  # document numbers, from 1
     starts = torch.searchsorted(
         ordinals, torch.arange(1, places + 2, device=documents.device), out_int32=True
     )

@@ -162,7 +162,7 @@ def _op(x: torch.Tensor, tensors: list[torch.Tensor], chain: int) -> torch.Tenso
 
 @_op.register_fake
 def _(x: torch.Tensor, tensors: list[torch.Tensor], chain: int) -> torch.Tensor:
-    del tensors, chain  # PyTorch gives them, too
+    del tensors, chain  # PyTorch passes every argument of the op
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -187,7 +187,7 @@ def _(
     needed: list[bool],
     chain: int,
 ) -> list[torch.Tensor]:
-    del gradient, chain  # PyTorch gives them, too
+    del gradient, chain  # PyTorch passes every argument of the op
     trained = [tensor for tensor, each in zip(tensors, needed, strict=True) if each]
     return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, *trained)]
 

@@ -338,7 +338,7 @@ class Trainer(TrainingRun):
                 self._end(error)
                 raise
             self._end(None)
-            self._led(None)  # the others are here while rank 0 exports the model
+            self._led(None)  # the other ranks wait here while rank 0 exports the model
         if self._not_saved is not None:
             raise self._not_saved
         return fitted

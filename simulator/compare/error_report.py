@@ -142,7 +142,7 @@ class OrderViolation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """An op that started later than the measured durations of the ops before it explain."""
+    """An op that started later than in a replay with the measured durations."""
 
     op: str
     """The late op."""

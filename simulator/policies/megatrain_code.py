@@ -182,7 +182,7 @@ class _Code:
         flat = self.builder.acquire("device.flats")
         template = self.builder.acquire("device.templates")
         targets = [flat, template] if self.ablation.buffers == 1 else [flat]
-        if self.ablation.packs:  # in series with the copy, so on its lane
+        if self.ablation.packs:  # on the lane of the copy, because the two run one after the other
             self.builder.op(
                 OpId("thread_pass", layer, phase, micro, 0),
                 "h2d",

@@ -83,7 +83,7 @@ def test_error_of_each_kind() -> None:
     )
     assert load.median_error == pytest.approx((0.25 - 1 / 6) / 2)
     assert (load.p95_abs_error, load.worst_op, load.worst_error) == (0.25, "W0f", 0.25)
-    forward = kinds["forward"]  # 20 for 25, 20 for 20
+    forward = kinds["forward"]  # two ops: predicted 20, measured 25 and 20
     assert (forward.error, forward.median_error) == (pytest.approx(-5 / 45), pytest.approx(-0.1))
     assert (forward.p95_abs_error, forward.worst_op, forward.worst_error) == (0.2, "F0.m0", -0.2)
     assert (kinds["backward"].error, kinds["backward"].worst_error) == (0.0, 0.0)

@@ -107,8 +107,8 @@ def test_the_host_updates_all_or_every_second_of_the_streamed_layers(
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(-5, 200))
 def test_no_more_state_moves_than_is_needed(sizes: list[int], excess: int) -> None:
-    """The buffers that move are the first ones. The last of them is the smallest of the rest that
-    is large enough.
+    """Buffers move in their order, until one of the others is large enough for the excess that is
+    left. The smallest such buffer moves last.
     """
     order = [
         Buffer(id=f"device.weights:{index}", bytes=256 * size, data="weights", dtype="bf16")

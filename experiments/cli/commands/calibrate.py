@@ -96,7 +96,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         ),
     )
     options.add_workload(parser)
-    parser.set_defaults(batch=None, seq=None, dtype=None)  # a default set has its own
+    parser.set_defaults(batch=None, seq=None, dtype=None)  # each default set has its own values
     options.add_limits(parser)
     options.add_device(parser)
 

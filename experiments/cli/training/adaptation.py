@@ -39,7 +39,8 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
 LEAST_GAIN = 0.03
-"""least share of the time that remains that a switch must save, its own time included"""
+"""The smallest saving that a switch must give, as a share of the remaining time. The saving is net
+of the time of the switch."""
 _PROBE_BYTES = 64 * 2**20
 _KINDS_NAMED = 2
 _LEAST_OF_DIFFERENCE, _LEAST_OF_STEP = 0.1, 0.01

@@ -609,9 +609,10 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 def activation(c: ModelConfig, elements: int, key: str = "hidden_act") -> Part:
     """Returns an activation function, which the config names under `key`.
 
-    It is one kernel forward (2) and one backward (3), for which autograd saves the input. relu
-    saves its output instead, which the next projection saves anyway. `gelu_new` is written out (19
-    forward, 24 backward) and saves four tensors. relu2 is two kernels.
+    It is one kernel in the forward pass and one in the backward pass, which move 2 and 3 elements
+    per element. Autograd saves the input. relu saves its output instead, which the next projection
+    saves anyway. `gelu_new` is written out: it moves 19 and 24 elements, and saves four tensors.
+    relu2 is two kernels.
     """
     name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
     if name == "gelu_new":

@@ -38,7 +38,7 @@ TEMPLATES = {
         HEAD + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content"
         " }}\n</think>\n{% endif %}" + BODY + OPENS_THOUGHT
     ),
-    # The prompt opens a thought that no turn has.
+    # The prompt for an answer ends with `<think>`, which no turn contains.
     "cut thought": HEAD + BODY + OPENS_THOUGHT,
     # The last turn has another end.
     "other end": (

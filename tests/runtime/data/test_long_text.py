@@ -360,9 +360,9 @@ def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
     end: str,
     limit: int,
 ) -> None:
-    """A text row of 64 MiB takes at most 4 bytes of memory a byte, and a conversation 16. This is
-    in addition to the memory of a row of 8 MB, which fills every batch. A conversation is in memory
-    as its row, its messages, and its text with and without marks.
+    """A text row of 64 MiB takes at most 4 bytes of memory per byte, and a conversation 16. This
+    is in addition to the memory of a row of 8 MB, which fills every batch. A conversation is in
+    memory as its row, its messages, and its text with and without marks.
     """
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:

@@ -361,7 +361,7 @@ def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: st
 
 
 def test_memory_does_not_grow_with_the_text(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Tokens stay in their file, of which the array is a memory map."""
+    """Tokens stay in their file. The array is a memory map of it."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in BOTTOM))
     corpus, _, _ = opened(path)
