@@ -69,7 +69,7 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
                 for tensor in executor.state.masters(layer).values():
                     digest.update(tensor.cpu().contiguous().numpy().tobytes())
             if ranks is not None:
-                ranks.tell("no more reads")
+                ranks.send("no more reads")
             print(json.dumps({"masters": digest.hexdigest()}), flush=True)
 
 

@@ -151,12 +151,12 @@ class Ranks:
         self._finish(dist.all_gather(found, own, group=self._between, async_op=True))
         return int(torch.cat(found).sum())
 
-    def tell(self, value: object) -> None:
-        """Sends `value` of rank 0 to the others, which must call `hear`."""
+    def send(self, value: object) -> None:
+        """Sends `value` of rank 0 to the others, which must call `receive`."""
         self._broadcast(bytearray(msgspec.json.encode(value)))
 
-    def hear(self) -> Any:
-        """Returns the value that rank 0 tells, as plain values."""
+    def receive(self) -> Any:
+        """Returns the value that rank 0 sends, as plain values."""
         return msgspec.json.decode(self._broadcast(None))
 
     def _broadcast(self, text: bytearray | None) -> bytes:
@@ -336,7 +336,7 @@ def joined(
         timeout_s: seconds that a rank waits for the others, at the start and in a collective of a
             step; None for `TIMEOUT_S`.
 
-    If the block raises an error, the other ranks are told, and their next collective fails.
+    If the block raises an error, the other ranks learn of it, and their next collective fails.
 
     Raises:
         UserError: the ranks are not as many as the plan has GPUs, do not come together, or differ.

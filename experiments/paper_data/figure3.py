@@ -14,7 +14,7 @@ import msgspec
 from megatrain.experiments.paper_data.answers import PAPER, PAPER_KNOBS
 from megatrain.experiments.paper_data.stored import RESULTS
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine.discrete_event import simulate as play
+from megatrain.simulator.engine.discrete_event import simulate as simulate_schedule
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.policies import lower
@@ -38,7 +38,9 @@ def simulate() -> Any:
         account = plan_account(plan, schedule, costs)
         if account.fits:
             break
-    timeline = msgspec.structs.replace(play(schedule, costs), name="paper's schedule, simulated")
+    timeline = msgspec.structs.replace(
+        simulate_schedule(schedule, costs), name="paper's schedule, simulated"
+    )
     return {
         "run": RUN,
         "interval": plan.knobs.checkpoint_interval,

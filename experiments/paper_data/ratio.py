@@ -18,7 +18,7 @@ from megatrain.experiments.paper_data.answers import (
     workloads,
 )
 from megatrain.simulator.costs import cost_model
-from megatrain.simulator.engine.discrete_event import simulate as play
+from megatrain.simulator.engine.discrete_event import simulate as simulate_schedule
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tflops_6n
 from megatrain.simulator.model.specs import ModelSpec
@@ -89,7 +89,7 @@ def other_system(
         account = plan_account(plan, schedule, costs)
         if account.fits:
             break
-    timeline = play(schedule, costs)
+    timeline = simulate_schedule(schedule, costs)
     seconds = (timeline.makespan_ns + costs.step_overhead_ns) / 1e9
     return {
         "fits": account.fits,

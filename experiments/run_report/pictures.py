@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.step_record import StepRecord
-from megatrain.simulator.memory.account import WORKSPACE, usage
+from megatrain.simulator.memory.account import WORKSPACE, kinds_of, usage
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner.assessment import activations_bytes, plan_account
 from megatrain.simulator.plots.error_pictures import errors_png
 from megatrain.simulator.plots.loss_picture import loss_png
 from megatrain.simulator.plots.memory_picture import memory_png
 from megatrain.simulator.plots.pictures import timeline_png
+from megatrain.simulator.schedule.buffer import Buffer
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -36,10 +37,7 @@ def draw_run(run: ComparedRun) -> None:
     errors_png(folder / "errors.png", run.errors, f"Predicted against measured: {what}")
     account = plan_account(plan, schedule, run.costs)
     fixed = {pool: size for pool, size in account.pools.items() if pool == WORKSPACE}
-    data = {
-        pool: "staging" if kind.staging or kind.chunk else kind.data
-        for pool, kind in account.kinds.items()
-    } | {WORKSPACE: "workspace"}
+    workspace = Buffer(id=f"{WORKSPACE}:all", bytes=0, data="workspace", dtype="mixed")
     memory_png(
         folder / "memory.png",
         usage(schedule, measured, activations_bytes(plan.model, work, run.costs)),
@@ -49,7 +47,7 @@ def draw_run(run: ComparedRun) -> None:
         fixed=fixed,
         subtitle=where,
         step_ns=measured.makespan_ns,
-        data=data,
+        kinds={**kinds_of(schedule), WORKSPACE: workspace},
     )
     draw_loss(folder, run.record, plan)
 

@@ -78,10 +78,10 @@ def reasons(run: ComparedRun) -> list[str]:
         f"{place.capitalize()} memory is the tighter one: {format_bytes(peak)} of"
         f" {format_bytes(limit)}, {peak / limit:.0%}."
     )
-    return found + _margins(run)
+    return found + _marginal_gains(run)
 
 
-def _margins(run: ComparedRun) -> list[str]:
+def _marginal_gains(run: ComparedRun) -> list[str]:
     """Returns what one more GiB of each memory would buy on this run's machine, in the words of
     `megatrain plan`.
     """
@@ -92,7 +92,7 @@ def _margins(run: ComparedRun) -> list[str]:
         return []
     return [
         f"{line}."
-        for line in verdict_reasons.margins(
+        for line in verdict_reasons.marginal_gains(
             msgspec.structs.replace(summarize(choice, run.hardware), one_more_gib=bought)
         )
     ]

@@ -75,10 +75,10 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def _expected(verdict: Verdict) -> dict[str, Any]:
     """Returns what the page shows of the verdict of `from_options.outlook`."""
-    told = shown(verdict)
+    texts = shown(verdict)
     names = ("answer", "sentence", "step_tokens", *(() if verdict.feasible else ("memory",)))
-    most = {"speed": f"at most {told['speed']}"} if verdict.feasible else {}
-    return {"shown": {name: told[name] for name in names} | most}
+    most = {"speed": f"at most {texts['speed']}"} if verdict.feasible else {}
+    return {"shown": {name: texts[name] for name in names} | most}
 
 
 def _told(verdict: Verdict) -> dict[str, Any]:

@@ -352,8 +352,8 @@ class Binder(UpdateOps):
         """Adds the gradients of a micro-batch to the gradients of the step. If the op does not read
         its target, it copies them.
         """
-        slab, target = op.reads[0], op.writes[0]
-        read, write = self._elements(slab, op), self._elements(target, op)
+        staged, target = op.reads[0], op.writes[0]
+        read, write = self._elements(staged, op), self._elements(target, op)
         first = target not in op.reads
         workers = self._host_workers if op.lane == "cpu" else None
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)

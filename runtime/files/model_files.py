@@ -222,7 +222,7 @@ class ModelState:
         key = layer.name, self._ranks.board.collectives
         if self._read is None or self._read[0] != key:
             self._read = None
-            self._ranks.tell([_LAYER, layer.name])
+            self._ranks.send([_LAYER, layer.name])
             high, low = self._gathered(layer)
             assert high is not None, "rank 0 reads the state"
             self._read = key, (high, low)
@@ -247,10 +247,10 @@ class ModelState:
         """
         assert self._ranks is not None
         while True:
-            told = self._ranks.hear()
-            if not (isinstance(told, list) and told[:1] == [_LAYER]):
-                return told
-            self._gathered(self._plan.model.stack[told[1]])
+            message = self._ranks.receive()
+            if not (isinstance(message, list) and message[:1] == [_LAYER]):
+                return message
+            self._gathered(self._plan.model.stack[message[1]])
 
     def first(self, layer: LayerSpec) -> int:
         """Returns the first element of the layer that this rank owns; 0 with one GPU."""

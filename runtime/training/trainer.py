@@ -401,7 +401,7 @@ class Trainer(TrainingRun):
         if not self._leads:
             led: T = self.state.follow()
             return led
-        self._ranks.tell(value)
+        self._ranks.send(value)
         return value
 
     def _interrupted(self, interruption: Interruption) -> bool:
@@ -720,7 +720,7 @@ class Trainer(TrainingRun):
             return
         names = self.state.not_finite()
         if self._ranks is not None:
-            self._ranks.tell(None)
+            self._ranks.send(None)
         if names:
             others = f" and {len(names) - 3} other tensors" if len(names) > 3 else ""
             where, fix = (

@@ -245,7 +245,7 @@ class InShortGroups(ScaledCosts):
         return math.ceil(self.costs.duration_ns(op) * (self._longer if each else 1))
 
 
-def frugality(choice: Choice) -> tuple[int, tuple[int, ...]]:
+def memory_taken(choice: Choice) -> tuple[int, tuple[int, ...]]:
     """Returns a sort key that puts the plan with the fewest bytes first, on device and host
     together, and breaks ties by the knobs.
     """

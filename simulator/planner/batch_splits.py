@@ -101,12 +101,9 @@ def best_split(
     so that the result names what it lacks. Raises UserError as `candidates` and `splits` do.
     """
     tried = splits(workload, step_tokens)
-    names = (
-        ["resident"]
-        if hardware.unified
-        else policy_library.contenders()
-        if policies is None
-        else policies
+    names = policy_library.sensible(
+        policy_library.contenders() if policies is None or hardware.unified else policies,
+        unified=hardware.unified,
     )
     times: list[tuple[int, int]] = []
     for index, work in enumerate(tried):

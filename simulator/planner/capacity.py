@@ -262,12 +262,12 @@ def usable(
 ) -> list[MemoryFootprint]:
     """Returns the `least_memory_plans` that make sense on this machine.
 
-    If the machine has one unified memory, only the policy `resident` is used and nothing is
+    If the machine has one unified memory, only policies that copy nothing are used and nothing is
     offloaded, because a copy would not free any memory.
     """
     names = policy_library.updating(names, plan.workload)
     footprints = least_memory_plans(
-        plan, costs, [name for name in names if name == "resident"] if hardware.unified else names
+        plan, costs, policy_library.sensible(names, unified=hardware.unified)
     )
     return [
         footprint

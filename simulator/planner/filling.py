@@ -237,14 +237,14 @@ class Filling:
             account = self.account(held)
             left = account.host_limit_bytes - account.host_peak_bytes
             page = plan.knobs.micro_batch_group * (one + 4096)
-            parked = [layer for layer in layers[: len(layers) - here] if layer in self._offloadable]
-            parked = parked[max(len(parked) - max(left // page, 0), 0) :]
-            if placement.offloaded_inputs and parked and count < len(layers):
-                kept = {*parked, *layers[len(layers) - here :]}
+            moved = [layer for layer in layers[: len(layers) - here] if layer in self._offloadable]
+            moved = moved[max(len(moved) - max(left // page, 0), 0) :]
+            if placement.offloaded_inputs and moved and count < len(layers):
+                kept = {*moved, *layers[len(layers) - here :]}
                 yield msgspec.structs.replace(
                     placement,
                     saved_attention=ranges(names, kept),
-                    offloaded_attention=ranges(names, set(parked)),
+                    offloaded_attention=ranges(names, set(moved)),
                 )
 
     def fills(self, plan: Plan, placement: Placement) -> Iterator[Plan]:

@@ -70,8 +70,8 @@ def search(
     """Returns the best plan of each policy.
 
     Plans that fit come first, the fastest before the others. Plans that do not fit follow, the
-    nearest miss first. A machine with unified memory has nothing to stream, so only `resident` is
-    searched there, and the lower of both limits holds for the one memory.
+    nearest miss first. A machine with unified memory has nothing to stream, so only policies
+    that copy nothing are searched there, and the lower of both limits holds for the one memory.
 
     Args:
         model: The model to train.
@@ -119,14 +119,13 @@ def plans_of(
     names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
     for name in names:
         policy_library.find(name)
-    if hardware.unified:
-        names = [name for name in names if name == "resident"]
+    names = policy_library.sensible(names, unified=hardware.unified)
     names = policy_library.updating(names, workload)
     if not names:
         raise UserError(
             "policy",
             found="one that streams, on a machine with one memory, where there is nothing to copy",
-            allowed="resident",
+            allowed=", ".join(policy_library.sensible(policy_library.names(), unified=True)),
             fix="leave --policy out",
         )
     device, host = hardware.memory_limits(device_limit, host_limit)
@@ -228,9 +227,9 @@ def candidates(
 
     It adds two things to `search`:
 
-    1. If `policies` is None, the policies that place state and `resident` are searched first. Each
-       other policy is skipped if it would be slower even with copies that take no time. This halves
-       the time of the search.
+    1. If `policies` is None, the policies that place state, and those that copy nothing, are
+       searched first. Each other policy is skipped if it would be slower even with copies that
+       take no time. This halves the time of the search.
     2. If no plan that was found fits, the plans that need the least memory (`capacity.py`) are
        tried.
 
@@ -257,7 +256,7 @@ def candidates(
         later = [
             name
             for name in policy_library.updating(names, workload)
-            if name != "resident" and not policy_library.find(name).places_state
+            if policy_library.find(name).streams and not policy_library.find(name).places_state
         ]
         # The likely winner is searched last, so that its schedule is still cached afterwards.
         first = sorted(

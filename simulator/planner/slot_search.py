@@ -28,7 +28,7 @@ from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.planner.assessment import (
     Choice,
     assess,
-    frugality,
+    memory_taken,
     plan_account,
     timed,
     with_knobs,
@@ -154,7 +154,7 @@ class SlotSearch:
             return self._missed()
         fastest = min(choice.step_seconds for choice in finals)
         return min(
-            (choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=frugality
+            (choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=memory_taken
         )
 
     def _first_round(self) -> list[tuple[int, int]]:
@@ -219,8 +219,8 @@ class SlotSearch:
                 )
                 knobs.append((time, sum(more), setting))
         fastest = min(time for time, _, _ in knobs)
-        frugal = [entry for entry in knobs if entry[0] <= fastest * _TIE]
-        kept = [min(frugal, key=lambda entry: entry[1]), min(knobs, key=lambda entry: entry[:2])]
+        near_best = [entry for entry in knobs if entry[0] <= fastest * _TIE]
+        kept = [min(near_best, key=lambda entry: entry[1]), min(knobs, key=lambda entry: entry[:2])]
         tried: list[tuple[int, int, int, dict[str, int]]] = []
         for (_, total, setting), chunk in itertools.product(kept, self.chunks):
             time = makespan_ns(

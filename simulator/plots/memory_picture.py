@@ -15,26 +15,28 @@ from matplotlib.patches import Patch
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.plots import canvas
 from megatrain.simulator.plots.pictures import DATA_COLOURS, time_unit
+from megatrain.simulator.schedule.buffer import Buffer
 
-_NAMES = {
+_NAMES: dict[str, str] = {
     "master_low": "low halves of masters",
     "moments": "moments of the optimizer",
-    "layer_gradients": "gradients of running layers",
-    "gradient_staging": "gradients, staging",
     "hidden": "inputs and outputs of layers",
-    "checkpoints": "layer inputs, kept for backward",
-    "offloaded_inputs": "layer inputs, offloaded",
     "activations": "activations of running layers",
     "saved_activations": "activations, saved",
     "attention": "attention outputs, saved",
-    "offloaded_attention": "attention outputs, offloaded",
     "tokens": "tokens and labels",
-    "norm": "gradient norms",
-    "clips": "clipping factors",
+    "norms": "gradient norms",
+    "row_sums": "sums of squares of gradients",
     "moving_norms": "moving norms",
+    "clips": "clipping factors",
+    "ratio_sums": "sums for the size of an update",
     "workspace": "workspace of running operations",
 }
-"""Name of a pool without its place -> what it holds. Names that are words are left out."""
+"""Class of data -> its name in the legend. Names that are the class's own are left out."""
+_OFFLOADED = {"hidden": "layer inputs, offloaded", "attention": "attention outputs, offloaded"}
+"""Class of data in host memory -> its name in the legend."""
+_SLOTS = {"weights": "weights, streamed", "gradients": "gradients of running layers"}
+"""Class of data in slots, which hold one layer after the other -> its name in the legend."""
 _OTHER = "other"
 _OTHER_COLOUR = "#dfe3e7"
 _LEGEND_INCHES = 0.193  # height of a legend's line in 9 point type
@@ -49,7 +51,7 @@ def memory_png(
     fixed: Mapping[str, int] | None = None,
     subtitle: str = "",
     step_ns: int = 0,
-    data: Mapping[str, str] | None = None,
+    kinds: Mapping[str, Buffer] | None = None,
 ) -> None:
     """Draws the bytes of each pool over a step as stacked areas, with the limits of memory.
 
@@ -64,7 +66,8 @@ def memory_png(
         fixed: Pool -> bytes, for pools whose bytes do not change, such as `device.workspace`.
         subtitle: Text below the title.
         step_ns: End of the step, if it is later than the last change.
-        data: Pool -> data that it holds, a key of DATA_COLOURS.
+        kinds: Pool -> one of its buffers, for name, order and colour. A pool that is left out has
+            the name of the pool and comes last.
 
     Raises ValueError if no pool holds anything over time, and UserError if `path` cannot be
     written.
@@ -100,7 +103,7 @@ def memory_png(
             axes.set_xlim(0, end_ns * scale)
             if base == bottom:
                 axes.set_xlabel(f"time from the start of the step ({unit})")
-            _stack(axes, place, stacks[place], limits[place], end_ns, scale, data or {})
+            _stack(axes, place, stacks[place], limits[place], end_ns, scale, kinds or {})
             base += heights[place] + gap
         canvas.save(figure, path)
 
@@ -112,36 +115,42 @@ def _stack(
     limit: int,
     end_ns: int,
     scale: float,
-    data: Mapping[str, str],
+    kinds: Mapping[str, Buffer],
 ) -> None:
     """Draws the pools of one place as stacked areas, with heading, limit and legend.
 
-    Pools with the same name in words are one area. Both places have the same order: that of
-    `DATA_COLOURS` from below, with streamed data where staging buffers are.
+    Pools with the same name in the legend are one area. Both places have the same order: that of
+    `DATA_COLOURS` from below, with streamed weights where staging buffers are.
     """
     times = sorted({0, end_ns, *(time for points in pools.values() for time, _ in points)})
     held: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
-    kinds: dict[str, str] = {}
+    colour_of: dict[str, str] = {}
+    above_state: set[str] = set()
     for pool, points in pools.items():
-        name = plain_name(pool.partition(".")[2])
+        kind = kinds.get(pool)
+        name = held_name(kind) if kind else pool.partition(".")[2].replace("_", " ")
         held[name] = held.get(name, 0) + _held_at(points, times)
-        kinds[name] = data.get(pool, "")
+        colour_of[name] = ""
+        if kind:
+            colour_of[name] = "staging" if kind.staging or kind.chunk else kind.data
+            if kind.data == "weights" and _is_slot(kind):
+                above_state.add(name)
     peak = int(np.sum(list(held.values()), axis=0).max())
     small = [name for name, values in held.items() if values.max() < 0.004 * peak]
     if len(small) > 1:
         other = f"other, {len(small)} kinds"
         held[other] = np.sum([held.pop(name) for name in small], axis=0)
-        kinds[other] = _OTHER
+        colour_of[other] = _OTHER
     most = {name: int(values.max()) for name, values in held.items()}
     ranks = {data: rank for rank, data in enumerate((*DATA_COLOURS, "", _OTHER))}
 
     def rank(name: str) -> tuple[int, bool, int]:
-        streamed = name.endswith(", streamed")
-        kind = "staging" if streamed else kinds[name] if kinds[name] in ranks else ""
+        streamed = name in above_state
+        kind = "staging" if streamed else colour_of[name] if colour_of[name] in ranks else ""
         return ranks[kind], not streamed, -most[name]
 
     order = sorted(held, key=rank)
-    colours = _colours({name: kinds[name] for name in order})
+    colours = _colours({name: colour_of[name] for name in order})
     factor, unit = next(
         (
             (size, name)
@@ -201,18 +210,23 @@ def _stack(
     )
 
 
-def plain_name(pool: str) -> str:
-    """Returns in words what a pool, such as `weights_vocabulary`, holds.
+def held_name(buffer: Buffer) -> str:
+    """Returns what `buffer` holds, as the legend names it.
 
-    >>> plain_name("gradients_vocabulary"), plain_name("streamed_weights"), plain_name("hidden")
-    ('gradients', 'weights, streamed', 'inputs and outputs of layers')
+    >>> held_name(Buffer(id="device.slots:0", bytes=8, data="weights", dtype="bf16"))
+    'weights, streamed'
     """
-    if pool.endswith("_chunks"):
+    if buffer.chunk:
         return "chunks that are copied"
-    name = pool.removesuffix("vocabulary").removesuffix("_")
-    streamed = name.startswith("streamed")
-    name = name.removeprefix("streamed").removeprefix("_") or "weights"
-    return _NAMES.get(name, name.replace("_", " ")) + (", streamed" if streamed else "")
+    if buffer.staging:
+        return f"{buffer.data}, staging"
+    special = _OFFLOADED if buffer.place == "host" else _SLOTS if _is_slot(buffer) else {}
+    return special.get(buffer.data) or _NAMES.get(buffer.data, buffer.data)
+
+
+def _is_slot(buffer: Buffer) -> bool:
+    """Checks whether the buffer holds one layer after the other during a step."""
+    return not (buffer.persistent or buffer.dynamic)
 
 
 def _held_at(

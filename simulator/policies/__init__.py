@@ -18,7 +18,6 @@ from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
-from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule
@@ -37,6 +36,7 @@ __all__ = [
     "names",
     "outline",
     "peers",
+    "sensible",
     "timed",
     "updating",
     "verified",
@@ -68,6 +68,13 @@ def updating(names: Iterable[str], workload: Workload) -> list[str]:
         and (workload.gradients == "exact" or find(name).places_state)
     ]
     return able or chosen
+
+
+def sensible(names: Iterable[str], *, unified: bool) -> list[str]:
+    """Returns the policies of `names` that make sense on a machine with `unified` memory or
+    without: on one with it, those that copy nothing between host and device.
+    """
+    return [name for name in names if not (unified and find(name).streams)]
 
 
 def peers() -> list[str]:
@@ -109,12 +116,8 @@ def timed(plan: Plan) -> Schedule:
     Without them it takes half of the time, and it is enough to know the time of a step.
     """
     policy = _policy(plan)
-    if isinstance(policy, ParameterStorePolicy) and (
-        type(policy).lower is ParameterStorePolicy.lower
-    ):
-        with _failures_named(plan.policy, "lower"):
-            return policy.timed(plan)
-    return lower_uncached(plan)
+    with _failures_named(plan.policy, "lower"):
+        return policy.timed(plan)
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
@@ -176,19 +179,22 @@ def _refuse_groups(plan: Plan, policy: Policy) -> None:
     groups of micro-batches first.
     """
     work = plan.workload
-    if plan.gpus > 1 and not policy.shards:
+    if policy.shards:
+        return
+    sharing = " or ".join(name for name in names() if find(name).shards)
+    if plan.gpus > 1:
         raise UserError(
             f"policy {plan.policy}: gpus",
             found=plan.gpus,
-            allowed="1: only overlapped shares a step among several GPUs",
-            fix="use policy overlapped, or plan for one GPU",
+            allowed=f"1: only {sharing} shares a step among several GPUs",
+            fix=f"use policy {sharing}, or plan for one GPU",
         )
-    if work.sum_group not in (1, work.accumulation) and not policy.shards:
+    if work.sum_group not in (1, work.accumulation):
         raise UserError(
             f"policy {plan.policy}: sum_group",
             found=work.sum_group,
-            allowed=f"1 or {work.accumulation}: only overlapped sums groups of micro-batches first",
-            fix="use policy overlapped, or set sum_group = 1",
+            allowed=f"1 or {work.accumulation}: only {sharing} sums groups of micro-batches first",
+            fix=f"use policy {sharing}, or set sum_group = 1",
         )
 
 
@@ -209,11 +215,12 @@ def _refuse_pieces(plan: Plan, policy: Policy) -> None:
 def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
     """Raises UserError if the policy cannot store the model's gradients in 8 bits."""
     if not policy.places_state:
+        placing = " or ".join(name for name in names() if find(name).places_state)
         raise UserError(
             f"policy {plan.policy}: gradients",
             found=plan.workload.gradients,
-            allowed="exact, since only overlapped stores gradients in 8 bits",
-            fix="use policy overlapped, or leave out --gradients",
+            allowed=f"exact, since only {placing} stores gradients in 8 bits",
+            fix=f"use policy {placing}, or leave out --gradients",
         )
     if plan.model.tied:
         raise UserError(

@@ -30,6 +30,9 @@ class Policy:
     updates_on_host: ClassVar[bool] = False
     """Whether the CPU updates every layer, so that an optimizer that multiplies matrices cannot be
     used. The search then skips this policy, unless it is the only one."""
+    streams: ClassVar[bool] = True
+    """Whether a step copies data between host and device memory. A machine with unified memory has
+    nothing to copy, so only policies without copies are used there."""
     shards: ClassVar[bool] = False
     """Whether it can share a step among several GPUs (`Plan.gpus`)."""
     dominated_by: ClassVar[str] = ""
@@ -47,6 +50,15 @@ class Policy:
         Raises UserError if the policy cannot execute `plan`. The search then skips this plan.
         """
         raise NotImplementedError
+
+    def timed(self, plan: Plan) -> Schedule:
+        """Returns a schedule with `compiled` and `sizes` of `lower`. Its ops and buffers may be
+        missing.
+
+        Override this method if the times are known faster than by lowering, since the search calls
+        it often.
+        """
+        return self.lower(plan)
 
     def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
         """Returns a schedule with the buffers of `lower`. Its ops may be missing.

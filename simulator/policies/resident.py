@@ -62,6 +62,7 @@ class Resident(ParameterStorePolicy):
     """Keeps all state on the device."""
 
     name = "resident"
+    streams = False
     knobs = ("checkpoint_interval",)
     placements = ("saved_activations", "saved_attention", "offloaded_inputs", "offloaded_attention")
 

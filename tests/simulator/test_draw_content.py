@@ -25,6 +25,7 @@ from megatrain.simulator.plots.loss_picture import loss_png
 from megatrain.simulator.plots.memory_picture import memory_png
 from megatrain.simulator.plots.pictures import timeline_png
 from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.buffer import Buffer
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
 GIB, MILLISECOND = 2**30, 10**6
@@ -107,6 +108,10 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
     assert {"W0f.m0.c0", "F0.m0", "B0.m0"} <= set(texts(axes))
 
 
+def buffer(pool: str, data: Any, **traits: Any) -> Buffer:
+    return Buffer(id=f"{pool}:0", bytes=GIB, data=data, dtype="bf16", **traits)
+
+
 @pytest.mark.parametrize(
     ("limit", "said", "line"),
     [
@@ -127,7 +132,13 @@ def test_memory_is_stacked_to_its_peak_below_its_limit(
         "device.weights": [(0, GIB), (5 * MILLISECOND, 2 * GIB)],
         "device.hidden": [(MILLISECOND, GIB), (9 * MILLISECOND, 0)],
     }
-    memory_png(Path("memory.png"), usage, limit, 64 * GIB, "memory", step_ns=12 * MILLISECOND)
+    kinds = {
+        "device.weights": buffer("device.weights", "weights", persistent=True),
+        "device.hidden": buffer("device.hidden", "hidden"),
+    }
+    memory_png(
+        Path("memory.png"), usage, limit, 64 * GIB, "memory", step_ns=12 * MILLISECOND, kinds=kinds
+    )
     (axes,) = drawn[0].axes
     assert "device" in texts(axes)
     assert said in texts(axes)
@@ -155,23 +166,23 @@ def test_both_places_have_one_order_and_plain_names(drawn: list[Figure]) -> None
     """Pools that differ only in the layers that they are for, or that only pass data on, are one
     area each. What is streamed is not below what stays.
     """
-    data = {
-        "weights": "weights",
-        "moments": "moments",
-        "gradients": "gradients",
-        "gradients_vocabulary": "gradients",
-        "streamed_weights": "weights",
-        "moments_chunks": "staging",
-        "gradients_chunks": "staging",
-        "checkpoints": "hidden",
+    made: dict[str, dict[str, Any]] = {
+        "weights": {"data": "weights", "persistent": True},
+        "moments": {"data": "moments", "persistent": True},
+        "gradients": {"data": "gradients", "persistent": True},
+        "gradients_vocabulary": {"data": "gradients", "persistent": True},
+        "slots": {"data": "weights"},
+        "moments_chunks": {"data": "moments", "chunk": True},
+        "gradients_chunks": {"data": "gradients", "chunk": True},
+        "checkpoints": {"data": "hidden"},
     }
     usage = {
         f"{place}.{pool}": [(0, (number + 1) * GIB), (5, GIB)]
-        for place, pools in (("device", [*data]), ("host", [*data][:3]))
+        for place, pools in (("device", [*made]), ("host", [*made][:3]))
         for number, pool in enumerate(reversed(pools))
     }
-    held = {pool: data[pool.partition(".")[2]] for pool in usage}
-    memory_png(Path("memory.png"), usage, 99 * GIB, 99 * GIB, "memory", data=held)
+    kinds = {pool: buffer(pool, **made[pool.partition(".")[2]]) for pool in usage}
+    memory_png(Path("memory.png"), usage, 99 * GIB, 99 * GIB, "memory", kinds=kinds)
     host, device = (
         [text.get_text().rpartition("   ")[0] for text in axes.get_legend().get_texts()][::-1]
         for axes in drawn[0].axes
@@ -181,7 +192,7 @@ def test_both_places_have_one_order_and_plain_names(drawn: list[Figure]) -> None
         *host,
         "weights, streamed",
         "chunks that are copied",
-        "layer inputs, kept for backward",
+        "inputs and outputs of layers",
     ]
     assert len({area.get_facecolor().tobytes() for area in drawn[0].axes[1].collections}) == 6
 
@@ -213,7 +224,7 @@ def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.get_legend().get_texts()][-2:] == [
         "large   1.00 GiB",
-        "moments of the optimizer   100.00 GiB",
+        "moments   100.00 GiB",
     ]
     assert "other, 2 kinds   512.00 MiB" in [
         text.get_text() for text in axes.get_legend().get_texts()

@@ -13,6 +13,7 @@ from forget import forget
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.policies.k_buffer import KBuffer
@@ -219,3 +220,19 @@ def test_the_interface_has_defaults(make_plan: Callable[..., Plan]) -> None:
     assert policy.flush_update(plan) is None
     assert not policy.places_state
     assert policies.find("overlapped").places_state
+
+
+def test_only_policies_without_copies_run_on_unified_memory(write: Callable[[str], str]) -> None:
+    resident = """
+        from megatrain.simulator.policies.resident import Resident
+
+        class Other(Resident):
+            streams = %s
+        """
+    unified, model = HardwareSpec.load("apple-m4-max"), ModelSpec.load("qwen2.5-0.5b")
+    path = write(resident % False)
+    (found,) = search(model, unified, WORK, policies=[path])
+    assert found.feasible
+    assert found.plan.policy == path
+    with pytest.raises(UserError, match=r"there is nothing to copy; allowed: resident;"):
+        search(model, unified, WORK, policies=[write(resident % True)])

@@ -15,6 +15,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, class_of, usage
 from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.planner.capacity import resized
+from megatrain.simulator.plots.memory_picture import held_name
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.schedule.arithmetic import kept_moments
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -75,6 +76,8 @@ def test_predictions_and_reports_are_the_same(make_plan: Callable[..., Plan], po
             [resized(buffer, 3).bytes for buffer in each.buffers] for each in (schedule, other)
         ]
         assert sizes[0] == sizes[1]
+        names = [[held_name(buffer) for buffer in each.buffers] for each in (schedule, other)]
+        assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)

@@ -16,7 +16,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, Account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, frugality
+from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, memory_taken
 from megatrain.simulator.planner.search import _with_runner_up, rank
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
@@ -90,7 +90,7 @@ def test_the_plan_with_the_fewest_bytes_of_both_memories_comes_first(make_plan: 
         with_memory(some, 0, 7),
     ]
     backwards = ordered[::-1]
-    assert sorted(backwards, key=frugality) == ordered
+    assert sorted(backwards, key=memory_taken) == ordered
 
 
 def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None:

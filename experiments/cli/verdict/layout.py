@@ -203,12 +203,12 @@ def fixed(count: float) -> str:
     return f"{count / factor:,.1f} {unit}"
 
 
-def beside(part: float, whole: float) -> str:
+def part_of(part: float, whole: float) -> str:
     """Returns the text of `part` for an output such as `1.0 of 2.0 GiB`, where `whole` follows.
 
     It has no unit if it has the same unit as `whole`.
 
-    >>> beside(2**33, 2**34), beside(2**20, 2**34)
+    >>> part_of(2**33, 2**34), part_of(2**20, 2**34)
     ('8.0', '1.0 MiB')
     """
     _, factor = unit_of(whole)

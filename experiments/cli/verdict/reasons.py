@@ -49,7 +49,7 @@ def reasons(verdict: Verdict, width: int) -> list[str]:
     lines += layout.labelled("Rates", _rates(verdict), width)
     if second := _runner_up(verdict):
         lines += layout.labelled("Second", second, width)
-    for label, line in zip(("1 GiB", ""), margins(verdict), strict=False):
+    for label, line in zip(("1 GiB", ""), marginal_gains(verdict), strict=False):
         lines += layout.labelled(label, line, width)
     for entry in verdict.advice:
         if entry.compressed and entry.gain is not None:
@@ -165,7 +165,7 @@ def _placed(placement: Placement, fields: Iterable[str]) -> list[str]:
     ]
 
 
-def margins(verdict: Verdict) -> list[str]:
+def marginal_gains(verdict: Verdict) -> list[str]:
     """Returns one line each for the gain from one more GiB of device memory and of host memory."""
     lines = []
     for margin in verdict.one_more_gib:

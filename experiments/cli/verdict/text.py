@@ -205,7 +205,7 @@ def memory(verdict: Verdict, width: int = 80) -> list[str]:
         places = [("Memory", *places[0][1:])]
     else:
         places.append(("RAM", "host", verdict.host_peak_bytes, verdict.host_limit_bytes))
-    used = [layout.beside(peak, limit) for _, _, peak, limit in places]
+    used = [layout.part_of(peak, limit) for _, _, peak, limit in places]
     limits = [layout.fixed(limit) for *_, limit in places]
     for index, (label, place, peak, limit) in enumerate(places):
         line = (

@@ -33,7 +33,12 @@ class ParameterStorePolicy(Policy):
         return self._lowered(Builder(plan.policy, serial=self.serial), plan)
 
     def timed(self, plan: Plan) -> Schedule:
-        """Returns what `ParameterStorePolicy.lower` returns, with `compiled` and `sizes` alone."""
+        """Returns what `lower` returns, with `compiled` and `sizes` alone.
+
+        A subclass with a `lower` of its own is lowered by it.
+        """
+        if type(self).lower is not ParameterStorePolicy.lower:
+            return self.lower(plan)
         return self._lowered(TimedBuilder(plan.policy, serial=self.serial), plan)
 
     def _lowered(self, builder: Builder, plan: Plan) -> Schedule:

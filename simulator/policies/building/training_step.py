@@ -132,7 +132,9 @@ class _Buffers:
         """First layers of the blocks."""
         self.attended = {int(layer) for layer in plan.placed("saved_attention")} - self.saved_layers
         """Layers that save only their attention."""
-        self.parked = {int(layer) for layer in plan.placed("offloaded_attention")} & self.attended
+        self.attention_offloaded = {
+            int(layer) for layer in plan.placed("offloaded_attention")
+        } & self.attended
         """Layers whose saved attention waits in host memory for the backward pass."""
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
@@ -177,12 +179,12 @@ class _Buffers:
             index: model.kept_attention(str(index), work.tokens, work.dtype).bytes
             for index in self.attended
         }
-        together = max(len(self.parked.intersection(block)) for block in self.blocks)
+        together = max(len(self.attention_offloaded.intersection(block)) for block in self.blocks)
         builder.slots(
             "device.attention",
-            # That of the parked layers of one block is on the device, and one is copied.
-            group * (len(self.attended) - len(self.parked))
-            + min(group * len(self.parked), together + 1),
+            # That of the layers of one block is on the device, and one is copied.
+            group * (len(self.attended) - len(self.attention_offloaded))
+            + min(group * len(self.attention_offloaded), together + 1),
             max(self.attention_bytes.values(), default=0),
             "attention",
             scales_with_tokens=True,
@@ -210,7 +212,7 @@ class _Buffers:
                 scales_with_tokens=True,
                 per_gpu=True,
             )
-            for index in sorted(self.parked)
+            for index in sorted(self.attention_offloaded)
             for place in range(group)
         }
         """(layer, place of the micro-batch in its group) -> the buffer with its saved attention."""
@@ -332,7 +334,7 @@ class _Compute(_Buffers):
             self.attention[index, micro] = self.builder.acquire("device.attention")
             outputs.append(self.attention[index, micro])
         self.emit("forward", str(index), micro, [weights, x], outputs)
-        if index in self.parked:
+        if index in self.attention_offloaded:
             self.offload_attention(index, micro)
         if index not in self.first or index in self.offloaded:
             self.builder.release(x)
@@ -359,7 +361,7 @@ class _Compute(_Buffers):
         x = self.input_of(block[0], micro)
         for index in block:
             self.inputs[index, micro] = x
-            if index in self.parked:
+            if index in self.attention_offloaded:
                 self.load_attention(index, micro)
             weights = self.storage.weights(str(index), "r", micro)
             self.saved[index, micro] = self.builder.acquire("device.activations")
