@@ -251,7 +251,7 @@ class Trainer(TrainingRun):
                 "training: switch",
                 found="no run folder",
                 allowed="a run folder, since a checkpoint hands the state over",
-                fix="pass out",
+                fix="pass `out`",
             )
         other = Plan.load(Path(plan))
         for what, found, allowed in (

@@ -353,7 +353,7 @@ def _of_others(name: str, machine: SharedMachine) -> HardwareSpec:
     if _of_gpu(machine.gpu) is None and (taken := meant(name, library())):
         raise UserError(
             "name of the file",
-            found=f"that of the library's {taken}, which has another GPU than {machine.gpu}",
+            found=f"that of the library's {taken}, whose GPU is not {machine.gpu}",
             allowed="a name that the library does not have",
             fix="rename it",
         )

@@ -26,7 +26,7 @@ from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
 from megatrain.simulator.schedule.plan import Plan
 
 _SLOTS = 2
-"""Slots of weights and gradients with which a collective runs beside compute."""
+"""Slots of weights and gradients with which a collective runs during compute."""
 
 
 def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:

@@ -394,14 +394,14 @@ def test_the_remedy_is_the_first_change_that_would_do() -> None:
     assert verdict_text.remedy(insufficient) == "1 GiB lack"
 
 
-def test_a_class_of_data_of_which_nothing_is_placed_is_told_in_words() -> None:
+def test_a_class_of_data_of_which_nothing_is_placed_has_words_of_its_own() -> None:
     """Not as `activations of none saved`."""
     here = Knobs(placement=Placement(saved_activations="1-2"))
     margin = msgspec.structs.replace(FITS.one_more_gib[0], knobs=Knobs())
     changed = msgspec.structs.replace(
         FITS, knobs={**FITS.knobs, "placement": here.placement}, one_more_gib=(margin,)
     )
-    assert "no activations saved" in " ".join(reasons.margins(changed))
+    assert "no activations saved" in " ".join(reasons.marginal_gains(changed))
 
 
 def test_a_verdict_on_unknown_memory_names_its_condition() -> None:

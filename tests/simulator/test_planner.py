@@ -87,7 +87,7 @@ def test_micro_batches_go_through_the_model_together_where_copies_are_slow(
 
 
 def test_the_runner_up_may_have_groups_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the second fastest of the plans that were found with groups of any size."""
+    """The runner-up is the second fastest of the plans found with groups of any size."""
     seconds: list[float] = []
     search_one = PlacementSearch.best
 

@@ -102,7 +102,7 @@ def test_a_file_named_like_a_machine_with_another_gpu_is_to_be_renamed(put: Put,
     with pytest.raises(UserError) as error:
         HardwareSpec.load("l40s")
     assert f"{name}.toml" in str(error.value)
-    assert "which has another GPU than NVIDIA New One" in str(error.value)
+    assert "whose GPU is not NVIDIA New One" in str(error.value)
     assert str(error.value).endswith("fix: rename it, or remove the file")
     assert str(error.value).isprintable()
 

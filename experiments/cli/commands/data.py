@@ -48,7 +48,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="the document to show, counted without rows that are left out (default 1)",
     )
     parser.add_argument(
-        "--split", default="train", help="split of a folder with several (default train)"
+        "--split",
+        default="train",
+        help="the split to read if the folder has several (default train)",
     )
     parser.add_argument(
         "--columns",

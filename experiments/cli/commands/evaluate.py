@@ -31,7 +31,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         default="",
-        help="split of a folder with several (default: the first of validation, test and train)",
+        help="the split to read if the folder has several (default: the first of validation, test"
+        " and train)",
     )
     parser.add_argument(
         "--model",

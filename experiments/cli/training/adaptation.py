@@ -92,7 +92,7 @@ class Adaptation(Callback):
                 "Adaptation",
                 found="a training without a run folder",
                 allowed="Trainer(..., out=FOLDER)",
-                fix="pass out",
+                fix="pass `out`",
             )
         self._folder = trainer.out
         for mark in list((self._folder / PLANS).glob(f"*/{_NOT_ENTERED}")):

@@ -85,7 +85,7 @@ def choices(
         raise UserError(
             "--tokens-per-step",
             found="--accumulation as well",
-            allowed="one of the two",
+            allowed="--tokens-per-step or --accumulation",
             fix="leave --accumulation and --batch out",
         )
     return best_split(
