@@ -1,7 +1,7 @@
 """Ranks: the processes that train together on several GPUs of one host, one for each GPU.
 
 `torchrun` starts them. They talk through `torch.distributed`: with gloo on the CPU, with NCCL
-between GPUs. No GPU has run this yet.
+between GPUs.
 
 The ops of a step wait for other ranks at most `TIMEOUT_S` seconds. Between steps, rank 0 leads: it
 alone reads and writes the run's files, and the others wait for what it says, for as long as its
@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -234,6 +235,52 @@ class Ranks:
                 raise RankLost(f"rank {self.rank}, between steps: {' and '.join(gone)}")
 
     # ---- when something is wrong ----
+
+    @contextlib.contextmanager
+    def watched(self, device: torch.device) -> Iterator[None]:
+        """Ends the collectives of the block when another rank is gone, and then raises RankLost.
+
+        Collectives of NCCL wait for a rank forever, even if its process has ended. So a thread
+        looks at the other processes, and aborts the collectives. Those of gloo fail by themselves,
+        and the block is not watched. A rank that is only stopped is left to the time limit of
+        NCCL, since an abort waits for such a rank.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        over, found = threading.Event(), list[RankLost]()
+        watch = threading.Thread(target=self._watch, args=(over, found), daemon=True)
+        watch.start()
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as failure:  # torchrun also sends SIGTERM when a rank ends
+            error = failure
+        finally:
+            over.set()
+            watch.join()
+        if error is None and not found:
+            return
+        lost = found[0] if found else self._ended()
+        if lost is not None:
+            raise lost from None  # what the block raised follows from it
+        assert error is not None
+        raise error
+
+    def _ended(self) -> RankLost | None:
+        """Returns the error to report if a rank has ended or has said why it stops."""
+        gone = [text for text in self._gone() if _ENDED in text]
+        where = f"rank {self.rank}, {self.board.activity}"
+        return self._told() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
+
+    def _watch(self, over: threading.Event, found: list[RankLost]) -> None:
+        while not over.wait(_LOOK_EVERY_S):
+            error = self._ended()
+            if error is not None:
+                found.append(error)
+                assert dist.group.WORLD is not None
+                dist.group.WORLD.abort()
+                return
 
     def stopping(self, error: BaseException) -> None:
         """Tells the others why this rank stops."""

@@ -8,6 +8,7 @@ its tasks in order (`lanes.py`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -434,8 +435,9 @@ class Executor:
         origin = Origin.now(self.device.type == "cuda")
         error: Exception | None = None
         try:
-            self._lanes.play(program.queues)
-            self._synchronize()
+            with self.ranks.watched(self.device) if self.ranks else contextlib.nullcontext():
+                self._lanes.play(program.queues)
+                self._synchronize()
         except OpFailed as failure:
             error = out_of_memory(failure, self._arenas)
             if error is None and self.ranks is not None and failure.lane == "exchange":

@@ -30,7 +30,7 @@ from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.adamw import row_sums, sum_of_rows, sum_of_squares
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.rank_board import Board
-from megatrain.runtime.ranks import Ranks, identity, joined
+from megatrain.runtime.ranks import RankLost, Ranks, identity, joined
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.arithmetic import NORM_ROW
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -344,3 +344,15 @@ def test_a_rank_that_has_not_reached_a_collective_is_named(monkeypatch: pytest.M
     assert f"rank 1 (process {os.getpid()}) has stopped: host memory: found none" == str(
         ranks.lost("GW1f.m0")
     )
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("aborted")])
+def test_an_error_in_a_step_on_gpus_is_that_of_the_rank_that_ended(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(0, 2, [os.getpid(), os.getpid()])
+    with pytest.raises(type(failure)), ranks.watched(torch.device("cuda")):
+        raise failure
+    monkeypatch.setattr(ranks, "_processes", [os.getpid(), 2**22 + 1])  # no such process
+    with pytest.raises(RankLost, match=r"rank 1 .* has ended"), ranks.watched(torch.device("cuda")):
+        raise failure
