@@ -11,9 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,3 +358,14 @@ def test_an_error_in_a_step_on_gpus_is_that_of_the_rank_that_ended(
     monkeypatch.setattr(ranks, "_processes", [os.getpid(), 2**22 + 1])  # no such process
     with pytest.raises(RankLost, match=r"rank 1 .* has ended"), ranks.watched(torch.device("cuda")):
         raise failure
+
+
+def test_the_collectives_of_a_step_on_gpus_are_aborted_when_a_rank_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aborted = threading.Event()
+    group = SimpleNamespace(WORLD=SimpleNamespace(abort=aborted.set))
+    monkeypatch.setattr("megatrain.runtime.ranks.dist.group", group)
+    ranks = Ranks(0, 2, [os.getpid(), 2**22 + 1])  # no such process
+    with pytest.raises(RankLost, match=r"rank 1 .* has ended"), ranks.watched(torch.device("cuda")):
+        assert aborted.wait(60)  # as a collective that waits for the rank
