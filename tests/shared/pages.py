@@ -54,7 +54,10 @@ COMMANDS = [
     (block.page, line)
     for page in PAGES
     for block in blocks(name(page))
-    for line in block.text.splitlines()
+    for line in re.sub(r" \\\n +", " ", block.text).splitlines()
     if line.startswith(("megatrain ", "$ megatrain "))
 ]
-"""The page and the line of every command in a fenced block that begins with `megatrain`."""
+"""The page and the line of every command in a fenced block that begins with `megatrain`.
+
+Lines that a backslash continues are one line here.
+"""
