@@ -7,9 +7,9 @@ import statistics
 import textwrap
 from collections.abc import Iterable
 
-from megatrain.paper_figures import robustness
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.beyond_the_paper import robustness
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 QUESTION = """# The paper's figures, reproduced
 

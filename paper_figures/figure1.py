@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatrain.paper_figures import curves, style
+from megatrain.paper_figures.common import curves, style
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results
+from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of
 from megatrain.paper_figures.figure4 import Size
-from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 from megatrain.simulator.model.metrics import tflops_6n
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload

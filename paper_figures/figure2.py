@@ -10,9 +10,9 @@ from typing import Any
 
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results, StoredRun
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results, StoredRun
+from megatrain.paper_figures.common.table import Drawn, TableRow
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule import LANES
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.lanes import draw_lanes, kind_handles, lanes_of
-from megatrain.paper_figures.results import Results, StoredRun
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.lanes import draw_lanes, kind_handles, lanes_of
+from megatrain.paper_figures.common.results import Results, StoredRun
+from megatrain.paper_figures.common.table import Drawn, TableRow
 from megatrain.simulator.schedule.timeline import Timeline
 
 PAPERS = "h200-qwen2.5-3b"

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 LINES = {
     "paper_stated": ("paper_stated", ""),

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from megatrain.paper_figures import curves, style
-from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of
+from megatrain.paper_figures.common import curves, style
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results
+from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of
 
 SYSTEMS = (
     "megatrain_code",

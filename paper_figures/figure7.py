@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.bars import Bar, BarGroup, bars
-from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, rows_of, value_of
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.bars import Bar, BarGroup, bars
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results
+from megatrain.paper_figures.common.table import Drawn, rows_of, value_of
 
 BATCHES_NAMED = "model size; sequences per step:\nMegaTrain's code, ours; ZeRO-3"
 MODELS = {"qwen2.5-7b": "7B", "qwen2.5-14b": "14B", "qwen2.5-32b": "32B"}

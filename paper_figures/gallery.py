@@ -12,7 +12,6 @@ from pathlib import Path
 import matplotlib
 
 from megatrain.paper_figures import (
-    card_memory,
     figure1,
     figure2,
     figure3,
@@ -20,23 +19,26 @@ from megatrain.paper_figures import (
     figure5,
     figure6,
     figure7,
+    table1,
+    table3,
+    table4,
+    table7,
+    tables8_9,
+)
+from megatrain.paper_figures.article import introduction
+from megatrain.paper_figures.beyond_the_paper import (
+    card_memory,
     formats,
     pareto,
     predicted_measured,
     ratio,
     regimes,
     robustness,
-    style,
-    table1,
-    table3,
-    table4,
-    table7,
-    tables8_9,
     times,
 )
-from megatrain.paper_figures.article import introduction
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, as_csv
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, as_csv
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_text
 from megatrain.simulator.hardware.shared import library_only

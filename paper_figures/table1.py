@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 from megatrain.simulator.hardware.machine import HardwareSpec
 
 MACHINES = ("gh200-96", "h200", "a100-80-pcie", "a6000", "rtx3090", "rtx4090", "b200")

@@ -8,9 +8,9 @@ import statistics
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 
 class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):

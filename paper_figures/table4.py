@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from matplotlib.patches import Patch
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.bars import BarGroup, bars
-from megatrain.paper_figures.results import BenchmarkRecord, Results, StoredAnswer
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of, value_of
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.bars import BarGroup, bars
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results, StoredAnswer
+from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of, value_of
 
 OURS = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
 MODELLED = OURS[3:]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import BenchmarkRecord, Results
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of, value_of
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results
+from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of, value_of
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from matplotlib.patches import Patch
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.bars import bars
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.bars import bars
+from megatrain.paper_figures.common.results import BenchmarkRecord, Results, StoredAnswer
+from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of
 from megatrain.paper_figures.figure7 import BATCHES_NAMED, groups
-from megatrain.paper_figures.results import BenchmarkRecord, Results, StoredAnswer
-from megatrain.paper_figures.table import Drawn, TableRow, rows_of
 
 MODELS = {"qwen2.5-3b": "3B", "qwen2.5-7b": "7B", "qwen2.5-14b": "14B"}
 CARDS = {

@@ -568,3 +568,45 @@ def check_new(path: Path) -> None:
 
     refuse_existing(path)
     check_writable(path)
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Adds the model and all options of `megatrain check`, which the page in a browser also has."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b"
+        " (default: list what fits)",
+    )
+    add_hardware(parser, required=False)
+    add_policy(parser)
+    parser.add_argument(
+        "--cores",
+        type=whole("--cores"),
+        help="processor cores of the host (default: as in the hardware file); the speed of the CPU"
+        " optimizer is proportional to them",
+    )
+    add_workload(parser, batch=None, loss_chunk=None)
+    add_step_tokens(parser)
+    parser.add_argument(
+        "--tokens",
+        type=count("--tokens"),
+        metavar="N",
+        help="also report the time and the energy that training on N tokens takes, e.g. 1B",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=whole("--gpus"),
+        default=1,
+        metavar="N",
+        help="also report what N GPUs of one host reach, with the batch and the accumulation for"
+        " each of them",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="also print the plan and its placement, the runner-up, what one more GiB gains, and"
+        " the bounds of the step time",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.execution.executor import Executor, lane_threads
 from megatrain.runtime.files.model_files import hub_name, random_weights

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatrain.experiments.run_report.step_record import read_record
-from megatrain.runtime.data.sources import hub_data, weighted_path
+from megatrain.runtime.data.rows.sources import hub_data, weighted_path
 from megatrain.runtime.files.model_source import hub_name
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.units import format_count

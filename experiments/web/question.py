@@ -10,8 +10,7 @@ import shlex
 
 import msgspec
 
-from megatrain.experiments.cli.commands import check
-from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.this_machine import this_machine
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json
@@ -98,8 +97,8 @@ class Question(
         words = [f"--{name}={value}" for name, value in self.options().items()]
         if self.hardware:  # only whether it is given matters; `machine` finds the machine
             words.append("--hardware=library")
-        parser = OneLineParser(prog="megatrain check")
-        check.describe(parser)
+        parser = options.OneLineParser(prog="megatrain check")
+        options.add_check(parser)
         args = parser.parse_args(["model", *words])
         for name, most in MOST.items():
             if (getattr(args, name) or 1) > most:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.regimes import Map
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.beyond_the_paper.regimes import Map
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 TOKENS = {
     4096: ("#8a949e", "v", (0, (1, 1.2))),

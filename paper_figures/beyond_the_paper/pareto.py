@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.regimes import HOST
-from megatrain.paper_figures.results import Results, StoredAnswer
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.beyond_the_paper.regimes import HOST
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results, StoredAnswer
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 LOOKS = {
     "sequential": ("#5b6670", "x"),

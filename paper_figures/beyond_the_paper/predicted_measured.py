@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 BAND, MOST = 0.03, 0.42
 """The target band of errors, and the error at the edge of the panels, as shares of the measured

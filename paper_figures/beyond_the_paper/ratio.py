@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 SYSTEMS = ("ours", "paper_stated", "megatrain_code", "fsdp2_offload")
 BASE = "zero3_offload"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from matplotlib.patches import Patch, Rectangle
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results, StoredAnswer
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results, StoredAnswer
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 HOST = ("host updates some", "host updates most")
 REGIMES = {

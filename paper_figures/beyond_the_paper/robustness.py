@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 HOLDS, BROKEN, UNTRIED = "#cfe3f2", "#D55E00", "#ffffff"
 

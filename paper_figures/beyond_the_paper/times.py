@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import Results, StoredAnswer
-from megatrain.paper_figures.table import Drawn, TableRow
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results, StoredAnswer
+from megatrain.paper_figures.common.table import Drawn, TableRow
 
 LOOKS = {
     "rtx3090": ("RTX 3090", "#8a949e", "v", (0, (1, 1.2))),

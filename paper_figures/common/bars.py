@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from megatrain.paper_figures.style import HATCHES, INK, LOOKS, MUTED
+from megatrain.paper_figures.common.style import HATCHES, INK, LOOKS, MUTED
 
 Bar = tuple[str, float | None, str, float | None, bool]
 """(system, the paper's value, its certainty, predicted value, whether a policy can predict it). A

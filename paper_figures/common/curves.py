@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from matplotlib.axes import Axes
 
-from megatrain.paper_figures import style
-from megatrain.paper_figures.results import BenchmarkRecord
-from megatrain.paper_figures.table import value_of
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import BenchmarkRecord
+from megatrain.paper_figures.common.table import value_of
 
 Place = Callable[[BenchmarkRecord], float]
 """Returns the place of a record on the horizontal axis."""

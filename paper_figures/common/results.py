@@ -18,7 +18,7 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
 T = TypeVar("T")
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):

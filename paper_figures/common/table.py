@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from matplotlib.figure import Figure
 
-from megatrain.paper_figures.results import BenchmarkRecord, StoredAnswer
+from megatrain.paper_figures.common.results import BenchmarkRecord, StoredAnswer
 from megatrain.simulator.base.csv_text import csv_text
 
 PREDICTIONS = ("paper_stated", "paper_schedule", "published_code", "ours")

@@ -1,19 +1,15 @@
 """The data pipeline, from files to micro-batches.
 
-The modules, in the order in which text passes through them:
+The folders and modules, in the order in which text passes through them:
 
-* `sources`: a path -> files
-* `formats`, `json_rows`, `csv_rows`, `tables`: files -> rows
+* `rows`: a path -> files -> rows
 * `columns`: a row -> text, a prompt with its completion, or a conversation
-* `chat`, `chat_template`, `tool_calls`, `tokenize`, `in_batches`, `long_text`: -> token ids and
-  targets
-* `cache`: -> a file that is mapped into memory
+* `chat`: a conversation -> text, and which of it the model should learn
+* `long_text`: a text of any length -> token ids
+* `tokens`: rows -> token ids and targets, in a file that is mapped into memory
 * `documents`: spans of this file
-* `mixture`: the documents of several sources, with weights
-* `packing`: documents -> rows of one sequence
-* `corpus`: rows -> the micro-batches of a step
+* `corpus`: the documents of several sources -> rows of one sequence -> the micro-batches of a step
 
-`reading` and `opening` combine them according to DataOptions. `remarks`, `preview` and `survey`
-describe the result to the user. For a model without a tokenizer, `byte_level` replaces the modules
-up to `cache`.
+`opening` combines them according to DataOptions (`options`). `remarks`, `preview`, `summary` and
+`survey` describe the result to the user.
 """

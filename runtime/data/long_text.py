@@ -20,13 +20,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-
-from megatrain.runtime.data.in_batches import in_batches
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -49,7 +47,28 @@ _PLACES = tuple(
 """Patterns of places for a cut. Those where tokenizers split most often are first: before a line,
 a blank, any white space, and anywhere."""
 
+BATCH_ITEMS, BATCH_SIZE = 1024, 2**21
+"""Limits of a batch that is tokenized at once: the number of its texts and their characters."""
+
+Item = TypeVar("Item")
 Other = TypeVar("Other")
+
+
+def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yields lists of up to `BATCH_ITEMS` items.
+
+    A list ends early with the item that brings its total size to `BATCH_SIZE` or more.
+    """
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if len(batch) == BATCH_ITEMS or total >= BATCH_SIZE:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 class Piece(NamedTuple):

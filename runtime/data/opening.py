@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
+from megatrain.runtime.data.corpus.mixture import weighted
 from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.mixture import weighted
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
-from megatrain.runtime.data.reading import Note, SourceReader, TokenizedData
 from megatrain.runtime.data.remarks import remarks
-from megatrain.runtime.data.sources import sources_at, sources_of, weighted_path
+from megatrain.runtime.data.rows.sources import sources_at, sources_of, weighted_path
 from megatrain.runtime.data.summary import DataSummary, summarize
+from megatrain.runtime.data.tokens.reading import Note, SourceReader, TokenizedData
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import counted
 from megatrain.simulator.model.workload import Workload

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.runtime.data.cache import TokenSummary
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.sources import DataSource
+from megatrain.runtime.data.rows.sources import DataSource
+from megatrain.runtime.data.tokens.cache import TokenSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from megatrain.runtime.data.cache import TokenSummary
-    from megatrain.runtime.data.corpus import Corpus
+    from megatrain.runtime.data.corpus.corpus import Corpus
+    from megatrain.runtime.data.tokens.cache import TokenSummary
 
 
 class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import Documents, truncated
 from megatrain.runtime.data.opening import describe_packing, read_data
 from megatrain.runtime.data.options import DataOptions

@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, TextStreamer
 from transformers.utils import logging
 
-from megatrain.runtime.data.byte_level import END_OF_DOCUMENT, ByteTokenizer
-from megatrain.runtime.data.tokenize import load_tokenizer
+from megatrain.runtime.data.tokens.byte_level import END_OF_DOCUMENT, ByteTokenizer
+from megatrain.runtime.data.tokens.tokenize import load_tokenizer
 from megatrain.simulator.base.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.opening import describe_packing, read_data
-from megatrain.runtime.data.sources import EVALUATION_SPLITS
+from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.exported_models import newest_model

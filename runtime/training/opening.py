@@ -10,7 +10,7 @@ import msgspec
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions, Packing
 from megatrain.runtime.data.summary import DataSummary

@@ -23,8 +23,8 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
-from megatrain.runtime.data.corpus import Corpus
-from megatrain.runtime.data.sources import pinned
+from megatrain.runtime.data.corpus.corpus import Corpus
+from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched

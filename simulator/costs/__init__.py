@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs.adjusted import Corrected
 from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.contention import ContentionModel
-from megatrain.simulator.costs.corrected import Corrected
 from megatrain.simulator.costs.datasheet import Datasheet, fp8_speed
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts

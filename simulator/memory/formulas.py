@@ -70,7 +70,7 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
     module with inputs of one size exist at once: T in, 2.5 T out of each, and 6 T out + in out of
     the largest. On an H200, a layer of Qwen2.5-7B with 32,768 tokens took 2 % less in all
     (experiments/results/h200-qwen2.5-7b-fp8). The factors 2.5 and 6 are those of its tensors, and
-    of the tensors of other families in tests/simulator/test_compiled_memory.py.
+    of the tensors of other families in tests/simulator/memory/test_compiled_memory.py.
     """
     if not workload.fp8:
         return 0

@@ -425,7 +425,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         does not save the outputs of norms and activations (`Compiled.rebuilt`): the operands in fp8
         are computed again from what these were computed from.
 
-        tests/simulator/test_compiled_memory.py compares it with the compiler's choice.
+        tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
         """
         part, products = self._part(layer), self.fp8_products(layer, workload)
         weights = sum(map(math.prod, products.values()))
@@ -686,7 +686,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         MLP. With S tokens per sequence and heads of size k, 4 S k bytes are added for what is
         computed once from the positions.
 
-        tests/simulator/test_compiled_memory.py compares it with the compiler's choice.
+        tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
         """
         part, width = self._part(layer), DTYPE_BYTES[dtype]
         kept, scores, once = part.kept, part.scores.kept, 0
@@ -803,8 +803,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         In a compiled layer, some gradients of norms' weights are computed last. So two gradients of
         the hidden states exist longer, 2 T d b with hidden size d.
 
-        tests/simulator/test_counted_memory.py compares it with the runtime's layers, and
-        tests/simulator/test_compiled_memory.py with compiled ones.
+        tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
+        tests/simulator/memory/test_compiled_memory.py with compiled ones.
         """
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):

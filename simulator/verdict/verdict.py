@@ -19,7 +19,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model
-from megatrain.simulator.costs.within_spread import WithinSpread
+from megatrain.simulator.costs.adjusted import WithinSpread
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns

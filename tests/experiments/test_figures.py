@@ -30,9 +30,9 @@ from megatrain.experiments.paper_data.answers import ours, paper_schedule, workl
 from megatrain.experiments.paper_data.published_vs_ours import published, published_vs_ours
 from megatrain.experiments.validate_published import load_settings, predict
 from megatrain.experiments.validation.rows import PublishedRow
-from megatrain.paper_figures import style
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import Results
 from megatrain.paper_figures.gallery import FIGURES, build
-from megatrain.paper_figures.results import Results
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec

@@ -26,7 +26,7 @@ NEW = (
     1,
 )
 WRITE = "megatrain.runtime.files.model_files:write_tensors"
-FINISH = "megatrain.runtime.data.cache:CacheWriter.finish"
+FINISH = "megatrain.runtime.data.tokens.cache:CacheWriter.finish"
 RENAME = "os:replace"
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 

@@ -32,11 +32,11 @@ TESTS = (
     "simulator",
     "runtime",
     "properties",
-    "experiments/test_train.py",
-    "experiments/test_resume.py",
-    "experiments/test_export.py",
-    "experiments/test_chat.py",
-    "experiments/test_convert.py",
+    "experiments/training/test_train.py",
+    "experiments/training/test_resume.py",
+    "experiments/training/test_export.py",
+    "experiments/training/test_chat.py",
+    "experiments/training/test_convert.py",
 )
 KINDS = ("killed", "survived", "equivalent", "unreached")
 

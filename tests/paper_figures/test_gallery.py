@@ -16,19 +16,12 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from megatrain.paper_figures import (
-    figure1,
-    figure3,
-    gallery,
-    predicted_measured,
-    ratio,
-    robustness,
-    style,
-    table4,
-)
+from megatrain.paper_figures import figure1, figure3, gallery, table4
+from megatrain.paper_figures.beyond_the_paper import predicted_measured, ratio, robustness
+from megatrain.paper_figures.common import style
+from megatrain.paper_figures.common.results import EXPERIMENTS, Results
+from megatrain.paper_figures.common.table import Drawn, TableRow, as_csv
 from megatrain.paper_figures.gallery import FIGURES, draw, known, page
-from megatrain.paper_figures.results import EXPERIMENTS, Results
-from megatrain.paper_figures.table import Drawn, TableRow, as_csv
 from megatrain.simulator.base.errors import UserError
 
 HERE = Path(gallery.__file__).parent

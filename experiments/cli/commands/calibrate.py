@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
-    from megatrain.experiments.cli.training.measuring import measuring
+    from megatrain.experiments.cli.training.progress import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import Subject, calibrate
     from megatrain.runtime.layers.functional_layers import config_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, get_args
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.options import Columns, DataOptions, Loss
-from megatrain.runtime.data.sources import sources_at
+from megatrain.runtime.data.rows.sources import sources_at
 
 if TYPE_CHECKING:
     from megatrain.runtime.data.survey import Survey
@@ -78,7 +78,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.runtime.data.tokenize import read_chat_template
+    from megatrain.runtime.data.tokens.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import model_folder
     from megatrain.simulator.model.specs import ModelSpec
 

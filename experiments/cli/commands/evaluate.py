@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.layout import fitted
-from megatrain.runtime.data.sources import EVALUATION_SPLITS, sources_at
+from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS, sources_at
 from megatrain.simulator.base.errors import UserError
 
 

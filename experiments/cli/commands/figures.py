@@ -39,8 +39,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.paper_data.stored import RESULTS, is_stale, writable_results
+    from megatrain.paper_figures.common.results import Results
     from megatrain.paper_figures.gallery import FIGURES, build, known
-    from megatrain.paper_figures.results import Results
 
     published = ["published"] if args.rerun else []
     names = known(args.names, [*published, *FIGURES])

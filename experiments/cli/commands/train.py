@@ -229,7 +229,7 @@ def _field(name: str) -> str:
 
 def _absolute(path: str) -> str:
     """Returns `path` as an absolute path, unless it is the name of a data set on the hub."""
-    from megatrain.runtime.data.sources import hub_data, weighted_path
+    from megatrain.runtime.data.rows.sources import hub_data, weighted_path
 
     return path if hub_data(weighted_path(path).path) else os.path.abspath(path)
 
@@ -358,7 +358,7 @@ def _lead(
     """Trains with the run's folder locked. Without a plan, makes one. With several GPUs, this is
     rank 0.
     """
-    from megatrain.runtime.data.sources import pinned
+    from megatrain.runtime.data.rows.sources import pinned
     from megatrain.runtime.training.run_lock import RunLock
 
     lock = RunLock(folder)

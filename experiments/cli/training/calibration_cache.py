@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training.measuring import measuring
+from megatrain.experiments.cli.training.progress import measuring
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine

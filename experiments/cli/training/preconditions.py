@@ -22,8 +22,8 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
         model: what `--model` names, or None for the model in the plan.
         config: the settings of the run.
     """
-    from megatrain.runtime.data.sources import sources_of
-    from megatrain.runtime.data.tokenize import read_chat_template
+    from megatrain.runtime.data.rows.sources import sources_of
+    from megatrain.runtime.data.tokens.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.files.model_source import name_on_hub
     from megatrain.runtime.layers.supported import refuse_unsupported

@@ -134,8 +134,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
     Raises UserError if the model has no weights to begin with, if the data does not exist, or if
     options contradict each other.
     """
-    from megatrain.runtime.data.sources import sources_of
-    from megatrain.runtime.data.tokenize import read_chat_template
+    from megatrain.runtime.data.rows.sources import sources_of
+    from megatrain.runtime.data.tokens.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.runtime.training.trackers import refuse_missing
@@ -291,7 +291,7 @@ def _choose(
         chosen_sequence,
         described,
     )
-    from megatrain.runtime.data.corpus import Corpus
+    from megatrain.runtime.data.corpus.corpus import Corpus
 
     where, limit, lengths = (
         f"data {', '.join(config.data.paths)}",

@@ -7,9 +7,10 @@ prediction. Notes on the data are printed above the bars.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -161,3 +162,16 @@ class ProgressBars(Callback):
         self._allocation.close()
         if self._bars.live.is_started:
             self._bars.stop()
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """Shows that this machine is measured. Yields a function that prints what is measured next."""
+    console, began = Console(), monotonic()
+
+    def progress(what: str) -> None:
+        line = fitted(f"{monotonic() - began:6.1f} s  measuring {what}")
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    with console.status("measuring"):
+        yield progress

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from megatrain.runtime.data import tool_calls
+from megatrain.runtime.data.chat import tool_calls
+from megatrain.runtime.data.chat.marked_template import Captured, MarkedTemplate, marked_template
+from megatrain.runtime.data.chat.marks import MARK, Rendering, numbered, unmarked, written_loops
 from megatrain.runtime.data.columns import Conversation
-from megatrain.runtime.data.marked_template import Captured, MarkedTemplate, marked_template
-from megatrain.runtime.data.marks import MARK, Rendering, numbered, unmarked, written_loops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,16 @@ from typing import Literal, NamedTuple
 
 from jinja2 import Environment
 
-from megatrain.runtime.data.marks import CLOSE, CLOSES, ITEM, LOOP_ENDS, MARK, NUMBER, OPENS, mark
+from megatrain.runtime.data.chat.marks import (
+    CLOSE,
+    CLOSES,
+    ITEM,
+    LOOP_ENDS,
+    MARK,
+    NUMBER,
+    OPENS,
+    mark,
+)
 
 _STATE = "megatrain_loops"
 """Variable of a marked template. Its `messages` says for each running loop, beginning with the

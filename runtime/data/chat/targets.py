@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from megatrain.runtime.data import tool_calls
-from megatrain.runtime.data.chat_template import THOUGHTS, UNSHOWN, ChatTemplate, Undetermined
+from megatrain.runtime.data.chat import tool_calls
+from megatrain.runtime.data.chat.chat_template import THOUGHTS, UNSHOWN, ChatTemplate, Undetermined
+from megatrain.runtime.data.chat.marks import Rendering, TextSpan
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
-from megatrain.runtime.data.marks import Rendering, TextSpan
 from megatrain.runtime.data.options import Loss
 from megatrain.simulator.base.errors import UserError
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.data.corpus.packing import Rows, best_fit, in_sequence, one_a_row
 from megatrain.runtime.data.documents import Documents, truncated
 from megatrain.runtime.data.options import Packing
-from megatrain.runtime.data.packing import Rows, best_fit, in_sequence, one_a_row
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload
 

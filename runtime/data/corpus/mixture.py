@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents, JoinedTokens
-from megatrain.runtime.data.sources import DataSource
+from megatrain.runtime.data.rows.sources import DataSource
 from megatrain.simulator.base.errors import UserError
 
 

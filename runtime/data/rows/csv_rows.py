@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatrain.runtime.data.sources import suffix_of
-from megatrain.runtime.data.streams import LONGEST_LINE_BYTES, opened
+from megatrain.runtime.data.rows.sources import suffix_of
+from megatrain.runtime.data.rows.streams import LONGEST_LINE_BYTES, opened
 from megatrain.simulator.base.errors import UserError
 
 

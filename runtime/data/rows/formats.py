@@ -7,18 +7,22 @@ document.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.runtime.data import csv_rows, json_rows, tables
-from megatrain.runtime.data.sources import COMPRESSIONS, DataSource
-from megatrain.runtime.data.streams import opened
+from megatrain.runtime.data.rows import csv_rows, json_rows, tables
+from megatrain.runtime.data.rows.sources import COMPRESSIONS, DataSource
+from megatrain.runtime.data.rows.streams import opened
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
 
 _PIECE_BYTES = 2**20
+_SHOWN = 5
+_KINDS = 1000
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,46 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{printable(self.file)}:{self.line}: {self.reason}"
+
+
+class BadRows:
+    """Number of bad rows, with one example for each kind of reason.
+
+    Reasons that differ only in numbers and in quoted text are of the same kind.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Number of bad rows."""
+        self._kinds: dict[str, tuple[str, int]] = {}
+        """Kind of reason -> the first row of this kind, and the number of its rows."""
+
+    def add(self, row: BadRow) -> None:
+        """Counts a bad row. Only the first 1,000 kinds keep an example."""
+        self.count += 1
+        kind = _VARIES.sub("", row.reason)
+        if kind in self._kinds or len(self._kinds) < _KINDS:
+            first, count = self._kinds.get(kind, (str(row), 0))
+            self._kinds[kind] = (first, count + 1)
+
+    @property
+    def shown(self) -> tuple[tuple[str, int], ...]:
+        """The first row of each kind and the number of its rows, for the first 5 kinds."""
+        return tuple(self._kinds.values())[:_SHOWN]
+
+
+def describe_bad_rows(count: int, shown: tuple[tuple[str, int], ...]) -> str:
+    """Returns a line that describes `count` bad rows, with the examples `shown`."""
+    kinds = [
+        f"{row}{f' (and {number - 1:,} more like it)' if number > 1 else ''}"
+        for row, number in shown
+    ]
+    others = count - sum(number for _, number in shown)
+    kinds += [f"{others:,} for other reasons"] if others else []
+    return (
+        f"{count:,} bad row{'' if count == 1 else 's'} left out, the first of each kind:"
+        f" {'; '.join(kinds)}"
+    )
 
 
 def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator[TextRow | BadRow]:

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from megatrain.runtime.data.sources import suffix_of
-from megatrain.runtime.data.streams import LONGEST_LINE_BYTES, opened
+from megatrain.runtime.data.rows.sources import suffix_of
+from megatrain.runtime.data.rows.streams import LONGEST_LINE_BYTES, opened
 from megatrain.simulator.base.errors import UserError
 
 _CHUNK = 2**16

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from megatrain.runtime.data.hub import HubData, fetch, list_files, parse_name, with_commit
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.rows.hub import HubData, fetch, list_files, parse_name, with_commit
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.base.names import is_path, suggestion

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from megatrain.runtime.data.sources import COMPRESSIONS
+from megatrain.runtime.data.rows.sources import COMPRESSIONS
 
 LONGEST_LINE_BYTES = 2**28
 

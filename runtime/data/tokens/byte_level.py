@@ -11,8 +11,8 @@ import zlib
 import numpy as np
 
 from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.sources import DataSource
-from megatrain.runtime.data.streams import opened
+from megatrain.runtime.data.rows.sources import DataSource
+from megatrain.runtime.data.rows.streams import opened
 from megatrain.simulator.base.errors import UserError
 
 END_OF_DOCUMENT = 256

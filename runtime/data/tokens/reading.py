@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from megatrain.runtime.data import byte_level
-from megatrain.runtime.data.bad_rows import BadRows, describe_bad_rows
-from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
 from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_columns
+from megatrain.runtime.data.corpus.mixture import joined
 from megatrain.runtime.data.documents import TARGET, Documents
-from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.mixture import joined
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.sources import DataSource
-from megatrain.runtime.data.tokenize import (
+from megatrain.runtime.data.rows.formats import BadRow, BadRows, TextRow, describe_bad_rows, rows
+from megatrain.runtime.data.rows.sources import DataSource
+from megatrain.runtime.data.tokens import byte_level
+from megatrain.runtime.data.tokens.cache import CacheWriter, TokenSummary, load
+from megatrain.runtime.data.tokens.tokenize import (
     Encoder,
     load_tokenizer,
     read_chat_template,

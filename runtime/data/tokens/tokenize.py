@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
-from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.chat.marked_template import marked_template
+from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import (
     Conversation,
     Layout,
@@ -30,11 +31,9 @@ from megatrain.runtime.data.columns import (
     recognize,
 )
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.formats import BadRow, TextRow
-from megatrain.runtime.data.in_batches import in_batches
-from megatrain.runtime.data.long_text import LongText
-from megatrain.runtime.data.marked_template import marked_template
+from megatrain.runtime.data.long_text import LongText, in_batches
 from megatrain.runtime.data.options import Loss
+from megatrain.runtime.data.rows.formats import BadRow, TextRow
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_text
 

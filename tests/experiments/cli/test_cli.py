@@ -104,7 +104,7 @@ def test_a_second_calibration_says_whether_it_agrees(
 ) -> None:
     hardware = HardwareSpec.load(
         str(
-            Path(__file__).parents[2]
+            Path(__file__).parents[3]
             / "experiments"
             / "results"
             / "h200-qwen2.5-7b-whole"
@@ -246,7 +246,7 @@ def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) 
     """
     machine = HardwareSpec.load(
         str(
-            Path(__file__).parents[2]
+            Path(__file__).parents[3]
             / "experiments"
             / "results"
             / "h200-qwen2.5-7b-batches"

@@ -19,7 +19,7 @@ import megatrain.simulator
 from megatrain.experiments.cli.program import one_line_warnings
 from megatrain.simulator.policies.policy import PolicyWarning
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*words: str, redirect: str = "") -> subprocess.CompletedProcess[str]:

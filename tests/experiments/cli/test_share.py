@@ -16,7 +16,7 @@ from megatrain.runtime.host import processor
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.shared import SharedMachine
 
-MEASURED = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout" / "hardware.toml"
+MEASURED = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout" / "hardware.toml"
 CALIBRATE = (
     *("calibrate", "qwen2.5-0.5b", "--batch", "2", "--seq", "16", "--device", "cpu"),
     *("--out", "here.toml", "--name", "my-own-name", "--share"),

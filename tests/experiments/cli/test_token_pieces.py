@@ -118,7 +118,7 @@ def test_a_calibration_has_no_pieces(command: Command) -> None:
 
 
 def test_a_measured_machine_derives_the_times_of_pieces() -> None:
-    stored = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    stored = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
     hardware, model = (
         HardwareSpec.load(str(stored / "hardware.toml")),
         ModelSpec.load("qwen2.5-3b").with_layers(2),

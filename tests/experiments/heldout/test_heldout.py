@@ -429,7 +429,7 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
     The replay adds the machine's dispatch time, which every prediction contains and no duration of
     an op does.
     """
-    folder = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+    folder = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
     plan, hardware = (
         Plan.load(folder / "plan.toml"),
         HardwareSpec.load(str(folder / "hardware.toml")),

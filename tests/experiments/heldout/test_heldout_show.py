@@ -27,7 +27,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.policies import lower
 
 HARDWARE = HardwareSpec.load("h200")
-STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout"
+STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatrain.experiments.heldout.timelines import read_timelines
 from megatrain.experiments.heldout.uncalibrated import UncalibratedCase, compare, main
 from megatrain.simulator.hardware.machine import HardwareSpec
 
-STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-families"
+STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-families"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-AXES = Path(__file__).parents[2] / "experiments" / "run_report" / "axes.js"
+AXES = Path(__file__).parents[3] / "experiments" / "run_report" / "axes.js"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

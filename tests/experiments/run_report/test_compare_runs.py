@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 from megatrain.simulator.plots import canvas
 
-STORED = Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b"
+STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
 
 
 @pytest.fixture(scope="module")

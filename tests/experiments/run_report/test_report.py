@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
 
 class Reported(NamedTuple):

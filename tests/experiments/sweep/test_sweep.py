@@ -33,7 +33,7 @@ from megatrain.simulator.schedule.plan import Placement, Plan
 
 H200 = HardwareSpec.load("h200")
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
-ADDING = Path(__file__).parents[2] / "docs" / "adding.md"
+ADDING = Path(__file__).parents[3] / "docs" / "adding.md"
 
 
 def axes(**values: Any) -> grid.Axes:

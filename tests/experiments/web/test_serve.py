@@ -29,7 +29,7 @@ from megatrain.simulator.model.state_format import FORMATS
 if TYPE_CHECKING:
     from werkzeug.test import TestResponse
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = "http://127.0.0.1:8765"
 SMALL = {"model": "qwen2.5-0.5b", "hardware": "rtx4090", "batch": "1", "seq": "256"}
 CHECK = ["qwen2.5-0.5b", "--hardware", "rtx4090", "--batch", "1", "--seq", "256"]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))
 
 import msgspec  # noqa: E402

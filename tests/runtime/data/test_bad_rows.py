@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain.runtime.data.bad_rows import BadRows, describe_bad_rows
-from megatrain.runtime.data.formats import BadRow
+from megatrain.runtime.data.rows.formats import BadRow, BadRows, describe_bad_rows
 
 HERE = Path("rows.jsonl")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.data import byte_level
-from megatrain.runtime.data.byte_level import END_OF_DOCUMENT, VOCABULARY
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.tokens import byte_level
+from megatrain.runtime.data.tokens.byte_level import END_OF_DOCUMENT, VOCABULARY
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload
 

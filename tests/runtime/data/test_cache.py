@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.runtime.data.cache import CacheWriter, TokenSummary, load
+from megatrain.runtime.data.tokens.cache import CacheWriter, TokenSummary, load
 from megatrain.simulator.base.errors import UserError
 
 SUMMARY = TokenSummary(

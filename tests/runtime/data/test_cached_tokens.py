@@ -126,7 +126,7 @@ def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
 def test_a_file_that_changes_while_it_is_read_is_refused(
     opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.runtime.data import reading
+    from megatrain.runtime.data.tokens import reading
 
     path = jsonl(BOTTOM)
     tokenize = reading._tokenize

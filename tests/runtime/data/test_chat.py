@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.data import long_text
-from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText
 from megatrain.runtime.data.options import Loss
-from megatrain.runtime.data.tokenize import load_tokenizer
+from megatrain.runtime.data.tokens.tokenize import load_tokenizer
 
 Folder = Callable[..., Path]
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

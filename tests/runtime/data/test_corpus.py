@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.runtime.batch import IGNORED, Batch
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small_rows import BOTTOM
 
 from megatrain.runtime.batch import IGNORED
-from megatrain.runtime.data.corpus import Corpus
+from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.opening import split
 from megatrain.runtime.data.options import DataOptions

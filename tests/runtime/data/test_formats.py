@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.runtime.data import formats, json_rows
-from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.sources import COMPRESSIONS, find
+from megatrain.runtime.data.rows import formats, json_rows
+from megatrain.runtime.data.rows.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.rows.sources import COMPRESSIONS, find
 from megatrain.simulator.base.errors import UserError
 
 

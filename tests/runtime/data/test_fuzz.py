@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.runtime.data.columns import LAYOUTS, Unusable, extract, recognize
-from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.sources import find
+from megatrain.runtime.data.rows.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.rows.sources import find
 from megatrain.simulator.base.errors import UserError
 
 _KEYS = [

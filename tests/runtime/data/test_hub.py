@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
-from megatrain.runtime.data.hub import parse_name
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.sources import hub_data, pinned, sources_at, sources_of
+from megatrain.runtime.data.rows.hub import parse_name
+from megatrain.runtime.data.rows.sources import hub_data, pinned, sources_at, sources_of
 from megatrain.simulator.base.errors import UserError
 
 LETTERS = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.runtime.data import in_batches, long_text
+from megatrain.runtime.data import long_text
 from megatrain.runtime.data.long_text import LongText, Piece
 
 WORDS = [
@@ -152,7 +152,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CONTEXT", 47), ("_WINDOW", 150), ("_ZONE", 60)):
         monkeypatch.setattr(long_text, name, value)
-    monkeypatch.setattr(in_batches, "BATCH_SIZE", 400)
+    monkeypatch.setattr(long_text, "BATCH_SIZE", 400)
 
 
 def pieces(
@@ -325,9 +325,9 @@ _MEASURE = """
 import json, resource, sys
 from pathlib import Path
 from megatrain.runtime.data.columns import Layout
-from megatrain.runtime.data.formats import rows
-from megatrain.runtime.data.sources import find
-from megatrain.runtime.data.tokenize import Encoder, load_tokenizer
+from megatrain.runtime.data.rows.formats import rows
+from megatrain.runtime.data.rows.sources import find
+from megatrain.runtime.data.tokens.tokenize import Encoder, load_tokenizer
 
 name = sys.argv[4]
 encoder = Encoder(load_tokenizer(Path(sys.argv[1])), Layout(name, (name,)), "assistant", "")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_rows import CHAT, same
 
+from megatrain.runtime.data.corpus.mixture import weighted
 from megatrain.runtime.data.documents import Documents, JoinedTokens
-from megatrain.runtime.data.mixture import weighted
-from megatrain.runtime.data.sources import weighted_path
+from megatrain.runtime.data.rows.sources import weighted_path
 from megatrain.simulator.base.errors import UserError
 
 Folder = Callable[..., Path]

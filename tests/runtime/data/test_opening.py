@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from small_rows import BOTTOM, CHAT, same
 
-from megatrain.runtime.data import byte_level
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.tokens import byte_level
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert
 from megatrain.simulator.model.workload import Workload

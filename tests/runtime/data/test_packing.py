@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.runtime.data.corpus.packing import best_fit
 from megatrain.runtime.data.documents import Documents
-from megatrain.runtime.data.packing import best_fit
 
 
 def documents_of(lengths: list[int]) -> Documents:

@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.runtime.data.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.sources import DataSource, find
+from megatrain.runtime.data.rows.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.rows.sources import DataSource, find
 from megatrain.simulator.base.errors import UserError
 
 

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.runtime.data import tables
+from megatrain.runtime.data.rows import tables
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.tokenize import load_tokenizer
+from megatrain.runtime.data.tokens.tokenize import load_tokenizer
 
 Folder = Callable[..., Path]
 BODY = (

@@ -16,14 +16,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.runtime.data import formats
-from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation, Layout, recognize
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.formats import BadRow, TextRow, rows
 from megatrain.runtime.data.options import Loss
-from megatrain.runtime.data.sources import find
-from megatrain.runtime.data.tokenize import Encoder, load_tokenizer, tokenizer_digest
+from megatrain.runtime.data.rows import formats
+from megatrain.runtime.data.rows.formats import BadRow, TextRow, rows
+from megatrain.runtime.data.rows.sources import find
+from megatrain.runtime.data.tokens.tokenize import Encoder, load_tokenizer, tokenizer_digest
 from megatrain.simulator.base.errors import UserError
 
 Folder = Callable[..., Path]

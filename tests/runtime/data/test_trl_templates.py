@@ -18,10 +18,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.runtime.data.chat import Chat
+from megatrain.runtime.data.chat.targets import Chat
+from megatrain.runtime.data.chat.tool_calls import with_texts
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
-from megatrain.runtime.data.tool_calls import with_texts
 
 _spec = importlib.util.find_spec("trl")
 if _spec is None or not _spec.submodule_search_locations:

@@ -1,7 +1,7 @@
 """Tests of updates whose moments are 8-bit codes: the codec, and the kernels against PyTorch.
 
 Triton's kernel is tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
-pytest tests/runtime/test_blockwise.py`. `test_cuda_state_formats.py` tests it on a GPU.
+pytest tests/runtime/optimizer/test_blockwise.py`. `test_cuda_state_formats.py` tests it on a GPU.
 """
 
 from __future__ import annotations

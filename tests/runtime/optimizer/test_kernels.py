@@ -2,7 +2,7 @@
 not available.
 
 Triton's kernels are tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
-pytest tests/runtime/test_kernels.py`. `test_cuda.py` tests them on a GPU.
+pytest tests/runtime/optimizer/test_kernels.py`. `test_cuda.py` tests them on a GPU.
 """
 
 from __future__ import annotations

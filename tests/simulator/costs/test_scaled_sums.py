@@ -11,7 +11,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import plans_of
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
 
 def test_no_op_takes_a_negative_time() -> None:

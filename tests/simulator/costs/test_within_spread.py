@@ -11,7 +11,7 @@ import small_model
 from megatrain.simulator import policies
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.costs.within_spread import WithinSpread
+from megatrain.simulator.costs.adjusted import WithinSpread
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import mfu
@@ -21,8 +21,8 @@ from megatrain.simulator.planner.assessment import Choice, assess
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict.verdict import judge, summarize
 
-PROOF = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout"
-CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"
+PROOF = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout"
+CALIBRATIONS = Path(__file__).parents[2] / "shared" / "calibrations"
 MACHINES = [
     PROOF / "hardware.toml",
     *(CALIBRATIONS / f"{name}.toml" for name in ("other-host", "noisy-host", "default-set")),

@@ -19,7 +19,7 @@ from megatrain.simulator.hardware.cost_table import (
 from megatrain.simulator.hardware.machine import HardwareSpec
 
 LIBRARY = HardwareSpec.load("h200")
-CALIBRATIONS = Path(__file__).parents[1] / "shared" / "calibrations"
+CALIBRATIONS = Path(__file__).parents[2] / "shared" / "calibrations"
 
 
 def machine(factor: float, stated: float, slow: int = 0, **changes: Any) -> HardwareSpec:

@@ -17,7 +17,7 @@ from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 
-LIBRARY = Path(__file__).parents[2] / "simulator" / "library"
+LIBRARY = Path(__file__).parents[3] / "simulator" / "library"
 
 
 def changed(**changes: Any) -> HardwareSpec:

@@ -18,7 +18,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Plan
 
-LIBRARY = Path(__file__).parents[2] / "simulator" / "library" / "hardware"
+LIBRARY = Path(__file__).parents[3] / "simulator" / "library" / "hardware"
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.toml"))
 SOURCE = re.compile(
     r"\b(measured|fitted|datasheet|whitepaper|specification|database|derived|assumed|stated)\b",

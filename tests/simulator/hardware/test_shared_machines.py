@@ -18,7 +18,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.verdict.verdict import Verdict, judge
 
-MEASURED = Path(__file__).parents[2] / "experiments" / "results" / "h200-heldout" / "hardware.toml"
+MEASURED = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout" / "hardware.toml"
 Put = Callable[..., SharedMachine]
 
 

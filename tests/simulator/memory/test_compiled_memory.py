@@ -6,7 +6,7 @@ and weight gradients included (`counted_compiled.py`). Widths are those of `wide
 The counts change if the code of transformers or PyTorch changes. To count all families again, which
 takes an hour, or some:
 
-`PYTHONPATH=typings:tests/shared python tests/simulator/test_compiled_memory.py [FAMILY ...]`
+`PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_compiled_memory.py [FAMILY ...]`
 """
 
 from __future__ import annotations

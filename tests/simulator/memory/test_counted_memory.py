@@ -8,7 +8,7 @@ of a family. A peak is that of the forward pass, recompute or backward pass, sav
 weight gradients included. They change if the parts of a family or the code of transformers change.
 To write the file again:
 
-`PYTHONPATH=typings:tests/shared python tests/simulator/test_counted_memory.py`
+`PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_counted_memory.py`
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    sorted((Path(__file__).parents[2] / "experiments" / "results").glob("*/hardware.toml")),
+    sorted((Path(__file__).parents[3] / "experiments" / "results").glob("*/hardware.toml")),
     ids=lambda path: path.parent.name,
 )
 def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) -> None:

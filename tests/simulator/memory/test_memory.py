@@ -164,7 +164,7 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(
 
 @pytest.mark.parametrize(
     "stored",
-    sorted((Path(__file__).parents[2] / "experiments" / "results").glob("*/hardware.toml")),
+    sorted((Path(__file__).parents[3] / "experiments" / "results").glob("*/hardware.toml")),
     ids=lambda path: path.parent.name,
 )
 def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> None:

@@ -22,7 +22,7 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import judge
 
 STORED = HardwareSpec.load(
-    str(Path(__file__).parents[2] / "experiments" / "results" / "h200-qwen2.5-3b" / "hardware.toml")
+    str(Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b" / "hardware.toml")
 )
 MORE = 3 * 2**30 + 1
 

@@ -6,7 +6,7 @@ These are the bytes that elementwise kernels move in a decoder layer, and those 
 model: moved in the forward pass, in the backward pass, and kept. They change if the parts of a
 family or the code of transformers change. To write the file again:
 
-`PYTHONPATH=typings:tests/shared python tests/simulator/test_family_bytes.py`
+`PYTHONPATH=typings:tests/shared python tests/simulator/model/test_family_bytes.py`
 """
 
 from __future__ import annotations

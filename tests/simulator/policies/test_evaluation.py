@@ -21,7 +21,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.schedule.plan import Plan
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
 
 @pytest.mark.parametrize("tied", [False, True])

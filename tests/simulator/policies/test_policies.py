@@ -21,7 +21,7 @@ from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 FIXED_SLOTS = {"sequential": 1, "double_buffer": 2}
 
 Make = Callable[..., Plan]

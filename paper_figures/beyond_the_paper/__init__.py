@@ -1,0 +1,1 @@
+"""Figures that the paper does not have."""

@@ -1,0 +1,53 @@
+"""Cost models whose ops take longer or shorter than those of another cost model.
+
+Only durations change, not how lanes slow each other down and not the dispatch time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.costs.protocol import CostModel
+from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.schedule import Op
+
+
+class Corrected(ScaledCosts):
+    """The cost model `costs`, with the time of each op multiplied by the factor that a run measured
+    for its kind and lane.
+    """
+
+    def __init__(self, costs: CostModel, factors: Mapping[str, float]) -> None:
+        """`factors` are those of `HardwareSpec.corrections`. Kinds that were not measured have the
+        factor of their lane, and lanes that were not measured have that of all ops.
+        """
+        super().__init__(costs, lambda op: op)
+        self._factors = factors
+
+    def duration_ns(self, op: Op) -> int:
+        keys = (f"{op.kind}@{op.lane}", op.lane, "all")
+        factor = next((self._factors[key] for key in keys if key in self._factors), 1.0)
+        return round(factor * self.costs.duration_ns(op))
+
+    def extrapolated(self, op: Op) -> bool:
+        return self.costs.extrapolated(op)
+
+
+class WithinSpread(ScaledCosts):
+    """The cost model `costs` with every op longer, or every op shorter, by its spread.
+
+    All ops change together, as they do when the host is busy with other work. The spread of a
+    number is the interquartile range of its repetitions divided by their median. With normally
+    distributed repetitions, 82 % are within one spread of the median. An op has the spread of the
+    nearest measured number. If its duration is extrapolated, `uncertainty` is used instead.
+    """
+
+    def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
+        super().__init__(costs, lambda op: op)
+        self._calibrated, self._uncertainty, self._longer = costs, uncertainty, longer
+
+    def duration_ns(self, op: Op) -> int:
+        duration, known = self._calibrated.duration_ns(op), not self._calibrated.extrapolated(op)
+        times = 1 + (self._calibrated.spread(op) if known else self._uncertainty)
+        return round(duration * times if self._longer else duration / times)
