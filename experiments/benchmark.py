@@ -122,7 +122,7 @@ def parser() -> options.OneLineParser:
     return made
 
 
-def planned(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
+def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     """Returns the plan to time and the machine that it was made for.
 
     Raises UserError if the options contradict each other, if no plan fits, or if this system is
@@ -195,7 +195,7 @@ def _refuse_for_others(work: Workload, systems: str) -> None:
             )
 
 
-def timed(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
+def time_system(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
     """Times one system in its own process and returns the result of `benchmarks/child.py`."""
     words = [
         sys.executable,
@@ -240,7 +240,7 @@ def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[s
     }
 
 
-def compared(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Adds to each record the ratio `times_ours` of its step time to ours, if ours was timed."""
     ours = next(
         (
@@ -342,7 +342,7 @@ def run(args: argparse.Namespace) -> int:
     """Times the systems, prints a table, and returns the exit status."""
     if args.out:
         options.check_writable(args.out)
-    plan, hardware = planned(args)
+    plan, hardware = make_plan(args)
     work, prediction = plan.workload, plan.prediction
     arguments = {
         key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
@@ -383,9 +383,9 @@ def run(args: argparse.Namespace) -> int:
         path = Path(folder) / "plan.toml"
         plan.save(path)
         for system in args.systems:
-            found = timed(system, path, args.steps, args.device)
+            found = time_system(system, path, args.steps, args.device)
             result["machine"] = found.get("machine") or result["machine"]
-            records = compared([*records, summary(found, plan, hardware)])
+            records = with_ratios([*records, summary(found, plan, hardware)])
             if args.out:
                 write_json(args.out, result | {"systems": records})
     print(table(records))

@@ -25,10 +25,10 @@ from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.experiments.files.row_file import append_row
-from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, planned
+from megatrain.experiments.heldout.measure import case_seconds, executed, load_libraries, plan_case
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_repetitions
 from megatrain.experiments.heldout.suites import HeldoutCase, Suite, refuse_grid, suite
-from megatrain.experiments.heldout.summary import summarize
+from megatrain.experiments.heldout.summary import summarize_errors
 from megatrain.experiments.heldout.table import markdown
 from megatrain.runtime.calibration.calibrate import Subject, calibrate
 from megatrain.runtime.layers.functional_layers import config_of
@@ -143,7 +143,7 @@ def plans(
     )
     began, missing = time.monotonic(), [case for case in cases if case.name not in found]
     for case in missing:
-        if choice := planned(chosen, case, hardware, chosen.library or HARDWARE):
+        if choice := plan_case(chosen, case, hardware, chosen.library or HARDWARE):
             found[case.name] = choice
     if missing:
         write_json(path, [Planned(name=name, choice=choice) for name, choice in found.items()])
@@ -314,7 +314,7 @@ def _twin(case: HeldoutCase, choice: Choice, rows: Iterable[HeldoutRow]) -> Held
 
 def report(folder: Path, rows: list[HeldoutRow]) -> int:
     """Writes the summary of the rows, and prints their tables."""
-    write_json(folder / SUMMARY, summarize(rows))
+    write_json(folder / SUMMARY, summarize_errors(rows))
     print("\n" + markdown(rows))
     return 0
 

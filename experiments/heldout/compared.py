@@ -26,7 +26,7 @@ class Compared(NamedTuple):
     errors: ErrorReport
 
 
-def compared(
+def predict_and_compare(
     schedule: Schedule, measured: Timeline, costs: CostModel, memory: tuple[PeakError, ...] = ()
 ) -> Compared:
     """Returns the predicted timeline and its errors against the measured one."""

@@ -8,7 +8,7 @@ import time
 import msgspec
 import torch
 
-from megatrain.experiments.heldout.compared import compared
+from megatrain.experiments.heldout.compared import predict_and_compare
 from megatrain.experiments.heldout.rows import HeldoutRow
 from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite
 from megatrain.experiments.heldout.timelines import StoredTimeline
@@ -35,7 +35,7 @@ _START_SECONDS = 1.5  # to build an executor
 _BYTES_PER_S = 4e9  # to fill its memory with weights
 
 
-def planned(
+def plan_case(
     suite: Suite, case: HeldoutCase, hardware: HardwareSpec, hardware_name: str
 ) -> Choice | None:
     """Returns the case's plan and its prediction, or None if the plan does not fit or its variant
@@ -124,7 +124,7 @@ def executed(
     ]
     costs = cost_model(hardware, plan.model, plan.workload)
     measured = trial.timelines[middle]
-    report = compared(trial.schedule, measured, costs).errors
+    report = predict_and_compare(trial.schedule, measured, costs).errors
     row = msgspec.structs.replace(
         row,
         steps=tuple(round(seconds, 6) for seconds in trial.seconds),

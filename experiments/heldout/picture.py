@@ -27,7 +27,7 @@ from megatrain.experiments.heldout.summary import (
     host_error,
     judged,
     step_error,
-    summarize,
+    summarize_errors,
 )
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_seconds
@@ -67,7 +67,7 @@ def draw(rows: Sequence[HeldoutRow], path: Path) -> None:
     groups: dict[str, list[HeldoutRow]] = {}
     for row in ran:
         groups.setdefault(row.group, []).append(row)
-    summary = summarize(rows)
+    summary = summarize_errors(rows)
     lines = len(ran) + (1 + _APART) * len(groups)
     below, judging, top, gap, bottom = (
         _ROW_INCHES * lines,

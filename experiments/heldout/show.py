@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
-from megatrain.experiments.heldout.compared import compared, within_range
+from megatrain.experiments.heldout.compared import predict_and_compare, within_range
 from megatrain.experiments.heldout.picture import draw
 from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
-from megatrain.experiments.heldout.summary import summarize
+from megatrain.experiments.heldout.summary import summarize_errors
 from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import read_timelines
 from megatrain.simulator.base.errors import UserError
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     options.check_writable(out / "table.md")
     draw(rows, out / "errors.png")
     write_text(out / "table.md", markdown(rows))
-    write_json(out / "summary.json", summarize(rows))
+    write_json(out / "summary.json", summarize_errors(rows))
     if (hardware := args.folder / "hardware.toml").exists():
         print(
             "{} of {} steps lie within the range that the calibration's spreads give".format(
@@ -119,7 +119,7 @@ def show_case(folder: Path, row: HeldoutRow, out: Path | None) -> int:
     memory = tuple(
         peak_error(what, predicted, found) for what, predicted, found in sizes if found is not None
     )
-    predicted, errors = compared(schedule, measured, costs, memory)
+    predicted, errors = predict_and_compare(schedule, measured, costs, memory)
     out = out or folder / "cases" / row.name.replace("/", "-").replace(" ", "-")
     options.check_writable(out / "comparison.json")
     write_json(out / "comparison.json", errors)

@@ -45,9 +45,9 @@ class ErrorSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the signed errors."""
     visited_again: int = 0
     """Plans that were executed more than once, with other plans in between."""
-    spread_between_visits: float | None = None
+    spread_between_repetitions: float | None = None
     """Median, over these plans, of how much slower the slowest repetition was than the fastest."""
-    spread_between_visits_worst: float | None = None
+    spread_between_repetitions_worst: float | None = None
     """The largest such difference of a plan."""
     device_mape: float | None
     """Mean absolute error of the device peak."""
@@ -154,7 +154,7 @@ def step_error(row: HeldoutRow) -> float:
     return row.plan.prediction.step_seconds / row.step_seconds - 1
 
 
-def spread_between_visits(row: HeldoutRow) -> float:
+def spread_between_repetitions(row: HeldoutRow) -> float:
     """Returns how much slower the slowest repetition was than the fastest."""
     return max(row.repetitions) / min(row.repetitions) - 1
 
@@ -174,7 +174,7 @@ def host_error(row: HeldoutRow) -> float | None:
     return row.plan.prediction.host_peak_bytes / row.host_bytes - 1
 
 
-def summarize(rows: Iterable[HeldoutRow]) -> ErrorSummary:
+def summarize_errors(rows: Iterable[HeldoutRow]) -> ErrorSummary:
     """Returns the errors of the rows. A plan that several cases share counts once."""
     rows = list(rows)
     ran = [row for row in rows if not row.failure]
@@ -182,7 +182,7 @@ def summarize(rows: Iterable[HeldoutRow]) -> ErrorSummary:
     steps, devices = [step_error(row) for row in once], [device_error(row) for row in once]
     hosts = [error for row in once if (error := host_error(row)) is not None]
     replays = [row.replay_error for row in once if row.replay_error is not None]
-    apart = [spread_between_visits(row) for row in once if len(row.repetitions) > 1]
+    apart = [spread_between_repetitions(row) for row in once if len(row.repetitions) > 1]
     groups: dict[str, list[HeldoutRow]] = defaultdict(list)
     for row in ran:
         groups[row.group].append(row)
@@ -207,8 +207,8 @@ def summarize(rows: Iterable[HeldoutRow]) -> ErrorSummary:
         step_worst=max(steps, key=abs, default=None),
         step_bias=_mean(steps),
         visited_again=len(apart),
-        spread_between_visits=statistics.median(apart) if apart else None,
-        spread_between_visits_worst=max(apart, default=None),
+        spread_between_repetitions=statistics.median(apart) if apart else None,
+        spread_between_repetitions_worst=max(apart, default=None),
         device_mape=_mean(map(abs, devices)),
         device_worst=max(devices, key=abs, default=None),
         device_smallest=min(devices, default=None),

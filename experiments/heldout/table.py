@@ -18,7 +18,7 @@ from megatrain.experiments.heldout.summary import (
     host_error,
     judged,
     step_error,
-    summarize,
+    summarize_errors,
 )
 from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.compare.error_report import relative_error
@@ -30,7 +30,7 @@ def markdown(rows: Sequence[HeldoutRow]) -> str:
     measured) / measured.
     """
     ran = [row for row in rows if not row.failure]
-    once, summary = [row for row in ran if not row.same_as], summarize(rows)
+    once, summary = [row for row in ran if not row.same_as], summarize_errors(rows)
     machines, dates = (
         ", ".join(sorted({each for each in found if each}))
         for found in ([row.machine for row in rows], [row.date for row in rows])
@@ -72,11 +72,11 @@ def _targets(summary: ErrorSummary) -> str:
 
 def _repetitions(summary: ErrorSummary) -> list[str]:
     """Returns a sentence about how closely the machine repeats a step."""
-    if summary.spread_between_visits is None:
+    if summary.spread_between_repetitions is None:
         return []
     apart, worst = (
-        signed_percent(summary.spread_between_visits),
-        signed_percent(summary.spread_between_visits_worst),
+        signed_percent(summary.spread_between_repetitions),
+        signed_percent(summary.spread_between_repetitions_worst),
     )
     return [
         f"{summary.visited_again} of the plans were executed again minutes later. The step times of"

@@ -26,7 +26,7 @@ from megatrain.simulator.model.workload import Workload
 GB_PER_GIB = 2**30 / 1e9
 
 
-class Changed(Setting, frozen=True, kw_only=True):
+class ChangedSetting(Setting, frozen=True, kw_only=True):
     """A setting with some rates of its machine multiplied or replaced."""
 
     factors: tuple[tuple[str, float], ...] = ()
@@ -90,7 +90,7 @@ def _rate(field: str, factor: float, only: str = "") -> Callable[[str, Setting],
     def change(_: str, setting: Setting) -> Setting:
         if only and setting.hardware != only:
             return setting
-        return Changed(**msgspec.structs.asdict(setting), factors=((field, factor),))
+        return ChangedSetting(**msgspec.structs.asdict(setting), factors=((field, factor),))
 
     return change
 
@@ -99,7 +99,7 @@ def _value(field: str, value: float, only: str) -> Callable[[str, Setting], Sett
     def change(_: str, setting: Setting) -> Setting:
         if setting.hardware != only:
             return setting
-        return Changed(**msgspec.structs.asdict(setting), values=((field, value),))
+        return ChangedSetting(**msgspec.structs.asdict(setting), values=((field, value),))
 
     return change
 

@@ -186,7 +186,7 @@ def texts() -> tuple[Documents, Documents, Documents, str]:
     return first, second, held, hashlib.sha256(code + prose).hexdigest()[:16]
 
 
-def planned(policy: str, knobs: Knobs) -> Plan:
+def plan_with(policy: str, knobs: Knobs) -> Plan:
     """Returns a plan for the CPU whose limits are exactly what it needs."""
     plan = Plan(
         policy=policy,
@@ -301,7 +301,7 @@ def simulate() -> Any:
         runs = {
             "plain PyTorch, fp32 masters": plain(Plain(start), corpora[1], STEPS, RATE),
             **{
-                f"ours, {name}": own(planned(*chosen), start, corpora[1])
+                f"ours, {name}": own(plan_with(*chosen), start, corpora[1])
                 for name, chosen in PLANS.items()
             },
             "bf16 weights alone": plain(Plain(start, rounded=True), corpora[1], STEPS, RATE),

@@ -24,7 +24,7 @@ from megatrain.experiments.quality import text
 from megatrain.experiments.quality.picture import quality_png
 from megatrain.experiments.quality.rows import Part, QualityRow, RunSettings, load_rows
 from megatrain.experiments.quality.running import run_all, specs
-from megatrain.experiments.quality.summary import summarize, table
+from megatrain.experiments.quality.summary import summarize_variants, table
 from megatrain.experiments.quality.variant import variants, workload_of
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_json, write_text
@@ -218,7 +218,7 @@ def show(
         raise UserError(
             str(folder), found="no runs", allowed="a folder of --out", fix="name that folder"
         )
-    summaries, settings = summarize(rows, folder), rows[0].spec.settings
+    summaries, settings = summarize_variants(rows, folder), rows[0].spec.settings
     made: dict[str, object] = {}
     if arguments is not None:
         made = {"date": time.strftime("%Y-%m-%d"), "commit": commit_hash, "arguments": arguments}

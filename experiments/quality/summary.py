@@ -85,7 +85,9 @@ class VariantSummary(msgspec.Struct, frozen=True, kw_only=True):
     movement: MovementSummary | None = None
 
 
-def summarize(rows: Sequence[QualityRow], folder: Path | None = None) -> list[VariantSummary]:
+def summarize_variants(
+    rows: Sequence[QualityRow], folder: Path | None = None
+) -> list[VariantSummary]:
     """Returns a summary of each variant of each part, with `exact` first.
 
     Args:

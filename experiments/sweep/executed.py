@@ -29,7 +29,7 @@ def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: st
             predicted_seconds=predicted.step_seconds,
         )
     msgspec.structs.replace(plan, digest=policies.lower(plan).digest).save(path)
-    found = benchmark.timed("ours", path, steps, device)
+    found = benchmark.time_system("ours", path, steps, device)
     row = msgspec.structs.replace(
         predicted,
         predicted_seconds=predicted.step_seconds,

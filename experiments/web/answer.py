@@ -86,7 +86,7 @@ def _told(verdict: Verdict) -> dict[str, Any]:
     return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
 
 
-def compared(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+def answer_by_policy(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the `policies`: one row for each policy, the fastest first."""
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     args.policy = "all"
@@ -250,5 +250,5 @@ def _row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-KINDS = {"answer": answer, "compared": compared}
+KINDS = {"answer": answer, "compared": answer_by_policy}
 """What a job can compute, by name."""

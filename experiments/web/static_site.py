@@ -112,14 +112,14 @@ def _answers(
 
     A question that the command refuses has its `error`.
     """
-    from megatrain.experiments.web.answer import answer, compared
+    from megatrain.experiments.web.answer import answer, answer_by_policy
 
     found: dict[str, Any] = {}
     for batch, sequence in itertools.product(batches, sequences):
         question = Question(model=model, hardware=machine, batch=str(batch), seq=str(sequence))
         try:
             parts: dict[str, Any] = dict(answer(question))
-            (_, policies), *_ = compared(question)
+            (_, policies), *_ = answer_by_policy(question)
             entry = parts["verdict"] | parts["advice"] | {"policies": policies}
         except UserError as error:
             entry = {"error": str(error)}

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatrain.runtime.calibration.timing import timed
+from megatrain.runtime.calibration.timing import time_repeatedly
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
@@ -84,8 +84,8 @@ def _row(
         return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
 
     return (
-        timed(attend, device, repeats=_REPEATS).value / rows,
-        timed(backward, device, repeats=_REPEATS).value / rows,
+        time_repeatedly(attend, device, repeats=_REPEATS).value / rows,
+        time_repeatedly(backward, device, repeats=_REPEATS).value / rows,
     )
 
 

@@ -20,7 +20,7 @@ from megatrain.runtime.calibration.timing import (
     rounded,
     spread,
     synchronize,
-    timed,
+    time_repeatedly,
 )
 from megatrain.runtime.layers.fp8_linear import E4M3, multiply, quantise, rows
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
@@ -241,7 +241,7 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> TimedRate:
     """Returns the FLOP/s of a large square matrix product of random numbers."""
     size = _MATRIX_ROWS[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return _rate(2 * size**3, timed(lambda: left @ right, device))
+    return _rate(2 * size**3, time_repeatedly(lambda: left @ right, device))
 
 
 def _fp8_matmul(scaling: Scaling, device: torch.device) -> TimedRate:
@@ -249,7 +249,7 @@ def _fp8_matmul(scaling: Scaling, device: torch.device) -> TimedRate:
     size = _MATRIX_ROWS[device.type]
     both = [torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)]
     (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in both)
-    return _rate(2 * size**3, timed(lambda: multiply(left, right, s, t), device))
+    return _rate(2 * size**3, time_repeatedly(lambda: multiply(left, right, s, t), device))
 
 
 def _memory_rate(device: torch.device) -> TimedRate:
@@ -257,7 +257,7 @@ def _memory_rate(device: torch.device) -> TimedRate:
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
     target = torch.empty_like(source)
-    return _rate(2 * size, timed(lambda: target.copy_(source), device))
+    return _rate(2 * size, time_repeatedly(lambda: target.copy_(source), device))
 
 
 def _adam_rate() -> TimedRate:
@@ -271,7 +271,9 @@ def _adam_rate() -> TimedRate:
     parameter = torch.zeros(2**25, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     fused = torch.optim.AdamW([parameter], fused=True)
-    return _rate(parameter.numel() * 28 / 22, timed(fused.step, torch.device("cpu"), repeats=3))
+    return _rate(
+        parameter.numel() * 28 / 22, time_repeatedly(fused.step, torch.device("cpu"), repeats=3)
+    )
 
 
 def _rate(amount: float, seconds: TimedRate) -> TimedRate:

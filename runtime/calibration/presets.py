@@ -15,7 +15,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 
 
-class DefaultSet(NamedTuple):
+class CalibrationPreset(NamedTuple):
     """Models whose layers are measured, and the workloads of the measurements."""
 
     models: tuple[str, ...]
@@ -31,15 +31,17 @@ class DefaultSet(NamedTuple):
     """Dtype of the computation."""
 
 
-LARGE = DefaultSet(
+LARGE = CalibrationPreset(
     ("qwen2.5-3b", "llama-3.1-8b", "qwen2.5-14b"), 32, 1024, ((4, 1024), (16, 1024), (8, 4096))
 )
 """Hidden sizes 2048, 4096 and 5120."""
-SMALL = DefaultSet(
+SMALL = CalibrationPreset(
     ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-3b"), 8, 1024, ((1, 1024), (4, 1024), (2, 4096))
 )
 """Hidden sizes 1024, 1536 and 2048."""
-CPU = DefaultSet(("llama-256", "llama-512", "llama-768"), 2, 128, ((4, 128), (1, 256)), "fp32")
+CPU = CalibrationPreset(
+    ("llama-256", "llama-512", "llama-768"), 2, 128, ((4, 128), (1, 256)), "fp32"
+)
 """Hidden sizes 256, 512 and 768, in fp32. A CPU without bf16 instructions takes many times as long
 for a matrix product in bf16."""
 LARGE_DEVICE_BYTES, LARGE_HOST_BYTES = 64 * 2**30, 32 * 2**30
@@ -51,7 +53,7 @@ GPU of `LARGE_DEVICE_BYTES`."""
 _HEAD_SIZE, _VOCABULARY = 128, 4096
 
 
-def default_set(device_type: str, device_bytes: int, host_bytes: int) -> DefaultSet:
+def preset_for(device_type: str, device_bytes: int, host_bytes: int) -> CalibrationPreset:
     """Returns the preset for a machine. It takes less than four minutes on a GPU (`LARGE` on an
     H200), and less than two minutes on a CPU with two cores.
     """
@@ -79,7 +81,7 @@ def row_counts(tokens: int, sequence: int) -> list[int]:
 
 def set_of_named(
     device_type: str, device_bytes: int, *, sequence: int | None, longest: int | None
-) -> DefaultSet:
+) -> CalibrationPreset:
     """Returns the workloads for models that the user names without a batch.
 
     They are those that `megatrain train` would measure. On a large GPU they are the largest of
@@ -97,7 +99,7 @@ def set_of_named(
     tokens = most_tokens(device_type, device_bytes)
     first, *others = row_counts(tokens, length)
     grid = None if tokens == LARGE_TOKENS else tuple((rows, length) for rows in others)
-    return DefaultSet((), first, length, grid, "fp32" if cpu else "bf16")
+    return CalibrationPreset((), first, length, grid, "fp32" if cpu else "bf16")
 
 
 def model_of(name: str) -> ModelSpec:

@@ -31,7 +31,7 @@ def spread(repeats: Sequence[float]) -> float:
     return round((high - low) / abs(middle), 4) if middle else 0.0
 
 
-def timed(work: Work, device: torch.device, repeats: int = 7) -> TimedRate:
+def time_repeatedly(work: Work, device: torch.device, repeats: int = 7) -> TimedRate:
     """Returns the median time of `work` in seconds over `repeats` calls, after two warm-up calls.
     Work on the device is included.
     """

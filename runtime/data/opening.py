@@ -16,7 +16,7 @@ from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.data.preview import preview
 from megatrain.runtime.data.remarks import remarks
 from megatrain.runtime.data.rows.sources import sources_at, sources_of, weighted_path
-from megatrain.runtime.data.summary import DataSummary, summarize
+from megatrain.runtime.data.summary import DataSummary, summarize_data
 from megatrain.runtime.data.tokens.reading import Note, SourceReader, TokenizedData
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import counted
@@ -63,7 +63,7 @@ def open_data(
     epoch = _weighted(options.paths, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
-    summaries = {"training": summarize(corpus, workload.sequence, training.summaries)}
+    summaries = {"training": summarize_data(corpus, workload.sequence, training.summaries)}
     held_out = None
     on_note(f"training: {describe_packing(corpus, workload.sequence, len(epoch))}")
     if evaluation is not None:
@@ -76,7 +76,7 @@ def open_data(
         )
         on_note(f"evaluation: {describe_packing(held_out, workload.sequence, len(evaluation))}")
         files = other.summaries if other_sources is not None else ()
-        summaries["evaluation"] = summarize(held_out, workload.sequence, files)
+        summaries["evaluation"] = summarize_data(held_out, workload.sequence, files)
     on_summary(summaries)
     if tokenizer := reader.tokenizer:
         for line in (

@@ -45,7 +45,9 @@ class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of padding in these rows."""
 
 
-def summarize(corpus: Corpus, sequence: int, summaries: Sequence[TokenSummary] = ()) -> DataSummary:
+def summarize_data(
+    corpus: Corpus, sequence: int, summaries: Sequence[TokenSummary] = ()
+) -> DataSummary:
     """Returns the summary of `corpus`. `summaries` are those of its files, if they are known."""
     return DataSummary(
         rows=sum(summary.rows for summary in summaries) if summaries else None,

@@ -23,7 +23,7 @@ to every optimizer."""
 _MOST_MOMENTS = 8
 
 
-class Treatment(NamedTuple):
+class UpdateRule(NamedTuple):
     """How an optimizer updates one tensor."""
 
     moments: int
@@ -48,9 +48,9 @@ class Optimizer:
     is refused."""
 
     by_tensor: ClassVar[bool] = False
-    """Whether `treatment` differs between tensors. Only a built-in optimizer can do that."""
+    """Whether `update_rule` differs between tensors. Only a built-in optimizer can do that."""
 
-    def treatment(self, kind: str, name: str, shape: tuple[int, ...]) -> Treatment:
+    def update_rule(self, kind: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
         """Returns how a tensor is updated.
 
         Args:
@@ -58,7 +58,7 @@ class Optimizer:
             name: Its name inside the layer.
             shape: Its shape.
         """
-        return Treatment(self.moments)
+        return UpdateRule(self.moments)
 
     def update(
         self,
@@ -104,12 +104,12 @@ class _Muon(Optimizer):
     settings = SETTINGS
     by_tensor = True
 
-    def treatment(self, kind: str, name: str, shape: tuple[int, ...]) -> Treatment:
+    def update_rule(self, kind: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
         """Returns one moment for the matrices of a decoder layer, the momentum, and two for every
         other tensor.
         """
         found = matrices_of(kind, name, shape)
-        return Treatment(1, found) if found else Treatment(self.moments)
+        return UpdateRule(1, found) if found else UpdateRule(self.moments)
 
 
 def _refuse(optimizer: Optimizer, where: str) -> None:
@@ -130,12 +130,12 @@ def _refuse(optimizer: Optimizer, where: str) -> None:
             allowed=", ".join(SETTINGS),
             fix="keep other values in the file",
         )
-    if optimizer.by_tensor or type(optimizer).treatment is not Optimizer.treatment:
+    if optimizer.by_tensor or type(optimizer).update_rule is not Optimizer.update_rule:
         raise UserError(
-            f"{where}: treatment",
+            f"{where}: update_rule",
             found="one that differs between tensors",
             allowed="none, since the runtime gives `update` no shapes",
-            fix="remove `by_tensor` and `treatment`",
+            fix="remove `by_tensor` and `update_rule`",
         )
     if type(optimizer).update is Optimizer.update:
         raise UserError(

@@ -103,7 +103,7 @@ def estimate(plan: Plan, costs: CostModel) -> Estimate:
 
     Raises UserError if the policy cannot lower the plan.
     """
-    schedule = timed(plan, costs)
+    schedule = schedule_to_time(plan, costs)
     return Estimate(
         plan=plan,
         account=plan_account(plan, policy_library.outline(plan, merged=True), costs),
@@ -122,7 +122,7 @@ def step_seconds(schedule: Schedule, costs: CostModel) -> float:
     return (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
 
 
-def timed(plan: Plan, costs: CostModel) -> Schedule:
+def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
     """Returns a schedule of `plan` with which `costs` gives the time of a step.
 
     It has no ops and no buffers, unless the cost model looks at them.
@@ -130,7 +130,7 @@ def timed(plan: Plan, costs: CostModel) -> Schedule:
     while isinstance(costs, ScaledCosts):
         costs = costs.costs
     by_size = getattr(type(costs), "sizes", None) is ContendedCosts.sizes
-    return policy_library.timed(plan) if by_size else policy_library.lower_uncached(plan)
+    return policy_library.lower_for_timing(plan) if by_size else policy_library.lower_uncached(plan)
 
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:

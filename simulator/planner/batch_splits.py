@@ -32,7 +32,7 @@ from megatrain.simulator.planner.assessment import (
     InShortGroups,
     group_sizes,
     plan_account,
-    timed,
+    schedule_to_time,
     with_knobs,
 )
 from megatrain.simulator.planner.filling import last
@@ -218,6 +218,6 @@ def _time(plan: Plan, costs: CostModel) -> int:
     """
     group = plan.knobs.micro_batch_group
     timing = InShortGroups(costs, group)
-    schedule = timed(with_knobs(plan, chunk_bytes=ONE_COPY, groups=2), timing)
+    schedule = schedule_to_time(with_knobs(plan, chunk_bytes=ONE_COPY, groups=2), timing)
     makespan, further = two_groups_ns(schedule, timing, min(group, 2))
     return makespan + max(plan.workload.accumulation // group - 2, 0) * further

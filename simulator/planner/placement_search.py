@@ -58,9 +58,9 @@ from megatrain.simulator.planner.assessment import (
     Estimate,
     InShortGroups,
     RunnerUp,
+    schedule_to_time,
     step_seconds,
     streams,
-    timed,
     with_knobs,
 )
 from megatrain.simulator.planner.filling import (
@@ -281,7 +281,7 @@ class PlacementSearch:
         if with_knobs(plan, groups=2) == plan:  # the run has all of them
             seconds = (run.step_ns + self.costs.step_overhead_ns) / 1e9
         else:
-            seconds = step_seconds(timed(plan, self.costs), self.costs)
+            seconds = step_seconds(schedule_to_time(plan, self.costs), self.costs)
         return Estimate(
             plan=plan, account=self.filling.account(plan), step_seconds=seconds, streams=run.streams
         )
@@ -403,7 +403,7 @@ class PlacementSearch:
         cached.
         """
         if plan.knobs not in self._runs:
-            schedule = timed(with_knobs(plan, groups=2), self.timing)
+            schedule = schedule_to_time(with_knobs(plan, groups=2), self.timing)
             group = plan.knobs.micro_batch_group
             more = plan.workload.accumulation // group - 2
             self._runs[plan.knobs] = _Run(schedule, self.timing, min(group, 2), more)
@@ -548,7 +548,7 @@ class PlacementSearch:
         # Two micro-batches have no more ops than all of them, and are often enough to know.
         return self._run(plan).ops > _MANY_OPS or (
             plan.workload.accumulation > 2
-            and len(timed(plan, self.costs).compiled.lanes) > _MANY_OPS
+            and len(schedule_to_time(plan, self.costs).compiled.lanes) > _MANY_OPS
         )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:

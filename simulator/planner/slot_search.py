@@ -30,7 +30,7 @@ from megatrain.simulator.planner.assessment import (
     assess,
     memory_taken,
     plan_account,
-    timed,
+    schedule_to_time,
     with_knobs,
 )
 from megatrain.simulator.schedule.plan import Plan
@@ -189,7 +189,7 @@ class SlotSearch:
                 )
                 if any(self._excess((interval, slots), path) == 0 for path in self.paths):
                     times[interval, slots] = uncontended_makespan_ns(
-                        timed(plan, self.costs), self.costs
+                        schedule_to_time(plan, self.costs), self.costs
                     )
             except UserError as error:  # the policy does not accept this pair
                 self.sizes.pop((interval, slots), None)
@@ -214,7 +214,9 @@ class SlotSearch:
             if self._excess((interval, slots), path) == 0:
                 setting = {"gradient_slots": path[0], "gradient_staging": path[1]}
                 time = uncontended_makespan_ns(
-                    timed(with_knobs(short, chunk_bytes=ONE_COPY, **setting), self.costs),
+                    schedule_to_time(
+                        with_knobs(short, chunk_bytes=ONE_COPY, **setting), self.costs
+                    ),
                     self.costs,
                 )
                 knobs.append((time, sum(more), setting))
@@ -224,7 +226,8 @@ class SlotSearch:
         tried: list[tuple[int, int, int, dict[str, int]]] = []
         for (_, total, setting), chunk in itertools.product(kept, self.chunks):
             time = makespan_ns(
-                timed(with_knobs(short, chunk_bytes=chunk, **setting), self.costs), self.costs
+                schedule_to_time(with_knobs(short, chunk_bytes=chunk, **setting), self.costs),
+                self.costs,
             )
             tried.append((time, total, -chunk, {**setting, "chunk_bytes": chunk}))
         fastest = min(entry[0] for entry in tried)

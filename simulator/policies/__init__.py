@@ -37,7 +37,7 @@ __all__ = [
     "outline",
     "peers",
     "sensible",
-    "timed",
+    "lower_for_timing",
     "updating",
     "verified",
 ]
@@ -109,7 +109,7 @@ def lower_uncached(plan: Plan) -> Schedule:
         return policy.lower(plan)
 
 
-def timed(plan: Plan) -> Schedule:
+def lower_for_timing(plan: Plan) -> Schedule:
     """Returns a schedule with `compiled` and `sizes` of `lower`. Its ops and buffers may be
     missing.
 
@@ -117,7 +117,7 @@ def timed(plan: Plan) -> Schedule:
     """
     policy = _policy(plan)
     with _failures_named(plan.policy, "lower"):
-        return policy.timed(plan)
+        return policy.lower_for_timing(plan)
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:

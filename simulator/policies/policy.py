@@ -51,7 +51,7 @@ class Policy:
         """
         raise NotImplementedError
 
-    def timed(self, plan: Plan) -> Schedule:
+    def lower_for_timing(self, plan: Plan) -> Schedule:
         """Returns a schedule with `compiled` and `sizes` of `lower`. Its ops and buffers may be
         missing.
 

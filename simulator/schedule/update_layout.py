@@ -13,7 +13,7 @@ import itertools
 from typing import NamedTuple
 
 from megatrain.simulator.model.muon import Matrices
-from megatrain.simulator.model.optimizer import Treatment, find
+from megatrain.simulator.model.optimizer import UpdateRule, find
 from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec, ModelSpec
 
 
@@ -34,14 +34,16 @@ class UpdatePart(NamedTuple):
 class UpdateLayout:
     """The layout of one layer."""
 
-    def __init__(self, layer: LayerSpec, treatments: tuple[Treatment, ...]) -> None:
-        """`treatments` has one entry for each tensor of `layer`."""
-        self._layer, self._treatments = layer, treatments
-        self.planes = max(treatment.moments for treatment in treatments)
+    def __init__(self, layer: LayerSpec, update_rules: tuple[UpdateRule, ...]) -> None:
+        """`update_rules` has one entry for each tensor of `layer`."""
+        self._layer, self._treatments = layer, update_rules
+        self.planes = max(update_rule.moments for update_rule in update_rules)
         """The most moments that a tensor keeps."""
-        self.least = min(treatment.moments for treatment in treatments)
+        self.least = min(update_rule.moments for update_rule in update_rules)
         """The fewest moments that a tensor keeps."""
-        self.matrices = tuple(treatment.matrices for treatment in treatments if treatment.matrices)
+        self.matrices = tuple(
+            update_rule.matrices for update_rule in update_rules if update_rule.matrices
+        )
         """The matrices of each tensor that has some."""
         self._chunks: dict[int, list[tuple[int, int, int]]] = {}
         self._flops: dict[tuple[int, int], int] = {}
@@ -61,10 +63,10 @@ class UpdateLayout:
         """
         return [
             (offset, tensor.padded)
-            for tensor, offset, treatment in zip(
+            for tensor, offset, update_rule in zip(
                 self._layer.tensors, self._layer.offsets, self._treatments, strict=True
             )
-            if treatment.moments > plane
+            if update_rule.moments > plane
         ]
 
     def lengths(self, first: int, count: int) -> list[int]:
@@ -89,16 +91,16 @@ class UpdateLayout:
         must be in the range as a whole, or not at all.
         """
         found = []
-        for index, (tensor, offset, treatment) in enumerate(
+        for index, (tensor, offset, update_rule) in enumerate(
             zip(self._layer.tensors, self._layer.offsets, self._treatments, strict=True)
         ):
             begin, end = max(offset, first), min(offset + tensor.padded, first + count)
             if begin >= end:
                 continue
-            if treatment.matrices is None:
+            if update_rule.matrices is None:
                 found.append(UpdatePart(index, begin, end - begin, None))
                 continue
-            every = treatment.matrices
+            every = update_rule.matrices
             for start in range(0, every.number, every.group):
                 some = every._replace(number=min(every.group, every.number - start))
                 place, size = offset + start * every.size, some.padded
@@ -136,10 +138,10 @@ class UpdateLayout:
     def _units(self, limit: int) -> list[int]:
         """Returns the ends of the smallest pieces that chunks are made of."""
         ends = []
-        for tensor, offset, treatment in zip(
+        for tensor, offset, update_rule in zip(
             self._layer.tensors, self._layer.offsets, self._treatments, strict=True
         ):
-            found = treatment.matrices
+            found = update_rule.matrices
             step = found.group * found.size if found else limit
             ends += [
                 offset + place
@@ -160,7 +162,8 @@ def _alike(optimizer: str, layer: LayerSpec) -> UpdateLayout:
     """Returns the layout that all layers with the same tensors share."""
     treated = find(optimizer)
     return UpdateLayout(
-        layer, tuple(treated.treatment(layer.kind, each.name, each.shape) for each in layer.tensors)
+        layer,
+        tuple(treated.update_rule(layer.kind, each.name, each.shape) for each in layer.tensors),
     )
 
 

@@ -51,7 +51,7 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         str(out),
     ]
     shown = io.StringIO()
-    started = benchmark.timed
+    started = benchmark.time_system
 
     def timed(system: str, *given: Any) -> dict[str, Any]:
         """Times `ours` in a process of its own, as the command does, and others in this one."""
@@ -61,7 +61,7 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         return found
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(benchmark, "timed", timed)
+        patch.setattr(benchmark, "time_system", timed)
         assert benchmark.main(words) == 0
     return shown.getvalue(), json.loads(out.read_text())
 
@@ -163,7 +163,7 @@ def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
 def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
     """FSDP2 runs in its own process. Without a GPU it shards and clips but offloads nothing."""
     make_plan("double_buffer", accumulation=2).save(tmp_path / "plan.toml")
-    found = benchmark.timed("fsdp2", tmp_path / "plan.toml", 3, "cpu")
+    found = benchmark.time_system("fsdp2", tmp_path / "plan.toml", 3, "cpu")
     assert found["failure"] == ""
     assert "clipped" in found["notes"]
     for step in found["steps"]:
@@ -188,7 +188,7 @@ def test_what_deepspeed_is_told(make_plan: Callable[..., Plan]) -> None:
 
 def test_a_process_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/false")
-    found = benchmark.timed("ours", tmp_path / "plan.toml", 3, "cpu")
+    found = benchmark.time_system("ours", tmp_path / "plan.toml", 3, "cpu")
     assert found["failure"] == "its process ended with status 1 and without a result"
 
 

@@ -296,7 +296,7 @@ def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> Non
     Cases whose workload was not calibrated as a whole leave some device memory free.
     """
     args = benchmark.parser().parse_args(measure.arguments(case, tmp_path, 5))
-    plan, _ = benchmark.planned(args)
+    plan, _ = benchmark.make_plan(args)
     assert plan.prediction is not None
     assert plan.prediction.device_peak_bytes <= plan.device_limit_bytes
     assert plan.prediction.host_peak_bytes <= 118 * 2**30

@@ -16,7 +16,7 @@ import pytest
 from megatrain.experiments.quality import __main__ as quality
 from megatrain.experiments.quality import child, running, text, variant
 from megatrain.experiments.quality.rows import Movement, QualityRow, RunSettings, RunSpec, load_rows
-from megatrain.experiments.quality.summary import Spread, along, summarize, table
+from megatrain.experiments.quality.summary import Spread, along, summarize_variants, table
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 
@@ -344,7 +344,7 @@ def test_statistics_of_made_up_rows() -> None:
             spec=msgspec.structs.replace(rows[0].spec, variant="master24"), failure="no memory"
         )
     )
-    exact, sr, master24 = summarize(rows)
+    exact, sr, master24 = summarize_variants(rows)
     assert (exact.variant, sr.variant, master24.variant) == ("exact", "bf16-sr", "master24")
     assert exact.held_out is not None
     assert exact.held_out.mean == pytest.approx(3.1)
@@ -370,7 +370,7 @@ def test_one_seed_has_no_spread() -> None:
 
 def test_seeds_without_exact_are_not_compared() -> None:
     rows = [_row("exact", 0, 3.0), _row("bf16-sr", 0, 3.5), _row("bf16-sr", 1, 9.0)]
-    found = summarize(rows)[1].difference
+    found = summarize_variants(rows)[1].difference
     assert found is not None
     assert (found.mean, found.count) == (pytest.approx(0.5), 1)
 
@@ -384,7 +384,7 @@ def test_movement_beside_exact(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for row, change in zip(rows, ([2.0, 0.0, 4.0], [1.0, 0.0, 2.0]), strict=True):
         np.save(tmp_path / "runs" / f"{row.spec.name}.npy", np.array(change, dtype=np.float32))
-    summary = summarize(rows, tmp_path)[1]
+    summary = summarize_variants(rows, tmp_path)[1]
     assert summary.movement is not None
     assert summary.movement.progress == pytest.approx(0.5)
     assert summary.movement.cosine == pytest.approx(1.0)

@@ -13,7 +13,7 @@ from heldout_regression import moved_in
 
 from megatrain.experiments.heldout.compared import within_range
 from megatrain.experiments.heldout.rows import read_rows
-from megatrain.experiments.heldout.summary import ErrorSummary, summarize
+from megatrain.experiments.heldout.summary import ErrorSummary, summarize_errors
 from megatrain.experiments.run_report.compared_run import compare_run
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.compare.error_report import ErrorReport
@@ -96,7 +96,7 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
 def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
     assert moved_in(folder) == []
-    summary = summarize(read_rows(folder / "rows.jsonl"))
+    summary = summarize_errors(read_rows(folder / "rows.jsonl"))
     assert convert(read_json(folder / "summary.json"), ErrorSummary, "summary.json") == summary
 
 

@@ -32,7 +32,7 @@ from megatrain.simulator.memory.account import account, usage
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.planner.assessment import InShortGroups, timed, with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, schedule_to_time, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.policies.registry import POLICIES
 from megatrain.simulator.policies.resident import Resident
@@ -155,7 +155,7 @@ def test_a_schedule_that_is_only_timed_has_the_times_of_the_whole_one(
     """It has no ops. What the builder knows of the whole one is what its ops say."""
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
-    quick, read = timed(plan, costs), msgspec.structs.replace(schedule)
+    quick, read = schedule_to_time(plan, costs), msgspec.structs.replace(schedule)
     assert (quick.ops, quick.buffers) == ((), ())
     for time in (makespan_ns, uncontended_makespan_ns, two_groups_ns):
         assert time(quick, costs) == time(schedule, costs) == time(read, costs)
@@ -179,10 +179,10 @@ def test_a_cost_model_and_a_policy_that_need_all_ops_get_them(
     plan = make_plan("overlapped")
     costs = _OpByOp(H200, plan.model, plan.workload)
     for each in (costs, ScaledCosts(costs, lambda op: op)):
-        assert timed(plan, each) == policies.lower(plan)
+        assert schedule_to_time(plan, each) == policies.lower(plan)
     monkeypatch.setitem(POLICIES._loaded, "own", _OwnLower())
     own = make_plan("own")
-    assert timed(own, Datasheet(H200, own.model, own.workload)) == policies.lower(own)
+    assert schedule_to_time(own, Datasheet(H200, own.model, own.workload)) == policies.lower(own)
 
 
 def assert_links_carry_what_they_can(

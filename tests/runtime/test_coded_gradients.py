@@ -310,7 +310,7 @@ def test_a_policy_that_cannot_store_codes_refuses_the_plan(
     if policy == "overlapped" and not tied:
         assert policies.lower(plan).ops
         return
-    for make in (policies.lower, policies.outline, policies.timed):
+    for make in (policies.lower, policies.outline, policies.lower_for_timing):
         with pytest.raises(UserError, match=f"^policy {policy}: gradients: found 8bit"):
             make(plan)
 

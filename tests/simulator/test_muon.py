@@ -20,7 +20,7 @@ from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import muon
 from megatrain.simulator.model.muon import ITERATIONS, Matrices, matrices_of
-from megatrain.simulator.model.optimizer import Optimizer, Treatment, find
+from megatrain.simulator.model.optimizer import Optimizer, UpdateRule, find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import BLOCK
 from megatrain.simulator.model.workload import Workload
@@ -53,7 +53,7 @@ def test_muon_updates_the_matrices_of_decoder_layers(
     kind: str, name: str, shape: tuple[int, ...], found: Matrices | None
 ) -> None:
     assert matrices_of(kind, name, shape) == found
-    assert find("muon").treatment(kind, name, shape) == Treatment(1 if found else 2, found)
+    assert find("muon").update_rule(kind, name, shape) == UpdateRule(1 if found else 2, found)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_an_outside_optimizer_cannot_differ_between_tensors() -> None:
     class Mine(Optimizer):
         name, moments, by_tensor = "mine", 1, True
 
-    with pytest.raises(UserError, match="treatment: found one that differs between tensors"):
+    with pytest.raises(UserError, match="update_rule: found one that differs between tensors"):
         _refuse(Mine(), "optimizer mine.py")
 
 

@@ -17,7 +17,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.state_format import EXACT
 
 if TYPE_CHECKING:
-    from megatrain.runtime.calibration.presets import DefaultSet
+    from megatrain.runtime.calibration.presets import CalibrationPreset
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Workload
@@ -104,7 +104,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from megatrain.runtime.calibration.presets import DefaultSet, model_of
+    from megatrain.runtime.calibration.presets import CalibrationPreset, model_of
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
@@ -143,10 +143,10 @@ def run(args: argparse.Namespace) -> int:
             fix="leave --again out",
         )
     models = [ModelSpec.load(source) for source in args.model]
-    usual = DefaultSet((), 32, 1024, None)
+    usual = CalibrationPreset((), 32, 1024, None)
     suited = bool(models) and args.batch is None
     if not models:
-        usual = _default_set(args)
+        usual = _preset_for(args)
         models = [model_of(name) for name in usual.models]
     elif suited:
         usual = _set_of_named(args, models[0])
@@ -227,20 +227,20 @@ def _share(file: Path, hardware: HardwareSpec) -> None:
     )
 
 
-def _default_set(args: argparse.Namespace) -> DefaultSet:
+def _preset_for(args: argparse.Namespace) -> CalibrationPreset:
     """Returns the default set of models for this machine."""
     from megatrain.runtime import machine
-    from megatrain.runtime.calibration.presets import default_set
+    from megatrain.runtime.calibration.presets import preset_for
 
     device = options.device(args)
-    return default_set(
+    return preset_for(
         device.type,
         args.device_memory or machine.usable_device_bytes(device),
         args.host_memory or machine.host_bytes(),
     )
 
 
-def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> DefaultSet:
+def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPreset:
     """Returns the workloads for a model that is named without a batch."""
     # Mistakes are reported before PyTorch is loaded.
     sized = {"batch": 1, "seq": args.seq or 1, "dtype": args.dtype or "bf16"}
@@ -255,7 +255,7 @@ def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> DefaultSet:
 
 
 def _wanted(
-    args: argparse.Namespace, model: ModelSpec, usual: DefaultSet
+    args: argparse.Namespace, model: ModelSpec, usual: CalibrationPreset
 ) -> tuple[Workload, list[Workload]]:
     """Returns the workload and the other points of the grid. `usual` has the defaults."""
     import msgspec

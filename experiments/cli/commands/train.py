@@ -374,7 +374,7 @@ def _lead(
         config = msgspec.structs.replace(config, data=pinned(config.data))
         if plan_file is not None:
             return _run(args, plan_file, lock, config, ranks)
-        with prepare.planned(args, config) as made:
+        with prepare.plan_file(args, config) as made:
             return _run(args, made, lock, config)
 
 

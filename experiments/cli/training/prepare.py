@@ -212,7 +212,7 @@ def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
 
 
 @contextlib.contextmanager
-def planned(args: argparse.Namespace, config: Config) -> Iterator[Path]:
+def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     """Yields the file of the plan for a model, its data and this machine, in a temporary folder.
 
     Prints what was chosen, and the verdict. Raises DoesNotFit if no plan fits in memory.

@@ -76,7 +76,7 @@ class StepComparison(Callback):
         for note in describe_difference(report, trainer.executor.schedule, advice=advice):
             trainer.note(note)
         if self._show is not None and report.steps is not None:
-            self._show(f"step time {compared(report, 'predicted with ')}")
+            self._show(f"step time {error_text(report, 'predicted with ')}")
 
     def _compare(self, trainer: TrainingRun) -> ErrorReport:
         plan, schedule = trainer.plan, trainer.executor.schedule
@@ -93,7 +93,7 @@ class StepComparison(Callback):
         )
 
 
-def compared(report: ErrorReport, before: str = "") -> str:
+def error_text(report: ErrorReport, before: str = "") -> str:
     """Returns the error of the predicted step, `error -1.3 %`, after the words `before`.
 
     A step that took twice the prediction or more is `2.5 times the prediction`.
@@ -116,7 +116,7 @@ def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str)
     faster = ", faster than predicted" if error > LARGE else ""
     line = (
         f"measured {format_seconds(steps.median_seconds)} a step, predicted"
-        f" {format_seconds(steps.predicted_seconds)} ({compared(report)}{faster})"
+        f" {format_seconds(steps.predicted_seconds)} ({error_text(report)}{faster})"
     )
     for each in whole:
         line += (

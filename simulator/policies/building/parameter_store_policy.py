@@ -32,7 +32,7 @@ class ParameterStorePolicy(Policy):
     def lower(self, plan: Plan) -> Schedule:
         return self._lowered(Builder(plan.policy, serial=self.serial), plan)
 
-    def timed(self, plan: Plan) -> Schedule:
+    def lower_for_timing(self, plan: Plan) -> Schedule:
         """Returns what `lower` returns, with `compiled` and `sizes` alone.
 
         A subclass with a `lower` of its own is lowered by it.

@@ -12,7 +12,7 @@ import pytest
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli.commands import calibrate
 from megatrain.experiments.cli.options import OneLineParser
-from megatrain.runtime.calibration.presets import DefaultSet
+from megatrain.runtime.calibration.presets import CalibrationPreset
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
@@ -95,7 +95,7 @@ def test_calibrate_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     calibrate.describe(parser)
     model = ModelSpec.load("tiny")
     workload, _ = calibrate._wanted(
-        parser.parse_args([*words, "--no-dropout"]), model, DefaultSet((), 32, 1024, None)
+        parser.parse_args([*words, "--no-dropout"]), model, CalibrationPreset((), 32, 1024, None)
     )
     assert workload.no_dropout
     assert config_of(model).attention_dropout == 0

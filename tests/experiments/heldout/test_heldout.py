@@ -18,11 +18,11 @@ from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import __main__ as heldout
 from megatrain.experiments.heldout import rows as records
-from megatrain.experiments.heldout.compared import compared
-from megatrain.experiments.heldout.measure import planned
+from megatrain.experiments.heldout.compared import predict_and_compare
+from megatrain.experiments.heldout.measure import plan_case
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_rows
 from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite, refuse_grid, suite
-from megatrain.experiments.heldout.summary import kendall_tau, summarize
+from megatrain.experiments.heldout.summary import kendall_tau, summarize_errors
 from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
 from megatrain.simulator.base.errors import UserError
@@ -142,7 +142,7 @@ def test_at_least_twelve_plans_of_a_model_can_be_compared() -> None:
         for case in chosen.cases
         if case.name.startswith("llama-3.2-3b-8/1x16x1024/16GiB/") and case.policy != BEST
     ]
-    plans = [choice.plan for case in group if (choice := planned(chosen, case, hardware, "h200"))]
+    plans = [choice.plan for case in group if (choice := plan_case(chosen, case, hardware, "h200"))]
     assert len({plan.digest for plan in plans}) >= 12
     assert all(plan.prediction is not None for plan in plans)
 
@@ -297,7 +297,7 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
         row("d", 9.0, 4.0, same_as="a"),
         row("e", 5.0, 1.0, failure="no room"),
     ]
-    summary = summarize(rows)
+    summary = summarize_errors(rows)
     assert (summary.cases, summary.executed, summary.failed) == (5, 3, 1)
     assert summary.step_mape == pytest.approx((0 + 0.1 + 0.05) / 3)
     assert summary.step_worst == pytest.approx(0.1)
@@ -309,20 +309,20 @@ def test_errors_have_their_sign_and_what_misses_is_said() -> None:
     assert met["host memory, worst"]
     assert met["replay, worst"]
     assert "MISSED" in markdown(rows)
-    assert not any(ok for *_, ok in summarize([]).targets()), (
+    assert not any(ok for *_, ok in summarize_errors([]).targets()), (
         "a target without a measurement is not met"
     )
 
 
-def test_several_visits_count_as_one_step() -> None:
+def test_several_repetitions_count_as_one_step() -> None:
     first = row("a", 1.0, 1.0)
     (both,) = by_case([first, row("a", 1.0, 1.2, steps=(1.1, 1.2, 1.3))])
     assert (both.repetitions, both.steps) == ((1.0, 1.2), (1.1, 1.2, 1.3))
     assert both.step_seconds == pytest.approx(1.1), (
         "repetitions weigh the same, whatever their numbers of steps"
     )
-    assert summarize([first]).spread_between_visits is None
-    summary = summarize(
+    assert summarize_errors([first]).spread_between_repetitions is None
+    summary = summarize_errors(
         by_case(
             [
                 first,
@@ -336,7 +336,7 @@ def test_several_visits_count_as_one_step() -> None:
         )
     )
     assert (summary.cases, summary.visited_again) == (4, 3)
-    assert (summary.spread_between_visits, summary.spread_between_visits_worst) == (
+    assert (summary.spread_between_repetitions, summary.spread_between_repetitions_worst) == (
         pytest.approx(0.2),
         pytest.approx(1.0),
     )
@@ -344,10 +344,10 @@ def test_several_visits_count_as_one_step() -> None:
 
 def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
     rows = [row(f"p{index}", 1 + index, 2.0 + index) for index in range(11)]
-    assert summarize(rows).regret == {}
+    assert summarize_errors(rows).regret == {}
     rows.append(row("best", 1, 2.1, policy=BEST))
-    assert list(summarize(rows).regret.values()) == [pytest.approx(0.05)]
-    assert next(iter(summarize(rows).tau.values())) == 1.0
+    assert list(summarize_errors(rows).regret.values()) == [pytest.approx(0.05)]
+    assert next(iter(summarize_errors(rows).tau.values())) == 1.0
 
 
 def test_kendalls_tau_knows_ties_and_reversals() -> None:
@@ -369,7 +369,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
 
 def stored(case: HeldoutCase, chosen: Suite, hardware: HardwareSpec, measured: float) -> HeldoutRow:
     """Returns a row of today's plan whose step took `measured` times the predicted time."""
-    choice = planned(chosen, case, hardware, "h200")
+    choice = plan_case(chosen, case, hardware, "h200")
     assert choice is not None
     made = row(case.name, 1, measured * choice.step_seconds, plan=choice.plan)
     return msgspec.structs.replace(
@@ -438,7 +438,7 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
     assert costs.dispatch_ns["cpu"] > 0
     predicted = simulate(schedule, costs)
     assert replay_error(schedule, predicted, costs) == 0
-    assert compared(schedule, predicted, costs).errors.engine_error == 0
+    assert predict_and_compare(schedule, predicted, costs).errors.engine_error == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from megatrain.experiments.heldout import __main__ as heldout
 from megatrain.experiments.heldout.rows import HeldoutRow, by_case, read_rows
 from megatrain.experiments.heldout.suites import BEST, HeldoutCase, suite
-from megatrain.experiments.heldout.summary import summarize
+from megatrain.experiments.heldout.summary import summarize_errors
 from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.planner.assessment import Choice
@@ -90,7 +90,7 @@ def test_a_visit_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
         (other, (1.0, 2.0), (), ""),
     ]
     assert rows[1].same_as == best
-    assert summarize(rows).executed == 2
+    assert summarize_errors(rows).executed == 2
     rows = machine.heldout()
     assert machine.ran[4:] == [best], "the next command runs only the failed repetition again"
     assert [row.repetitions for row in rows] == [(1.0, 3.0), (1.0, 3.0), (1.0, 2.0)]
@@ -124,7 +124,7 @@ def test_a_part_of_the_cases_and_the_others_later(
     assert [row.repetitions for row in machine.heldout()] == [(1.0, 2.0)] * 3
 
 
-def test_visits_of_another_plan_or_machine_do_not_count(
+def test_repetitions_of_another_plan_or_machine_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS[2:])

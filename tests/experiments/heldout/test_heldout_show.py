@@ -14,7 +14,7 @@ import pytest
 
 from megatrain.experiments.files.row_file import append_row
 from megatrain.experiments.heldout import show
-from megatrain.experiments.heldout.measure import planned
+from megatrain.experiments.heldout.measure import plan_case
 from megatrain.experiments.heldout.picture import draw
 from megatrain.experiments.heldout.rows import HeldoutRow, read_rows
 from megatrain.experiments.heldout.suites import BEST, suite
@@ -38,7 +38,7 @@ def rows() -> list[HeldoutRow]:
     """
     chosen, found = suite("tiny"), list[HeldoutRow]()
     for case in chosen.cases:
-        if choice := planned(chosen, case, HARDWARE, "h200"):
+        if choice := plan_case(chosen, case, HARDWARE, "h200"):
             peak = choice.account.device_peak_bytes
             made = HeldoutRow(
                 name=case.name,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.experiments.heldout import __main__ as heldout_main
-from megatrain.experiments.heldout.measure import planned
+from megatrain.experiments.heldout.measure import plan_case
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
 from megatrain.experiments.heldout.timelines import read_timelines
@@ -79,7 +79,7 @@ def test_plans_take_what_the_suite_says() -> None:
     """The host memory of the suite, and compiled layers for the cases that have them."""
     families, hardware = suite("families"), HardwareSpec.load("h200")
     case = next(each for each in families.cases if each.model == "smollm3-3b" and each.compiled)
-    choice = planned(families, case, hardware, "h200")
+    choice = plan_case(families, case, hardware, "h200")
     assert choice is not None
     assert choice.plan.host_limit_bytes == families.host_bytes
     assert choice.plan.workload.compiled

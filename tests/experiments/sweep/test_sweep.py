@@ -434,7 +434,7 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
     def timed(system: str, path: Path, steps: int, device: str) -> Any:
         return msgspec.to_builtins(child.attempt(system, path, steps, device))
 
-    monkeypatch.setattr(executed.benchmark, "timed", timed)
+    monkeypatch.setattr(executed.benchmark, "time_system", timed)
     words = (
         "sweep",
         "tiny",
@@ -489,7 +489,7 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("workplace")
 def test_a_run_that_fails_says_why(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        executed.benchmark, "timed", lambda *_: {"failure": "out of luck", "steps": []}
+        executed.benchmark, "time_system", lambda *_: {"failure": "out of luck", "steps": []}
     )
     outcome = command(
         "sweep",

@@ -171,7 +171,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(
 ) -> None:
     from megatrain.experiments.cli.training import prepare
 
-    monkeypatch.setattr(prepare, "planned", None)
+    monkeypatch.setattr(prepare, "plan_file", None)
     (workplace / "empty").mkdir()
     (workplace / "weightless").mkdir()
     (workplace / "weightless" / "config.json").write_bytes(

@@ -12,8 +12,8 @@ import pytest
 
 from megatrain.experiments.cli.training.step_comparison import (
     advice_on,
-    compared,
     describe_difference,
+    error_text,
 )
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
@@ -117,7 +117,7 @@ def test_the_sign_is_that_of_compare(
     seconds = {3: share * predicted.makespan_ns / 1e9}
     report = compare(predicted, predicted, schedule, step_seconds=seconds)
     assert report.steps is not None
-    assert compared(report).startswith(text)
+    assert error_text(report).startswith(text)
     if share < 2:
         assert text == f"error {signed_percent(report.steps.median_error)}"
     lines = describe_difference(report, schedule, advice="the advice")

@@ -407,7 +407,7 @@ def test_short_rows_are_measured_several_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(attention_kernel._MOST_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recorded)
     monkeypatch.setattr(
-        attention_kernel, "timed", lambda *_, **__: SimpleNamespace(value=2000 / 1e9)
+        attention_kernel, "time_repeatedly", lambda *_, **__: SimpleNamespace(value=2000 / 1e9)
     )
     model, work = whole_model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
     points = attention_kernel.attention_curve(model, work, torch.device("cpu"))

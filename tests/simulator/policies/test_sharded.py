@@ -70,8 +70,8 @@ def test_any_plan_is_proved_and_does_each_part_of_a_step_once(
     flush.check()
     costs = cost_model(H200, plan.model, plan.workload, plan.gpus)
     assert simulate(schedule, costs) == play(schedule, costs)
-    assert policies.timed(plan).compiled.lanes == schedule.compiled.lanes
-    assert makespan_ns(policies.timed(plan), costs) == makespan_ns(schedule, costs)
+    assert policies.lower_for_timing(plan).compiled.lanes == schedule.compiled.lanes
+    assert makespan_ns(policies.lower_for_timing(plan), costs) == makespan_ns(schedule, costs)
     assert policies.outline(plan).buffers == schedule.buffers
     micros, model = plan.micro_batches, plan.model
     turns = micros // plan.workload.sum_group

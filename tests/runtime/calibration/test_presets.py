@@ -17,9 +17,9 @@ from megatrain.runtime.calibration.presets import (
     LARGE_DEVICE_BYTES,
     LARGE_HOST_BYTES,
     SMALL,
-    DefaultSet,
-    default_set,
+    CalibrationPreset,
     model_of,
+    preset_for,
     set_of_named,
     usual_grid,
 )
@@ -31,17 +31,15 @@ GIB = 2**30
 
 
 def test_the_set_is_what_fits_the_machine() -> None:
-    assert default_set("cuda", 137 * GIB, 128 * GIB) is LARGE
+    assert preset_for("cuda", 137 * GIB, 128 * GIB) is LARGE
     assert (
-        default_set("cuda", 23 * GIB, 128 * GIB)
-        is default_set("cuda", 137 * GIB, 16 * GIB)
-        is SMALL
+        preset_for("cuda", 23 * GIB, 128 * GIB) is preset_for("cuda", 137 * GIB, 16 * GIB) is SMALL
     )
-    assert default_set("cpu", 512 * GIB, 512 * GIB) is CPU
+    assert preset_for("cpu", 512 * GIB, 512 * GIB) is CPU
 
 
 @pytest.mark.parametrize("chosen", [LARGE, SMALL, CPU], ids=["large", "small", "cpu"])
-def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: DefaultSet) -> None:
+def test_widths_ascend_and_heads_are_grouped_queries_of_128(chosen: CalibrationPreset) -> None:
     models = [model_of(name) for name in chosen.models]
     assert sorted(model.hidden for model in models) == [model.hidden for model in models]
     for model in models:
@@ -64,7 +62,7 @@ def test_a_small_model_has_the_proportions_of_a_large_one() -> None:
     ],
 )
 def test_what_is_chosen_fits(
-    make_plan: Callable[..., Plan], chosen: DefaultSet, policy: str, device: int, host: int
+    make_plan: Callable[..., Plan], chosen: CalibrationPreset, policy: str, device: int, host: int
 ) -> None:
     """The chosen layers fit the smallest machine that gets them. The device holds the pools, a
     layer's saved activations and its temporaries, and the host the optimizer of the first model
@@ -146,8 +144,8 @@ def test_a_row_of_a_named_model_has_the_usual_length_or_the_longest_or_the_users
 
 
 def test_a_large_gpu_measures_a_named_model_around_the_largest_batch() -> None:
-    assert set_of_named("cuda", LARGE_DEVICE_BYTES, sequence=None, longest=None) == DefaultSet(
-        (), 32768 // LARGE.sequence, LARGE.sequence, None, "bf16"
-    )
+    assert set_of_named(
+        "cuda", LARGE_DEVICE_BYTES, sequence=None, longest=None
+    ) == CalibrationPreset((), 32768 // LARGE.sequence, LARGE.sequence, None, "bf16")
     small = set_of_named("cuda", LARGE_DEVICE_BYTES - 1, sequence=1024, longest=None)
     assert (small.batch, small.grid) == (8, ((1, 1024),))
