@@ -106,6 +106,20 @@ def test_trained_weights_are_what_is_exported(
     assert not torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], start)
 
 
+def test_tensors_that_are_not_finite_are_named(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    with session(executable()) as running:
+        assert running.state.not_finite() == []
+        tensors, stack = running.state.tensors(), running.executor.plan.model.stack
+        tensors["0.weights"][stack["0"].offsets[-1]] = torch.inf
+        tensors["2.weights"][0] = torch.nan
+        assert running.state.not_finite() == [
+            f"model.layers.0.{stack['0'].tensors[-1].name}",
+            f"model.layers.2.{stack['2'].tensors[0].name}",
+        ]
+
+
 def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
     executable: Callable[..., Plan],
     session: Callable[..., Any],

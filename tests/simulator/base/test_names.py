@@ -127,6 +127,22 @@ def test_options_that_resemble_a_name(written: str, found: list[str]) -> None:
     assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 
+@pytest.mark.parametrize(
+    ("written", "known", "found"),
+    [
+        ("ba", "batch", False),
+        ("bat", "batch", True),
+        ("seq", "longest-seq", False),
+        ("rate", "learning-rate", True),
+    ],
+)
+def test_a_beginning_has_three_letters_and_a_part_four(
+    written: str, known: str, found: bool
+) -> None:
+    """Fewer letters are in most names by chance."""
+    assert alike(written, [known]) == ([known] if found else [])
+
+
 def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("h200").write_bytes(machine.library()["l40s"].read_bytes())
