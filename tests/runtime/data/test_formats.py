@@ -258,7 +258,7 @@ def test_a_file_that_goes_away_is_one_line(jsonl: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line"]
+    "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line", "слова"]
 )
 def test_a_long_text_comes_in_pieces_that_make_it_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
@@ -270,6 +270,7 @@ def test_a_long_text_comes_in_pieces_that_make_it_up(
     pieces = [row.value for row in found if isinstance(row.value, bytes)]
     assert "".join(piece.decode() for piece in pieces) == line * 100
     assert len(pieces) > 5
+    assert all(50 - 3 <= len(piece) <= 50 + 3 for piece in pieces[:-2])
     assert [row.closes for row in found] == [False] * (len(found) - 1) + [True]
     for index, row in enumerate(found):
         assert row.line == 1 + b"".join(pieces[:index]).count(b"\n")

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -369,6 +370,32 @@ def test_the_fastest_two_of_all_candidates_are_ranked_first(make_plan: MakePlan)
     assert faster[0] == search.time(faster[1]) <= search.time(fast)
     assert search.faster(search.time(fast), fast, [slow]) is None
     assert search.faster(search.time(fast), fast, []) is None
+
+
+def test_a_ranking_ends_after_eight_plans_in_a_row_that_are_no_better(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan, accumulation=2)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    candidates = [
+        placed(search.plan, weights=weights, saved_activations=saved)
+        for weights in ("", "0", "0-1", "0-2", "0-3", "all")
+        for saved in ("", "3", "4")
+    ]
+    timed: list[Plan] = []
+
+    def coarse(candidate: Plan) -> SimpleNamespace:
+        if candidate in asked:
+            timed.append(candidate)
+        asked.append(candidate)
+        return SimpleNamespace(bound_ns=0, step_ns=1)
+
+    asked: list[Plan] = []
+    equal = SimpleNamespace(compute_ns=lambda _: 0, step_ns=lambda _: 0)
+    monkeypatch.setattr(search, "lower_bound", equal)
+    monkeypatch.setattr(search, "_coarse", coarse)
+    assert search._ranked(candidates) == candidates[:2]
+    assert timed == candidates[:10]
 
 
 def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: MakePlan) -> None:
