@@ -495,3 +495,12 @@ def test_the_update_in_another_format_is_measured_on_request(
         ("cpu_update:bf16-sr", 2**14),
         ("cpu_update:bf16-sr:wide", 2**14),
     }
+
+
+def test_measured_shapes_are_listed_by_their_numbers_of_rows() -> None:
+    samples = {("forward", "a/12x512"): [1], ("forward", "a/3x512"): [2], ("copy", 2**20): [3]}
+    assert [key for key, _ in sorted(samples.items(), key=measured_costs._by_number)] == [
+        ("copy", 2**20),
+        ("forward", "a/3x512"),
+        ("forward", "a/12x512"),
+    ]
