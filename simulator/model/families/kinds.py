@@ -147,7 +147,7 @@ def listed_or_sparse(c: ModelConfig) -> list[str]:
 
 def dots_window(c: ModelConfig) -> list[str]:
     """`layer_types`, or sliding from layer `max_window_layers` on if there is a window."""
-    on, first = bool(c.count("sliding_window", 0)), c.count("max_window_layers", 62)
+    on, first = bool(c.count("sliding_window")), c.count("max_window_layers", 62)
     return _attention(c, lambda index: on and index >= first)
 
 

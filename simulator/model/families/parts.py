@@ -545,7 +545,7 @@ def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) ->
 
     These are the gradients of its output and of q, k and v, a sum of q's gradient in fp32, and
     gradients of k and v for each query head if several share them. Kernels whose values differ from
-    queries in size, or whose heads have more than 128 elements, also sum those in fp32. Sums have a
+    queries in size, or whose heads have more than 256 elements, also sum those in fp32. Sums have a
     multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32

@@ -177,6 +177,17 @@ def test_where_nothing_can_be_written_is_one_line(tmp_path: Path, target: str) -
 # ---- reading
 
 
+@pytest.mark.parametrize("text", ["key = ", "key = [1", "1" * 5000, "key = " + "1" * 5000])
+def test_text_in_no_format_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
+    """Python refuses numbers of thousands of digits with an error of its own."""
+    (tmp_path / "text").write_text(text)
+    with pytest.raises(UserError, match=r"/text: found text that is not TOML \(.*a TOML file"):
+        read_toml(tmp_path / "text", Knobs)
+    (tmp_path / "text").write_text(f"[{text}")
+    with pytest.raises(UserError, match=r"/text: found text that is not JSON \(.*a JSON file"):
+        read_json(tmp_path / "text")
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfte")
     (tmp_path / "large.txt").write_text("12345")

@@ -12,6 +12,7 @@ from tiny_families import OWN, SMALL
 from transformers import AutoConfig
 
 from megatrain.simulator.model.families import FAMILIES, Architecture
+from megatrain.simulator.model.specs import ModelSpec
 
 NO_ATTRIBUTE = ("first_k_dense_replace", "global_head_dim", "moe_layer_end_index", "moe_layer_freq")
 """Keys that some config classes read and do not keep.
@@ -67,3 +68,10 @@ def test_layers_of_a_deep_model_are_of_transformers_kinds(
         ("mlp_layer_types", [kind.mlp for kind in kinds]),
     ):
         assert found == (getattr(theirs, key, None) or found)
+
+
+@pytest.mark.parametrize("family", ["dots1", "qwen2", "qwen3_moe", "mistral", "mixtral", "phi3"])
+def test_a_window_of_null_is_none(family: str) -> None:
+    given = {**SMALL, **OWN.get(family, {}), "num_hidden_layers": LAYERS, "sliding_window": None}
+    model = ModelSpec.from_config({"model_type": family, **given}, "config.json")
+    assert {layer.attention for layer in model.decoders} == {"full_attention"}
