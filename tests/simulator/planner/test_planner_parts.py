@@ -21,6 +21,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner import slot_search
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
@@ -439,6 +440,20 @@ def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy:
                     limits = {**roomy, f"{name}_limit_bytes": peak - less}
                     search.plan = msgspec.structs.replace(plan, **limits)
                     assert search._excess(pair, path) == less
+
+
+def test_pairs_are_compared_with_the_most_gradient_slots_and_staging_buffers(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few of them, a plan waits for these and not for what the pairs differ in."""
+    plan, timed = make_plan("k_buffer", layers=6), list[Plan]()
+    search = SlotSearch(plan, cost_model(H200, plan.model, plan.workload))
+    monkeypatch.setattr(slot_search, "uncontended_makespan_ns", lambda *_: 1)
+    monkeypatch.setattr(slot_search, "schedule_to_time", lambda plan, _: timed.append(plan))
+    assert len(search._first_round()) == len(timed) > 1
+    assert len(search.paths) > 1
+    used = {(each.knobs.gradient_slots, each.knobs.gradient_staging) for each in timed}
+    assert used == {tuple(max(sizes) for sizes in zip(*search.paths, strict=True))}
 
 
 def test_limits_of_one_memory_are_the_lower_one() -> None:
