@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from schedule_text import from_text
@@ -247,6 +248,28 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
             device_bytes=2**33,
         )
     assert sorted(closed) == ["parts", "slabs"]
+
+
+def test_optimizers_are_measured_beside_layers_that_are_not_compiled(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their times do not depend on it, and compiling takes minutes."""
+    plan, quick = executable(), list[Workload]()
+    compiled = msgspec.structs.replace(plan.workload, compiled=True)
+    monkeypatch.setattr(
+        module, "_measure_optimizer", lambda _, __, work: (quick.append(work), 1 / 0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate(
+            "here",
+            plan.model,
+            compiled,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**33,
+            device_bytes=2**33,
+        )
+    assert [(work.compiled, work.fp8) for work in quick] == [(False, None)]
 
 
 def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
