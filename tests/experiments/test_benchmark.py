@@ -229,7 +229,7 @@ def test_what_a_child_cannot_do_is_its_failure(
         (["tiny", "--nonsense"], "found --nonsense"),
         (
             ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
-            "optimizer: found lion.py, with fsdp2; allowed: adamw, which is what other systems run",
+            "optimizer: found lion.py, with fsdp2; allowed: adamw, which other systems use",
         ),
         (
             ["tiny", "--token-piece", "5", "--systems", "ours,fsdp2"],
