@@ -30,19 +30,20 @@ class IndexedSchedule(NamedTuple):
     lanes: list[int]
     """The lane of each op."""
     after: list[tuple[int, ...]]
-    """The dependencies of each op. -1 is an op that the schedule does not have."""
+    """The dependencies of each op. -1 stands for an op that the schedule does not have."""
     fault: str
-    """The first dependency that is not earlier in program order than its op, as an error text.
-    Empty if there is none."""
+    """An error text about the first dependency that does not come before its op in program order.
+    Empty if there is no such dependency."""
     micro_batches: tuple[int, ...]
-    """The last compute op of each micro-batch, the first micro-batch first."""
+    """The last compute op of each micro-batch, in the order of the micro-batches."""
 
 
 class Sizes(NamedTuple):
     """The ops of a schedule grouped by size. All ops of one size have the same cost.
 
-    The size is the kind, lane, bytes, parameters, FLOPs, elements, shape, priority and whether the
-    op adds to its target. For the embedding and the head it includes the layer.
+    The size of an op consists of its kind, lane, bytes, parameters, FLOPs, elements, shape and
+    priority, and of whether it adds to its target. For ops of the embedding and the head it
+    includes the layer.
     """
 
     ops: tuple[Op, ...]
@@ -135,10 +136,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def sizes(self) -> Sizes:
         """The ops grouped by size. Raises ScheduleError if an op id cannot be parsed."""
-        # The start of an id, up to the micro-batch and chunk -> the kind of op. The layer is added
-        # if it is not a decoder layer.
+        # An id up to its first dot -> the kind of op, followed by the layer unless it is a decoder
+        # layer. Parsing each of these once is faster than parsing every id.
         named: dict[str, str] = {}
-        found: dict[tuple[object, ...], int] = {}
+        indices: dict[tuple[object, ...], int] = {}
         ops: list[Op] = []
         which: list[int] = []
         for op in self.ops:
@@ -162,9 +163,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 op.high_priority,
                 adds,
             )
-            size = found.get(key)
+            size = indices.get(key)
             if size is None:
-                size = found[key] = len(ops)
+                size = indices[key] = len(ops)
                 ops.append(op)
             which.append(size)
         return Sizes(tuple(ops), which)
@@ -219,10 +220,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
           no race is possible
         * a slot has one user at a time, and every slot is released at the end
         * in a schedule that the runtime can execute, each operand has the class of data, the dtype
-          and the size that its op needs; the optimizer keeps `moments` fp32 values for each
-          parameter, two with AdamW, or as many as `moments` returns for a range of a layer
+          and the size that its op needs
 
-        Raises ScheduleError if one of these does not hold.
+        Args:
+            moments: The number of moment values that the optimizer keeps for each parameter, two
+                with AdamW, or a function that returns it for a range of a layer's parameters.
+
+        Raises:
+            ScheduleError: One of these does not hold.
         """
         self._check_buffers()
         kept = (
@@ -264,7 +269,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
 
     def _check_buffers(self) -> None:
-        """Checks that ids are unique, that a pool holds one class of data, and that no two
+        """Raises ScheduleError unless ids are unique, each pool holds one class of data, and no two
         persistent buffers hold the same data.
         """
         if len(self.buffer) != len(self.buffers):
@@ -296,9 +301,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return all(op.kind in OPERANDS for op in self.ops)
 
     def _check_holds(self, op: Op, held: set[str]) -> None:
-        """Checks that a slot has one user at a time in program order, and updates `held`, the slots
-        in use. The op that acquires a slot also writes it, so dependencies make it wait for the
-        slot's earlier users.
+        """Raises ScheduleError unless each slot has one user at a time in program order. Updates
+        `held`, the slots in use.
+
+        The op that acquires a slot must also write it, so dependencies make it wait for the slot's
+        earlier users.
         """
         for slot in op.acquires:
             if slot in held or slot not in op.writes:

@@ -62,7 +62,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(span.duration_ns for span in self.spans if span.lane == lane)
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON to `path`."""
+        """Writes the timeline as JSON to `path`."""
         write_json(path, self)
 
     @classmethod
@@ -74,8 +74,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the timeline whose makespan is the median, which is a real step and not a mean. For
-    an even number it is the lower of the two in the middle.
+    """Returns the timeline with the median makespan. This is a real step and not a mean. For an
+    even number of timelines, it is the lower of the two in the middle.
 
     Raises ValueError if there is no timeline, or if they belong to different schedules.
     """

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 
 class _ClockedUse:
-    """The last ops that touched one buffer, or one part of a buffer. It has one reader for each
-    lane, the last, because the lane's earlier readers end before it.
+    """The last ops that touched one buffer, or one part of a buffer. For each lane it keeps only
+    the last reader, because earlier readers on the same lane end before that one.
     """
 
     __slots__ = ("count", "lane", "latest", "readers", "writer")
@@ -66,7 +66,8 @@ class VectorClocks:
     def append(
         self, lane: str, reads: Sequence[str], writes: Sequence[str], also: int | None = None
     ) -> list[int]:
-        """Adds an op at the end of `lane` that waits for all that `touch` finds, and for `also`.
+        """Adds an op at the end of `lane` that waits for the ops that `touch` returns, and for the
+        op `also`.
 
         Returns the necessary dependencies, as `add` does.
         """
