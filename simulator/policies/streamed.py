@@ -84,9 +84,9 @@ class Streamed:
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         cache = self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-        found = cache.find(layer)
-        if found is not None:
-            return found
+        slot = cache.find(layer)
+        if slot is not None:
+            return slot
         slot = cache.take(layer)
         for chunk, (offset, size) in enumerate(self._chunks(layer)):
             self.builder.op(

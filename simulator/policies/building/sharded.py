@@ -14,19 +14,19 @@ host memory (`part_elements`). A step is:
         load_weights and gather_weights, if the layer is no longer in a slot
         recompute, backward
         exchange_gradients: sends each rank its part, and adds the parts that arrive, rank 0's first
-            (of a tied head together with the embedding's, which comes last)
-        sum_rows of the sum, and a copy of it to host memory
+            (a tied head's gradient is exchanged later, together with the embedding's)
+        sum_rows of the sum, and a copy of the sum to host memory
     exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
     clip: the coefficient, from the norms
 
-The result has the bits of one GPU. Ranks take the groups of micro-batches that are summed first
-(`Workload.sum_group`) in turn, so the exchange adds them in the order of the step. A part is a
-whole number of `NORM_ROW` elements, so the sums of rows are those of the whole layer, and every
-rank adds them in the same order.
+The result has the same bits as on one GPU. The micro-batches of a step are divided into groups
+whose gradients are summed first (`Workload.sum_group`). Ranks take these groups in turn, so the
+exchange adds them in the order of the step. A part is a whole number of `NORM_ROW` elements, so the
+sums of rows are the same as on one GPU, and every rank adds them in the same order.
 
-All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot wait
-for each other in a circle. A rank's schedule is proved free of races by itself: a collective has
-ended on a rank when the rank's own buffers can be used again.
+All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot
+deadlock. It is enough to prove the schedule of each rank free of races by itself, because a
+collective ends on a rank only when the rank's own buffers can be used again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PLACED = ("weights", "master_low", "moments", "gradients", "host_updated")
 
 
 def refuse_sharded(plan: Plan) -> None:
-    """Raises UserError, which names what is not possible with several GPUs yet."""
+    """Raises UserError if the plan has a setting that is not supported with several GPUs yet."""
     work, knobs, model = plan.workload, plan.knobs, plan.model
     routes = model.active_parameters != model.parameters
     placed = [name for name in _PLACED if getattr(knobs.placement, name)]
@@ -142,7 +142,7 @@ class ShardedStore:
             micro: builder.persistent("device.all_losses", f"all.{micro}", SCALAR_BYTES, "losses")
             for micro in range(plan.workload.accumulation)
         }
-        """Micro-batch of the step -> the buffer with its loss, whichever rank computed it."""
+        """Micro-batch of the step, of any rank -> the buffer with its loss."""
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
@@ -153,15 +153,16 @@ class ShardedStore:
             max(plan.gpus * self.sent_width * largest, (plan.gpus + 1) * self.sums_bytes),
             "workspace",
         )
-        """What a collective receives, before it is added."""
+        """The buffer for the data that a collective receives, before it is added."""
         self.own_losses: list[str] = []
+        """The buffers with the losses of this rank's micro-batches."""
         self.updated: set[str] = set()
         """Layers whose deferred update this step has applied."""
         self.summing: dict[str, str] = {}
         """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.tied: list[str] = []
-        """The slot with the gradient of a head that is tied to the embedding, until that of the
-        embedding is there too."""
+        """The slot with the gradient of a head that is tied to the embedding, until the gradient of
+        the embedding is complete too."""
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
@@ -279,9 +280,11 @@ class ShardedStore:
         return self.builder.acquire(self._pool("device.streamed_gradients", layer)), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
-        """Exchanges the sum of a group of micro-batches, and adds what arrives to that of earlier
-        groups. The gradient of a tied head waits for that of the embedding: one GPU adds both of a
-        micro-batch before those of the next.
+        """Exchanges the sum of a group of micro-batches, and adds the parts that arrive to the sum
+        of earlier groups.
+
+        The gradient of a tied head waits for the gradient of the embedding, because one GPU adds
+        both gradients of a micro-batch before those of the next micro-batch.
         """
         if (micro + 1) % self.group:
             self.summing[layer] = buffer
@@ -337,7 +340,7 @@ class ShardedStore:
 
     def apply(self, layer: str, slot: str | None = None) -> None:
         """Emits AdamW on the rank's part of `layer`, chunk by chunk. The new weights are also
-        written to `slot`, where the rank's part of the layer is.
+        written to the rank's part of `slot`, if it is given.
         """
         homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
         widths = {name: self.state[layer][name].bytes for name in homes}
@@ -368,5 +371,5 @@ class ShardedStore:
                 bytes=int(count * sum(widths[name] for name in saved)),
                 **for_chunk,
             )
-            for each in slots.values():
-                self.builder.release(each)
+            for chunk_slot in slots.values():
+                self.builder.release(chunk_slot)
