@@ -71,8 +71,8 @@ def _contributions(model: ModelSpec, work: Workload, layer: str) -> int:
 
 
 def part_elements(plan: Plan, layer: str) -> int:
-    """Returns the number of elements in the part of `layer` that each rank owns. With one GPU it is
-    that of the whole layer.
+    """Returns the number of elements in the part of `layer` that each rank owns. With one GPU, the
+    part is the whole layer.
 
     Rank r owns the elements from r times this number on. The last parts may reach beyond the end of
     the layer. Elements beyond the end are zero, or are not read.
@@ -161,7 +161,7 @@ def whole_matrices(plan: Plan) -> frozenset[str]:
 
 def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
     """Raises UserError if the CPU cannot update one of `layers` because its update needs whole
-    matrices. `where` and `fix` are those of the error.
+    matrices. `where` and `fix` are used in the error.
     """
     unable = layers & whole_matrices(plan)
     found = next((layer for layer in plan.model.stack if layer in unable), "")

@@ -50,7 +50,7 @@ DataClass = Literal[
 BufferDtype = Literal["bf16", "fp32", "int16", "int8", "block8", "int64", "mixed", "home"]
 """The dtype of a buffer's elements (`block8`: `simulator/model/state_format.py`). `mixed` means
 several tensors of different dtypes. `home` is for a chunk that layers with different dtypes share:
-its dtype is that of the current layer's own persistent buffer of the same class of data."""
+it then has the dtype of the current layer's persistent buffer of the same class of data."""
 DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "master_low": ("int16", "int8"),
     "moments": ("fp32", "block8"),

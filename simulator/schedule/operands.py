@@ -88,8 +88,8 @@ def check_operands(
         kept: the number of moment values that the optimizer keeps for a range of parameters.
 
     Raises:
-        ScheduleError: an operand holds another class of data than the kind of op takes, its dtype
-            differs from that of the operand that it is combined with, or it is too small.
+        ScheduleError: an operand holds another class of data than the kind of op takes, has another
+            dtype than the operand that it is combined with, or is too small.
     """
     kind = op.kind
     if kind not in _PATTERNS:

@@ -209,7 +209,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return "\n".join(lines) + "\n"
 
     def check(self, moments: int | KeptMoments = 2) -> None:
-        """Proves that the schedule is correct, whatever the durations of its ops.
+        """Proves that the schedule is correct for any durations of its ops.
 
         Checks that:
 
