@@ -34,7 +34,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,17 @@ from megatrain.simulator.schedule import (
 )
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
+
+
+class _MeasuredHead(NamedTuple):
+    """A head that was measured with a loss chunk other than the table's."""
+
+    shape: str
+    """Its `Op.shape`."""
+    duration_ns: int
+    """Its duration with this loss chunk."""
+    bytes: int
+    """Its bytes as in `Workspace.head`, or 0 if they are unknown."""
 
 
 class Calibrated(ContendedCosts):
@@ -250,9 +261,8 @@ class Calibrated(ContendedCosts):
         ):
             return 1.0, False
         chunk = self._datasheet.workload.loss_chunk
-        if op.kind == "head" and (found := _other_head(self.table, op.shape, chunk)):
-            known, duration, _ = found
-            return duration / self.table.compute["head"][known][1], False
+        if op.kind == "head" and (head := _other_head(self.table, op.shape, chunk)):
+            return head.duration_ns / self.table.compute["head"][head.shape][1], False
         measured = msgspec.structs.replace(
             self._datasheet.workload, loss_chunk=self.table.loss_chunk
         )
@@ -265,7 +275,9 @@ class Calibrated(ContendedCosts):
         """Returns the time of the attention in a recompute, in ns, from measured shapes of the same
         layer with and without attention, or None if they do not cover the sequence length.
         """
-        measured, found = self.table.compute.get(kind, {}), dict[int, list[tuple[int, int]]]()
+        measured = self.table.compute.get(kind, {})
+        # sequence length -> (tokens, ns of attention) of each measurement
+        lengths: dict[int, list[tuple[int, int]]] = {}
         for known, (_, duration) in measured.items():
             full = known.replace(SAVED_ATTENTION_SUFFIX + "/", "/")
             if (
@@ -274,11 +286,11 @@ class Calibrated(ContendedCosts):
                 and (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
             ):
                 tokens, sequence = _tokens(known)
-                found.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
+                lengths.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
         tokens, sequence = _tokens(shape)
         picoseconds = tuple(  # per token, by sequence length
             (length, round(1000 * statistics.mean(ns / count for count, ns in pairs)))
-            for length, pairs in sorted(found.items())
+            for length, pairs in sorted(lengths.items())
         )
         if not picoseconds or not picoseconds[0][0] <= sequence <= picoseconds[-1][0]:
             return None
@@ -330,10 +342,11 @@ class Calibrated(ContendedCosts):
             and kind in WIDE_KINDS
             and self._elementwise.wide(op.layer)
         )
-        which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
-        names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        suffixes = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
+        names = [f"{kind}{suffix}@{op.lane}" for suffix in suffixes]
+        names += [f"{kind}{suffix}" for suffix in suffixes]
         if kind == "cpu_update" and self._elementwise is not None:
-            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
+            names = [f"{kind}:{self._elementwise.state}{suffix}" for suffix in suffixes] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(
@@ -435,8 +448,8 @@ class Calibrated(ContendedCosts):
                 )
                 return -(-size * workload.tokens // tokens)
         plain = msgspec.structs.replace(workload, fp8=None)
-        if plain != workload and (found := self.activations_bytes(model, plain)):
-            return found + fp8_saved_bytes(model, workload)
+        if plain != workload and (without := self.activations_bytes(model, plain)):
+            return without + fp8_saved_bytes(model, workload)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -473,16 +486,16 @@ class Calibrated(ContendedCosts):
         return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
 
     def _other_chunk_workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Returns what `workspace` does, for a loss chunk other than the table's."""
+        """Returns `workspace` for a loss chunk other than the table's."""
         shape = f"{model.shape}/{workload.shape}"
-        found = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
+        head = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
             self.table, _other_packing(shape), workload.loss_chunk
         )
         measured = msgspec.structs.replace(workload, loss_chunk=self.table.loss_chunk)
         then = self.workspace(model, measured)
-        if not found or then is None or not found[2] or found[0] not in self.table.workspace:
+        if not head or then is None or not head.bytes or head.shape not in self.table.workspace:
             return None
-        more = found[2] - self.table.workspace[found[0]].head
+        more = head.bytes - self.table.workspace[head.shape].head
         return msgspec.structs.replace(then, head=max(then.head + more, 0))
 
     def _workspace(self, shape: str, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -493,22 +506,22 @@ class Calibrated(ContendedCosts):
         if model.writes_scores:
             return None
         points: dict[int, Workspace] = {}
-        for other, found in sorted(known.items()):
+        for other, measured in sorted(known.items()):
             if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
                 tokens = _tokens(other)[0]
-                points[tokens] = _larger(found, points.get(tokens, found))
+                points[tokens] = _larger(measured, points.get(tokens, measured))
         if len(points) < 2:
             return None
         line = {
             field: tuple(
-                (tokens, getattr(found, field)) for tokens, found in sorted(points.items())
+                (tokens, getattr(point, field)) for tokens, point in sorted(points.items())
             )
             for field in Workspace.__struct_fields__
         }
-        found = Workspace(
+        on_line = Workspace(
             **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
         )
-        return msgspec.structs.replace(found, head=_head_bytes(line["head"], model, workload))
+        return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
 
 
 def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:
@@ -527,9 +540,9 @@ def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> s
     }
 
 
-def _other_head(table: CostTable, shape: str, chunk: int) -> tuple[str, int, int] | None:
-    """Returns (shape, duration in ns, bytes) of a measured head of the same layer and dtype with
-    the loss chunk `chunk`, or None.
+def _other_head(table: CostTable, shape: str, chunk: int) -> _MeasuredHead | None:
+    """Returns a measured head of the same layer and dtype as `shape` with the loss chunk `chunk`,
+    or None.
 
     A head with several chunks sums their gradients, and a head with one chunk does not. So the
     micro-batches of both shapes must be larger than `chunk` and than the table's loss chunk.
@@ -543,7 +556,7 @@ def _other_head(table: CostTable, shape: str, chunk: int) -> tuple[str, int, int
         ):
             for other, duration, size in points:
                 if other == chunk:
-                    return known, duration, size
+                    return _MeasuredHead(known, duration, size)
     return None
 
 

@@ -18,7 +18,8 @@ class Elementwise:
 
     def __init__(self, model: ModelSpec, workload: Workload, cores: int = 0) -> None:
         """`cores` is the number of CPU cores. With 0, cores do not limit an update."""
-        self._threads = max(cores - cores // 8, 1) if cores else 0  # as in `lane_threads`
+        # The number of threads is that of `lane_threads` in the runtime.
+        self._threads = max(cores - cores // 8, 1) if cores else 0
         self.state = workload.state
         """The name of the state format."""
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, rounding
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.plan import Plan
@@ -64,9 +65,7 @@ class _Sharded(Gathered):
 
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
         elements = self.stack[layer].elements
-        shard = self.builder.acquire(
-            "device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary"
-        )
+        shard = self.builder.acquire(pool_of("device.shards", self.stack[layer]))
         self.builder.op(
             OpId("load_weights", layer, phase, micro, 0),
             "h2d",

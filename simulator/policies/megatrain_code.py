@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import rounding, workspace
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
@@ -224,11 +225,7 @@ class _Code:
         moves it to the host's gradients.
         """
         size, target = self.device_bytes(layer), self.host["gradients", layer]
-        staging = self.builder.acquire(
-            "host.gradient_staging"
-            if self.stack[layer].kind == "decoder"
-            else "host.gradient_staging_vocabulary"
-        )
+        staging = self.builder.acquire(pool_of("host.gradient_staging", self.stack[layer]))
         self.builder.op(
             OpId("save_gradients", layer, phase, micro, 0), "d2h", [gradient], [staging], bytes=size
         )

@@ -32,7 +32,7 @@ import msgspec
 
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import SlotCache, pool_of
 from megatrain.simulator.policies.building.training_step import compute
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
@@ -187,14 +187,7 @@ class Offload:
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         if layer == EMBEDDING and self.held:
             return self.held, True
-        return (
-            self.builder.acquire(
-                "device.layer_gradients"
-                if self.stack[layer].kind == "decoder"
-                else "device.layer_gradients_vocabulary"
-            ),
-            False,
-        )
+        return self.builder.acquire(pool_of("device.layer_gradients", self.stack[layer])), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         if phase == "h":
@@ -301,9 +294,9 @@ class Gathered(Offload):
                 self.fetch(layer, phase, micro, slot)
             return self.kept[layer]
         key = f"{layer}{phase == 'f'}{micro}" if self.freed else layer
-        found = self.loaded.find(key)
-        if found is not None:
-            return found
+        held = self.loaded.find(key)
+        if held is not None:
+            return held
         slot = self.loaded.take(key)
         self.fetch(layer, phase, micro, slot)
         return slot

@@ -50,12 +50,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.sharded import ShardedStore
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
@@ -92,7 +92,7 @@ def _refuse_groups(plan: Plan) -> None:
             )
 
 
-class _OverlappedStore:
+class _OverlappedStore(ChunkedStore):
     """The `ParameterStore` of one step: buffers for resident layers, slots for streamed layers.
 
     `compute` asks the store for weights and gradient buffers, layer by layer. The store emits the
@@ -100,8 +100,7 @@ class _OverlappedStore:
     """
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
-        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
-        self.width = DTYPE_BYTES[plan.workload.dtype]
+        super().__init__(builder, plan)
         self.defers = plan.workload.clipping == "global"
         self.encodes = plan.workload.gradients == "8bit"
         """Whether a complete gradient is stored in codes. A layer then has only one gradient in a
@@ -110,8 +109,6 @@ class _OverlappedStore:
         """Whether groups of micro-batches are summed before they are added to earlier ones."""
         if self.grouped:
             _refuse_groups(plan)
-        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        """Parameters of a chunk."""
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
         """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
@@ -149,15 +146,9 @@ class _OverlappedStore:
                 )
                 if layer not in resident:
                     streamed.append(layer)
-        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
-        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
-        self.updated: set[str] = set()
-        """Layers whose deferred update this step has applied."""
-        self.summing: dict[str, str] = {}
-        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.pending: tuple[str, str] | None = None
         """(layer, gradient buffer) of an update that waits until the copies of the next layer's
         weights are emitted."""
@@ -187,8 +178,8 @@ class _OverlappedStore:
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
         streamed, home = set(self.streamed["weights"]), self.home
-        # Layers that are alike need the same slots, so one of them is enough.
-        alike = {
+        # Layers with the same key need the same slots, so one of them is enough.
+        distinct = {
             (
                 spec.kind,
                 spec.elements,
@@ -198,7 +189,7 @@ class _OverlappedStore:
             ): layer
             for layer, spec in self.stack.items()
         }
-        for layer in alike.values():
+        for layer in distinct.values():
             spec = self.stack[layer]
             decoder = spec.kind == "decoder"
             if layer in streamed:
@@ -222,11 +213,11 @@ class _OverlappedStore:
             if self.encodes:
                 kind = (self._gradient_pool(layer), "gradients", self.plan.workload.dtype, knob)
                 pools.setdefault(kind, []).append((count, self.width * spec.elements))
-        for (pool, name, dtype_, knob), wanted in pools.items():
+        for (pool, name, dtype_, knob), needs in pools.items():
             self.builder.slots(
                 pool,
-                max(count for count, _ in wanted),
-                max(size for _, size in wanted),
+                max(count for count, _ in needs),
+                max(size for _, size in needs),
                 name,
                 dtype_,
                 knob=knob,
@@ -239,19 +230,11 @@ class _OverlappedStore:
         separate pools.
         """
         name = "sums" if self.contributions[layer] > 1 else "gradients"
-        return (
-            f"device.streamed_{name}"
-            if self.stack[layer].kind == "decoder"
-            else f"device.streamed_{name}_vocabulary"
-        )
+        return pool_of(f"device.streamed_{name}", self.stack[layer])
 
     def _coded_pool(self, layer: str) -> str:
         """Returns the pool of slots for the codes of the layer's gradient, on their way out."""
-        return (
-            "device.coded_gradients"
-            if self.stack[layer].kind == "decoder"
-            else "device.coded_gradients_vocabulary"
-        )
+        return pool_of("device.coded_gradients", self.stack[layer])
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the layer's chunks: (number, first parameter, number of parameters)."""
@@ -288,10 +271,10 @@ class _OverlappedStore:
             self.emit_pending_update()
             return self.home["weights", layer]
         cache = self._cache(layer)
-        found = cache.find(layer)
-        if found is not None:
+        slot = cache.find(layer)
+        if slot is not None:
             self.emit_pending_update()
-            return found
+            return slot
         if self.pending and self.pending[0] == cache.next_to_leave():
             # The pending update reads its old weights from the slot that is about to be reused.
             self.emit_pending_update()
@@ -306,31 +289,6 @@ class _OverlappedStore:
             )
             self.emit_pending_update()
         return slot
-
-    def _cache(self, layer: str) -> SlotCache:
-        """Returns the slots that the layer's weights stream through."""
-        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-
-    def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
-    ) -> None:
-        """Copies a layer's buffer to or from the host, chunk by chunk.
-
-        `width` is in bytes per parameter. Each op names only its own chunk of the host buffer, so
-        it waits only for ops on this chunk.
-        """
-        up = source.startswith("host.")
-        lane, add = "h2d" if up else "d2h", self.builder.op
-        for number, first, count in self._chunks(layer):
-            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            add(
-                OpId(kind, layer, phase, micro, number),
-                lane,
-                (read,),
-                (written,),
-                offset=int(width * first),
-                bytes=int(width * count),
-            )
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         """Returns a device buffer for the layer's gradient, and whether the op adds to its content.

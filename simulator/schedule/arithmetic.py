@@ -164,11 +164,11 @@ def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -
     matrices. `where` and `fix` are used in the error.
     """
     unable = layers & whole_matrices(plan)
-    found = next((layer for layer in plan.model.stack if layer in unable), "")
-    if found:
+    first = next((layer for layer in plan.model.stack if layer in unable), "")
+    if first:
         raise UserError(
             where,
-            found=f"layer {found} updated on the CPU with optimizer {plan.workload.optimizer}",
+            found=f"layer {first} updated on the CPU with optimizer {plan.workload.optimizer}",
             allowed="updates of its matrices on the GPU, which orthogonalises them",
             fix=fix,
         )

@@ -117,16 +117,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             tuple([place.get(other, -1) for other in op.after]) if op.after else ()
             for op in self.ops
         ]
-        late = [
-            (self.ops[index], which)
-            for index, places in enumerate(after)
-            for which, other in enumerate(places)
+        late = (
+            f"{op.id}: depends on {name}, which is not before it"
+            for index, op in enumerate(self.ops)
+            for name, other in zip(op.after, after[index], strict=True)
             if not 0 <= other < index
-        ]
-        fault = "".join(
-            f"{op.id}: depends on {op.after[which]}, which is not before it"
-            for op, which in late[:1]
         )
+        fault = next(late, "")
         last: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if op.lane == "compute" and (micro := parse_id(op.id).micro) is not None:

@@ -104,9 +104,9 @@ class EvaluationStep:
         pool = self.pool.get(layer)
         if pool is None:
             return self.home[layer]
-        found = self.loaded[pool].find(layer)
-        if found is not None:
-            return found
+        slot = self.loaded[pool].find(layer)
+        if slot is not None:
+            return slot
         slot = self.loaded[pool].take(layer)
         total, size = (
             DTYPE_BYTES[self.plan.workload.dtype] * part_elements(self.plan, layer),

@@ -32,10 +32,10 @@ collective ends on a rank only when the rank's own buffers can be used again.
 from __future__ import annotations
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Clipping
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import (
     NORM_ROW,
@@ -95,18 +95,15 @@ def refuse_sharded(plan: Plan) -> None:
             )
 
 
-class ShardedStore:
+class ShardedStore(ChunkedStore):
     """The parameter store of one rank's step."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         refuse_sharded(plan)
-        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
-        self.width = DTYPE_BYTES[plan.workload.dtype]
+        super().__init__(builder, plan)
         self.group = plan.workload.sum_group
         self.sent_width = 4 if self.group > 1 else self.width
         """Bytes of an element of the gradients that are exchanged. A sum of several is fp32."""
-        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        """Parameters of a chunk."""
         self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
         self.state = {layer: layer_state(plan, layer) for layer in self.stack}
         self.clipping = Clipping(builder, plan, "device", "update", "update")
@@ -130,8 +127,6 @@ class ShardedStore:
             for layer, spec in self.stack.items()
         }
         """Layer -> gradients of a micro-batch: two for a head that is tied to the embedding."""
-        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
-        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
         rows = {layer: elements // NORM_ROW for layer, elements in self.parts.items()}
         self.row_sums = {
@@ -156,10 +151,6 @@ class ShardedStore:
         """The buffer for the data that a collective receives, before it is added."""
         self.own_losses: list[str] = []
         """The buffers with the losses of this rank's micro-batches."""
-        self.updated: set[str] = set()
-        """Layers whose deferred update this step has applied."""
-        self.summing: dict[str, str] = {}
-        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.tied: list[str] = []
         """The slot with the gradient of a head that is tied to the embedding, until the gradient of
         the embedding is complete too."""
@@ -218,12 +209,6 @@ class ShardedStore:
                 knob=knob,
             )
 
-    def _pool(self, name: str, layer: str) -> str:
-        return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
-
-    def _cache(self, layer: str) -> SlotCache:
-        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the chunks of the layer's part: (number, first parameter, parameters)."""
         total = self.parts[layer]
@@ -236,27 +221,11 @@ class ShardedStore:
         """Returns the bytes that a rank receives if it exchanges the layer."""
         return (self.plan.gpus - 1) * self.parts[layer] * width
 
-    def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
-    ) -> None:
-        """Copies the rank's part of a layer to or from the host, chunk by chunk."""
-        up = source.startswith("host.")
-        for number, first, count in self._chunks(layer):
-            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            self.builder.op(
-                OpId(kind, layer, phase, micro, number),
-                "h2d" if up else "d2h",
-                [read],
-                [written],
-                offset=int(width * first),
-                bytes=int(width * count),
-            )
-
     def weights(self, layer: str, phase: str, micro: int) -> str:
         cache = self._cache(layer)
-        found = cache.find(layer)
-        if found is not None:
-            return found
+        slot = cache.find(layer)
+        if slot is not None:
+            return slot
         slot = cache.take(layer)
         if layer in self.updated:
             home = self.home["weights", layer]
@@ -277,7 +246,7 @@ class ShardedStore:
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         if layer in self.summing:
             return self.summing.pop(layer), True
-        return self.builder.acquire(self._pool("device.streamed_gradients", layer)), False
+        return self.builder.acquire(pool_of("device.streamed_gradients", self.stack[layer])), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         """Exchanges the sum of a group of micro-batches, and adds the parts that arrive to the sum
@@ -296,7 +265,7 @@ class ShardedStore:
         if self.sources[layer] > 1:
             sent, self.tied = [*self.tied, buffer], []
         home, adding = self.home["gradients", layer], micro >= self.group
-        part = self.builder.acquire(self._pool("device.gradient_parts", layer))
+        part = self.builder.acquire(pool_of("device.gradient_parts", self.stack[layer]))
         if adding:
             self._copies("load_gradients", layer, phase, micro, home, part, 4)
         self.builder.op(

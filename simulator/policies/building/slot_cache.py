@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.model.specs import LayerSpec
 from megatrain.simulator.policies.building.builder import Builder
+
+
+def pool_of(name: str, layer: LayerSpec) -> str:
+    """Returns the pool for data of `layer`: `name` for decoder layers, and `name_vocabulary` for
+    the embedding and the head, which have another size.
+    """
+    return name if layer.kind == "decoder" else f"{name}_vocabulary"
 
 
 class SlotCache:
