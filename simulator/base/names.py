@@ -95,7 +95,7 @@ def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
             beginnings.append(candidate)
         elif len(shorter) > 3 and shorter in longer:
             parts.append(candidate)
-    close = difflib.get_close_matches(wanted, keys.values(), most)
+    close = difflib.get_close_matches(wanted, dict.fromkeys(keys.values()), most)
     similar = [candidate for key in close for candidate in keys if keys[candidate] == key]
     return (beginnings or parts or similar)[:most]
 
