@@ -70,9 +70,9 @@ class ContentionModel:
         """Makes the sharing of one machine.
 
         Args:
-            pairs: share of its full speed, (0, 1], that a lane keeps while others are busy, by lane
-                and other lane. The key for two other lanes is, for example, `h2d+d2h`.
-            host_memory: the host's DRAM. It replaces the pairs of the link and the cpu lane.
+            pairs: lane -> other lane -> the share of its full speed, (0, 1], that the lane keeps
+                while the other lane is busy. The key for two other lanes is like `h2d+d2h`.
+            host_memory: the host's DRAM. It replaces the pairs of the link and the lane `cpu`.
             duplex_curve: points (bytes, GB/s of each direction while both are busy), in ascending
                 order of bytes. It replaces the pairs of the two directions.
             turns: the sharing of the device. It replaces the pairs of compute and update.

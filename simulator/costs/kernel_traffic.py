@@ -47,8 +47,10 @@ def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -
     """Returns the traffic of a compute op relative to the formula of `ModelSpec.work`.
 
     Args:
+        model: the model.
+        workload: the workload. Only `compiled` is read.
         kind: the kind of op.
-        layer: the decoder layer; only ops of decoder layers use it.
+        layer: the decoder layer. Only ops of decoder layers use it.
     """
     if kind in ("embed", "embed_backward"):
         return 1.0

@@ -42,7 +42,9 @@ def has_own_memory(hardware: HardwareSpec) -> bool:
 
 
 def link_share(hardware: HardwareSpec, gpus: int) -> LinkShare:
-    """Returns the rates of each link while `gpus` GPUs of one host copy."""
+    """Returns the rates of each link while `gpus` GPUs of one host copy. `hardware` is the machine
+    with one GPU.
+    """
     one, both = (
         min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s) * share
         for share in (1.0, hardware.duplex_fraction)

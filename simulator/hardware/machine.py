@@ -62,14 +62,14 @@ class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine."""
+    """One machine. Raises UserError if a name is unknown or a number is out of range."""
 
     name: str
     """The name of the machine."""
     source: str
     """Where the numbers come from."""
     title: str = ""
-    """The name that people write, such as `RTX 4090`. Empty if there is none but `name`."""
+    """The name that people write, such as `RTX 4090`. Empty if it is `name`."""
     gpu_names: tuple[str, ...] = ()
     """The names that the driver reports for this GPU, such as `NVIDIA GeForce RTX 4090`. A machine
     in the library without such a name is never recognised."""

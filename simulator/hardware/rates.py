@@ -9,8 +9,8 @@ from megatrain.simulator.hardware.limits import Curve
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and rates of one machine. A GB is 10^9 bytes. Rates of a lane are those while the other
-    lanes are idle.
+    """Sizes and rates of one machine. A GB is 10^9 bytes. The rates of a lane were measured while
+    the other lanes were idle.
     """
 
     cores: int
@@ -19,7 +19,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """GPU memory that a process can use, in bytes. On a unified machine, it is the part of
     `host_bytes` that the GPU can use."""
     host_bytes: int
-    """Host memory. On a unified machine, the whole memory."""
+    """Host memory in bytes. On a unified machine, the whole memory."""
     linear_efficiency: float
     """Share of the peak that the matrix products of a decoder layer reach, (0, 1]."""
     device_gb_per_s: float

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 EXACT = "exact"
 ANY = "any"
-"""The name of no format. It stands for the format with the most bytes with which the model fits."""
+"""No key of `FORMATS`. It stands for the format with the most bytes with which the model fits."""
 BLOCK = 32
 """Parameters that share one scale of 8-bit codes. Tensors and chunks are whole multiples of it."""
 PlaneDtype = Literal["bf16", "fp32", "int16", "int8", "block8"]

@@ -33,7 +33,8 @@ ops, and making it takes half a minute."""
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is trained: everything that decides the arithmetic of a step. Two plans with the
-    same workload give the same bits.
+    same workload give the same bits. Raises UserError if a value, or a combination of values, is
+    not allowed.
     """
 
     batch: int

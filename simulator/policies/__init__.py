@@ -273,7 +273,8 @@ def evaluation(plan: Plan) -> Schedule:
 def verified(plan: Plan) -> Schedule:
     """Returns the plan's schedule after checking it.
 
-    Raises UserError if its digest differs from that in the plan.
+    Raises UserError if its digest differs from the plan's, and ScheduleError if the schedule is not
+    correct (`Schedule.check`).
     """
     schedule = lower(plan)
     if plan.digest != schedule.digest:

@@ -515,7 +515,7 @@ class _OverlappedStore(ChunkedStore):
 
 
 class _DeviceUpdate:
-    """AdamW on one layer by the device: emits the ops of each of its chunks."""
+    """Emits the ops of an update of one layer on the device, chunk by chunk."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 class PolicyWarning(UserWarning):
-    """Warns that a search leaves a policy out."""
+    """The warning that a search leaves out a policy."""
 
 
 class Policy:

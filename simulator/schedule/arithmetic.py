@@ -123,7 +123,7 @@ def stack_state(plan: Plan) -> Mapping[str, dict[StateClass, StatePart]]:
 
 @functools.lru_cache(maxsize=4)
 def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass, StatePart]]:
-    """Cached because a search asks for it with each plan."""
+    """Returns layer -> its state. Cached because a search asks for it with each plan."""
     return {layer: _layer_state(model, work, layer) for layer in model.stack}
 
 

@@ -58,7 +58,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that a policy reads and the planner chooses. None changes a bit of the result."""
+    """Numbers that a policy reads and the planner chooses. None changes a bit of the result. Raises
+    UserError if a number is out of range.
+    """
 
     weight_slots: int = 2
     """Device buffers that the weights of decoder layers are streamed through."""
@@ -76,15 +78,15 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Device buffers, of one chunk for each class of data, that optimizer state is streamed
     through."""
     weights_ahead: int = 0
-    """1: if a layer is updated inside the backward pass, the next layer's weights are loaded before
-    its optimizer state, which would otherwise delay them. 0: both are loaded in the order of
-    use."""
+    """0 or 1. It has an effect if layers are updated inside the backward pass. With 1, the weights
+    of the next layer are loaded before the optimizer state of the layer that is updated, so the
+    next layer starts earlier. With 0, both are loaded in the order of use."""
     micro_batch_group: int = 1
     """Micro-batches that pass through a layer, one after the other, before the next layer is
     loaded. A group loads weights and stores gradients once, and keeps the layer inputs of all its
     micro-batches. The accumulation must be a multiple of this number."""
     placement: Placement = Placement()
-    """Which layers keep which class of data on the device."""
+    """Where the data of layers is kept."""
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -128,7 +130,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to train one model on one machine."""
+    """One way to train one model on one machine. Raises UserError if a value, or a combination of
+    values, is not allowed.
+    """
 
     format: int = FORMAT
     """The version of the file format."""

@@ -78,7 +78,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def state(self) -> dict[tuple[str, str], str]:
-        """The id of the persistent buffer that holds (class of data, layer or micro-batch)."""
+        """(class of data, layer or micro-batch) -> the id of the persistent buffer with it."""
         return {
             (buffer.data, buffer.key): buffer.id for buffer in self.buffers if buffer.persistent
         }
@@ -96,7 +96,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def lanes(self) -> dict[str, tuple[Op, ...]]:
-        """The ops of each lane that has any, in the order of LANES."""
+        """Lane -> its ops, in the order of LANES. Lanes without ops are absent."""
         queues = {lane: tuple(op for op in self.ops if op.lane == lane) for lane in LANES}
         return {lane: queue for lane, queue in queues.items() if queue}
 

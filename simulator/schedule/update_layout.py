@@ -32,7 +32,7 @@ class UpdatePart(NamedTuple):
 
 
 class UpdateLayout:
-    """The layout of one layer."""
+    """The layout of the moments of one layer, and the ranges in which it may be updated."""
 
     def __init__(self, layer: LayerSpec, update_rules: tuple[UpdateRule, ...]) -> None:
         """`update_rules` has one entry for each tensor of `layer`."""
@@ -52,7 +52,9 @@ class UpdateLayout:
         """Bytes of the temporary tensors of an update."""
 
     def start(self, plane: int, first: int) -> int:
-        """Returns how many parameters before `first` keep more than `plane` moments."""
+        """Returns the position of parameter `first` in a plane: the number of parameters before it
+        that keep more than `plane` moments.
+        """
         return sum(min(max(first - start, 0), count) for start, count in self.ranges(plane))
 
     def ranges(self, plane: int) -> list[tuple[int, int]]:

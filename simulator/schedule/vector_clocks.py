@@ -106,9 +106,9 @@ class VectorClocks:
         """Records the buffers that the next op reads and writes. `add` must then add this op to the
         same lane.
 
-        Returns the earlier ops that must end before it starts: writers of what it reads, and
-        readers and writers of what it writes. Ops that the lane already waits for are left out. An
-        op may occur twice.
+        Returns the earlier ops that must end before it starts: the writers of buffers that it
+        reads, and the readers and writers of buffers that it writes. Ops that the lane already
+        waits for are left out. An op may occur twice.
         """
         return self._touch(self._lane(lane), reads, writes)
 

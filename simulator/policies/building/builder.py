@@ -181,8 +181,13 @@ class Builder:
     ) -> None:
         """Appends an op.
 
-        `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
-        `high_priority` of `Op`.
+        Args:
+            id: The id of the op, unique in the program.
+            lane: The lane that runs the op.
+            reads: The ids of the buffers that the op reads, in the order of its kind.
+            writes: The ids of the buffers that the op writes, in the order of its kind.
+            **sizes: The fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
+                `high_priority` of `Op`.
         """
         reads, writes = tuple(reads), tuple(writes)
         also = None

@@ -1,13 +1,13 @@
 """ShardedStore: the `ParameterStore` of a plan for several GPUs of one host.
 
-Each GPU has a process of its own, a rank, and all ranks execute the same schedule. Rank r owns part
-r of each layer: weights, low halves, moments and gradients of one N-th of its elements, in its own
+Each of the N GPUs has its own process, a rank, and all ranks execute the same schedule. Rank r owns
+part r of each layer: weights, low halves, moments and gradients of 1/N of its elements, in its own
 host memory (`part_elements`). A step is:
 
     for each layer, first to last:
-        the update that the step before deferred, of the rank's own part, chunk by chunk:
-            load_state, update, save_state; the new weights go to the rank's place in a slot
-        gather_weights: the other parts, from the other ranks
+        the update of the rank's part that the step before deferred, chunk by chunk:
+            load_state, update, save_state; the new weights go to the rank's part of a slot
+        gather_weights: receives the other parts from the other ranks
         forward
     head with loss, forward and backward
     for each layer, last to first:

@@ -268,7 +268,7 @@ class _Compute(_Buffers):
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
     def offload_input(self, index: int, micro: int) -> None:
-        """Copies the layer's input to the host."""
+        """Emits the copy of the layer's input to the host."""
         self.builder.op(
             OpId("save_activations", str(index), micro=micro),
             "d2h",
@@ -293,7 +293,7 @@ class _Compute(_Buffers):
         return self.inputs[index, micro]
 
     def offload_attention(self, index: int, micro: int) -> None:
-        """Copies the layer's saved attention to the host, and releases its slot."""
+        """Emits the copy of the layer's saved attention to the host, and releases its slot."""
         slot = self.attention[index, micro]
         self.builder.op(
             OpId("save_attention", str(index), micro=micro),
@@ -305,7 +305,7 @@ class _Compute(_Buffers):
         self.builder.release(slot)
 
     def load_attention(self, index: int, micro: int) -> None:
-        """Copies the layer's saved attention to a slot."""
+        """Emits the copy of the layer's saved attention from the host to a slot."""
         self.attention[index, micro] = slot = self.builder.acquire("device.attention")
         self.builder.op(
             OpId("load_attention", str(index), micro=micro),
@@ -363,7 +363,7 @@ class _Compute(_Buffers):
         return dx
 
     def recompute(self, block: list[int], micro: int) -> None:
-        """Runs the block's layers again and keeps their activations."""
+        """Emits the recompute of the block's layers, which saves their activations."""
         x = self.input_of(block[0], micro)
         for index in block:
             self.inputs[index, micro] = x
@@ -418,9 +418,7 @@ class _Compute(_Buffers):
         self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
 
     def micro_batches(self, group: Sequence[int]) -> None:
-        """Emits forward and backward of a group of micro-batches, which go through the model
-        together.
-        """
+        """Emits forward and backward of a group of micro-batches."""
         x = {micro: self.embed(micro) for micro in group}
         for index in range(self.plan.model.layers):
             x |= {micro: self.forward(index, micro, x[micro]) for micro in group}
