@@ -636,8 +636,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
         """Returns what a decoder layer has in addition because its tokens are computed in pieces:
-        (linear FLOPs, bytes of elementwise traffic, bytes of weights and their gradients). The
-        first two may be negative.
+        (linear FLOPs, bytes of elementwise traffic, bytes of weights and their gradients). Each
+        may be negative.
 
         With n pieces, and P parameters of b bytes in the modules that are computed in pieces:
 
