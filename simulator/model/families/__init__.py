@@ -262,9 +262,11 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with nulls, as transformers expects it. This reverses `essential`."""
+    """Returns the config with nulls and with floats that JSON does not have, as transformers
+    expects it. This reverses `essential`.
+    """
     given = {
-        key: None if value == 0 and key in ZERO_FOR_NULL else value
+        key: None if value == 0 and key in ZERO_FOR_NULL else _with_floats(value)
         for key, value in config.items()
         if key != NULLS
     }
@@ -314,3 +316,19 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
             allowed="a Hugging Face config.json",
             fix="give a model folder",
         ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns `value`, any part of a config.json, with the floats that JSON does not have.
+
+    transformers writes infinity, as in Falcon-H1's `time_step_limit`, as {"__float__": "Infinity"}.
+    Plans and checkpoints keep it so, because the latter are JSON as well.
+    """
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    if isinstance(name, str) and name in ("Infinity", "-Infinity", "NaN"):
+        return float(name)
+    return {key: _with_floats(item) for key, item in value.items()}

@@ -69,7 +69,7 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     own: dict[str, Any] = next(iter(each.values()), {})
     heads = {"num_key_value_heads"} if config.get("attention_k_eq_v") else set()
     if (
-        {str(key) for key in each} != full
+        {str(key) for key in each} not in (full, set())  # empty if full layers have no own sizes
         or any(value != own for value in each.values())
         or not own.keys() <= {"head_dim"} | heads
     ):
