@@ -657,7 +657,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             again = (count - 1) * width * (weights - elements_of(chain))
             left_out, unread = tokens * chain.forward.bytes(width), width * elements_of(chain)
             if not (workload.compiled and self.stack[layer].compilable):
-                left_out, unread = left_out + unread, 0  # where its weights are counted
+                left_out, unread = left_out + unread, 0  # eager weights count as elementwise
             return -2 * tokens * chain.active, -left_out, again - unread
         if kind != "backward":
             return 0, 0, (count - 1) * width * weights
