@@ -257,6 +257,7 @@ def _drawn(
     figure: Any,
     caption: str,
 ) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = [_by_active(row, record) for row, record in zip(rows_of(records), records, strict=True)]
     found = {row.item: row for row in rows if row.quantity == "tflops"}
     seven, fourteen, zero3 = found["MegaTrain 7b"], found["MegaTrain 14b"], found["ZeRO-3 14b"]

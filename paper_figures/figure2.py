@@ -76,6 +76,10 @@ def draw(results: Results) -> Drawn:
 
 
 def _boxes(axes: Any) -> None:
+    """Draws the boxes of modules and the arrows between them.
+
+    Raises UserError if a module does not exist.
+    """
     axes.set_axis_off()
     axes.set_xlim(-0.01, 1.01)
     axes.set_ylim(-0.03, 1.02)
@@ -118,6 +122,7 @@ def _boxes(axes: Any) -> None:
 
 
 def _arrow(source: Any, target: Any) -> FancyArrowPatch:
+    """Returns an arrow between the sides of two boxes that face each other."""
     (x, y, width, *_), (to_x, to_y, to_width, *_) = source, target
     if to_x >= x + width:
         ends = (x + width, y + _HEIGHT / 2), (to_x, to_y + _HEIGHT / 2)

@@ -140,6 +140,7 @@ def draw(results: Results) -> Drawn:
 
 
 def _rows(sizes: list[Size]) -> list[TableRow]:
+    """Returns the rows of the figure's CSV file."""
     rows = []
     for size in sizes:
         rows += [

@@ -111,6 +111,7 @@ def _host(axes: Any, records: list[BenchmarkRecord]) -> None:
 
 
 def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     records = data.rows
     rows = rows_of(records)
     for record in records:

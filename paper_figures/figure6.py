@@ -103,6 +103,7 @@ def draw(results: Results) -> Drawn:
 
 
 def _bases(axes: Any, data: Figure6Data) -> None:
+    """Draws the published code's speed by width, one line for each base width."""
     style.plain(axes, "MegaTrain's code for other widths x1.0", "width factor", "")
     spread, widths = errors(data.bases), sorted({entry.base for entry in data.bases})
     shades = ["#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041b3d"]
@@ -157,6 +158,7 @@ def _bases(axes: Any, data: Figure6Data) -> None:
 
 
 def _drawn(data: Figure6Data, figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     rows += [
         TableRow(

@@ -109,6 +109,7 @@ def _cells(hardware: HardwareSpec, facts: dict[str, Any]) -> list[str]:
 
 
 def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[TableRow]:
+    """Returns the rows of the table's CSV file."""
     rows = []
     for item, value in facts["bandwidth_gb_per_s"].items():
         name, _, what = item.partition(": ")

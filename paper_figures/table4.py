@@ -197,6 +197,7 @@ def _own(axes: Any, data: Table4Data, found: dict[str, dict[str, Any] | None]) -
 def _drawn(
     data: Table4Data, found: dict[str, dict[str, Any] | None], figure: Any, caption: str
 ) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     for where, answers in (("14B, GH200", data.gh200), ("7B, H200", data.h200)):
         for name in OURS:

@@ -223,6 +223,7 @@ def _seconds(record: BenchmarkRecord, name: str) -> tuple[float | None, bool]:
 def _rates(
     axes: Any, x: list[int], steps: list[BenchmarkRecord], reported: dict[str, BenchmarkRecord]
 ) -> None:
+    """Draws the rates that follow from the paper's seconds, by two rules of counting."""
     style.plain(axes, "the paper's seconds by two rules", "context (tokens)", "TFLOPS")
     found = [rules(record, record.paper or 1) for record in steps]
     axes.plot(

@@ -83,6 +83,7 @@ def draw(results: Results) -> Drawn:
 
 
 def _readers(axes: Any, readers: list[Reader]) -> None:
+    """Draws our speeds on readers' cards."""
     style.plain(axes, "ours, best plan on readers' cards", "", "tokens per second (log scale)")
     axes.set_yscale("log")
     axes.set_ylim(20, 6000)
@@ -139,6 +140,7 @@ def _readers(axes: Any, readers: list[Reader]) -> None:
 
 
 def _drawn(data: Tables89Data, figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     for reader in data.readers:
         found = reader.ours

@@ -314,6 +314,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
 
 
 def _numbers(axes: Axes, line: float, row: HeldoutRow) -> None:
+    """Writes a case's times and errors at the height `line`, and marks those that miss a target."""
     assert row.plan.prediction is not None
     assert row.step_seconds is not None
     device, host, replay = device_error(row), host_error(row), row.replay_error

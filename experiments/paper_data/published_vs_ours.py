@@ -73,6 +73,7 @@ def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
 
 
 def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
+    """Returns a row with the predictions for it. A prediction is None if it does not apply."""
     model, found = row.spec(), predict(row, setting)
     record: dict[str, Any] = {
         "item": row.item,

@@ -27,9 +27,14 @@ OnEnd = Callable[[QualityRow], None]
 
 
 class _Started(NamedTuple):
+    """A run whose process was started."""
+
     spec: RunSpec
+    """The run."""
     process: Popen[bytes]
+    """The process that trains it."""
     log: IO[bytes]
+    """The open file with the process's output."""
 
 
 def specs(

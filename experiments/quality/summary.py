@@ -108,6 +108,7 @@ def summarize_variants(
 def _summary(
     rows: Sequence[QualityRow], part: Part, variant: str, folder: Path | None
 ) -> VariantSummary:
+    """Returns the summary of one variant over its seeds that ended without a failure."""
     of_part = [row for row in rows if row.spec.part == part]
     found = {row.spec.seed: row for row in of_part if row.spec.variant == variant}
     done = {seed: row for seed, row in sorted(found.items()) if not row.failure}
@@ -215,6 +216,7 @@ def table(summaries: Sequence[VariantSummary]) -> str:
 
 
 def _part_table(chosen: Sequence[VariantSummary], *, fine_tune: bool) -> list[str]:
+    """Returns the lines of one part's table, and after them one line for each failure."""
     head = ["variant", "seeds", "held-out loss", "spread", "minus exact", "standard error"]
     head += ["training loss", "step"]
     if fine_tune:

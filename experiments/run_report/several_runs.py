@@ -114,6 +114,7 @@ def _record(folder: Path) -> StepRecord:
 
 
 def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> RunSummary:
+    """Returns the summary of a run. `common` is the last step that all compared runs have."""
     plan = Plan.load(folder / "plan.toml")
     measured: dict[str, Any] = {}
     if (folder / "memory.json").is_file():

@@ -65,7 +65,9 @@ class _Lowered(NamedTuple):
     """A schedule and the plan from which it was lowered."""
 
     plan: Plan
+    """The plan."""
     schedule: Schedule
+    """Its schedule."""
 
 
 class Simulator:

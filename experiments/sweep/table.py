@@ -93,6 +93,7 @@ def _varied(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _lines(rows: Sequence[SweepRow]) -> list[str]:
+    """Returns the lines of the table. It has a column for each setting that varies between rows."""
     varied = _varied(rows)
     executed = any(row.predicted_seconds is not None for row in rows)
     head = [

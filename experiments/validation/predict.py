@@ -59,13 +59,20 @@ class _Case(NamedTuple):
     """A system's step on a machine. Several rows may report figures of the same step."""
 
     setting: Setting
+    """The assumptions about the machine and the system."""
     policy: str
+    """The policy that stands for the system."""
     model: ModelSpec
+    """The model, with the row's changes."""
     ablation: tuple[tuple[str, int], ...]
+    """Changes to the published code, as pairs of field and value of `Ablation`."""
     batch: int
+    """Sequences in a micro-batch."""
     sequence: int
+    """Tokens in a sequence."""
 
     def plan(self, hardware: HardwareSpec) -> Plan:
+        """Returns the system's plan on `hardware`."""
         work = Workload(batch=self.batch, sequence=self.sequence)
         return Plan(
             policy=self.policy,
@@ -78,6 +85,7 @@ class _Case(NamedTuple):
         )
 
     def schedule(self, plan: Plan) -> Schedule:
+        """Returns the schedule of `plan`, or that of the published code's version and changes."""
         if self.policy == "megatrain_code":
             return megatrain_code.lower_ablated(
                 plan,
@@ -91,18 +99,25 @@ class _Case(NamedTuple):
 
 
 class _Step(NamedTuple):
+    """A simulated step."""
+
     seconds: float
+    """Time of the step in seconds."""
     parts: dict[str, float]
+    """Quantity of a part of the step -> its time in seconds."""
     account: Account
+    """The account of memory."""
 
 
 @functools.cache
 def _machine(setting: Setting) -> HardwareSpec:
+    """Returns the machine of a setting."""
     return setting.machine()
 
 
 @functools.cache
 def _account(case: _Case) -> Account:
+    """Returns the account of memory of a case."""
     plan = case.plan(_machine(case.setting))
     return plan_account(
         plan, case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload)
@@ -111,6 +126,7 @@ def _account(case: _Case) -> Account:
 
 @functools.cache
 def _step(case: _Case) -> _Step:
+    """Returns the times of a simulated step, and its account of memory."""
     plan = case.plan(_machine(case.setting))
     schedule, costs = (
         case.schedule(plan),

@@ -181,6 +181,10 @@ def load_rows() -> list[PublishedRow]:
 
 
 def _row(where: str, cells: dict[str, str]) -> PublishedRow:
+    """Returns the row of a line of a CSV file.
+
+    `where` is the file and the line. Raises UserError if the line is not a valid row.
+    """
     parsed: dict[str, Any] = dict(cells)
     try:
         parsed["changes"] = dict(part.split("=") for part in cells["changes"].split(";") if part)

@@ -159,6 +159,7 @@ def _calibrated(file: dict[str, Any]) -> bool:
 
 
 def _of_others(results: Results) -> list[MeasuredCase]:
+    """Returns the measurements on H200 machines among the published figures, except the paper's."""
     units, found = {"s": OTHERS, "ms": LAYER, "GiB": ""}, []
     for row in results.validation():
         if (
@@ -269,6 +270,7 @@ def draw(results: Results) -> Drawn:
 
 
 def _panel(axes: Any, found: list[MeasuredCase], unit: str, title: str) -> None:
+    """Draws the errors of cases with the same unit."""
     style.plain(
         axes, title, f"measured ({unit}, log scale)", "predicted - measured (% of measured)"
     )

@@ -187,6 +187,7 @@ def _panel(axes: Any, points: list[RatiosAtBatch]) -> None:
 
 
 def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = []
     for point in data.points:
         for system, found in point.systems.items():
