@@ -206,8 +206,8 @@ def with_knobs(
     Args:
         plan: The plan to change.
         layers: The most decoder layers of the result. None keeps all.
-        groups: The most groups of micro-batches of the result. Each group is then shortened to two
-            micro-batches, the fewest whose gradients are summed. None keeps all.
+        groups: The most groups of micro-batches of the result. Each group is then shortened to at
+            most two micro-batches, the fewest whose gradients are summed. None keeps all.
         knobs: New values of fields of `Knobs`.
     """
     model, work = plan.model, plan.workload

@@ -198,7 +198,7 @@ class Filling:
         decreases with the number of saved layers, so each tried number excludes all smaller or all
         larger ones. The next number to try is extrapolated from the bytes of one saved layer.
         """
-        each = plan.knobs.micro_batch_group * activations_bytes(
+        layer_bytes = plan.knobs.micro_batch_group * activations_bytes(
             plan.model, plan.workload, self.costs
         )
         fits, least_not, count = -1, plan.model.layers + 1, 0
@@ -208,7 +208,7 @@ class Filling:
             )
             room = self.room(with_knobs(plan, placement=saving))
             fits, least_not = (count, least_not) if room >= 0 else (fits, count)
-            count = min(max(count + room // each, fits + 1), least_not - 1)
+            count = min(max(count + room // layer_bytes, fits + 1), least_not - 1)
         return fits
 
     def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
@@ -223,21 +223,21 @@ class Filling:
         saved, work = held.placed("saved_activations"), plan.workload
         layers = [layer for layer in self.attention_layers if layer not in saved]
         if layers:
-            one = max(
+            output_bytes = max(
                 plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
             )
-            each = plan.knobs.micro_batch_group * (one + 256)
+            each_on_device = plan.knobs.micro_batch_group * (output_bytes + 256)
             names = [layer.name for layer in plan.model.decoders]
-            count = min(self.room(held) // each, len(layers))
+            count = min(self.room(held) // each_on_device, len(layers))
             if count > 0:
                 yield msgspec.structs.replace(
                     placement, saved_attention=ranges(names, set(layers[len(layers) - count :]))
                 )
             # The copies of offloaded outputs need two slots on the device.
-            on_device = max(self.room(held) // each - 2, 0)
+            on_device = max(self.room(held) // each_on_device - 2, 0)
             account = self.account(held)
             host_room = account.host_limit_bytes - account.host_peak_bytes
-            each_on_host = plan.knobs.micro_batch_group * (one + 4096)
+            each_on_host = plan.knobs.micro_batch_group * (output_bytes + 4096)
             others = layers[: len(layers) - on_device]
             moved = [layer for layer in others if layer in self._offloadable]
             moved = moved[max(len(moved) - max(host_room // each_on_host, 0), 0) :]

@@ -32,8 +32,8 @@ and then improves the best one:
 10. If the host updates all streamed layers, try every second one, and the reverse
     (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
 
-With clipping by update, state slots that hold a whole layer are searched first, and then the usual
-ones.
+With clipping by update, there are two searches, one with state slots that hold a whole layer and
+one with the usual slots. The faster result is returned.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits with the fewest slots,
 there is no plan, and `nearest_miss` returns the one that exceeds its limits by the fewest bytes.
@@ -254,7 +254,7 @@ class PlacementSearch:
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
         time, plan = self._climbed(*self._refined(time, plan))
         if not plan.placed("host_updated"):
-            # The number of saved layers may have changed, so updates on the host may pay now.
+            # The number of saved layers may have changed, so host updates may be faster now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         second: tuple[float, Plan] | None = None
@@ -445,13 +445,7 @@ class PlacementSearch:
         It is timed with the plan's own size of copies, because large copies would hide the gain.
         """
         other = self.filling.with_another_slot(plan)
-        if (
-            other is None
-            or self.lower_bound.step_ns(other) * _TIE >= time
-            or self.time(other) * _TIE >= time
-        ):
-            return None
-        return self.time(other), other
+        return (self.time(other), other) if other and self._is_faster(other, time) else None
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
         """Returns the fastest of `others` and its time in ns, or None if none is faster than
@@ -469,7 +463,15 @@ class PlacementSearch:
         fastest = min(times, key=lambda entry: entry[0], default=None)
         return fastest if fastest and fastest[0] < time else None
 
+    def _is_faster(self, plan: Plan, time: float) -> bool:
+        """Returns whether a step of `plan` takes less than `time` ns, by more than `_TIE`.
+
+        The plan is simulated only if its lower bound is low enough.
+        """
+        return self.lower_bound.step_ns(plan) * _TIE < time and self.time(plan) * _TIE < time
+
     def _has_many_ops(self, plan: Plan) -> bool:
+        """Returns whether the plan has more than `_MANY_COARSE_OPS` ops with few large copies."""
         return self._coarse(plan).ops > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
@@ -593,7 +595,7 @@ class PlacementSearch:
             if other.knobs != plan.knobs and self.filling.account(other).fits
         ]
         for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
-            if self.lower_bound.step_ns(changed) * _TIE < time and self.time(changed) * _TIE < time:
+            if self._is_faster(changed, time):
                 time, plan = self.time(changed), changed
         return time, plan
 
@@ -620,16 +622,12 @@ class PlacementSearch:
         ):
             lean = with_knobs(base, placement=placement, chunk_bytes=size)
             room = self.filling.room(lean)
-            each = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
-            more = min(room // each, streamed - slots) if each > 0 else 0
+            slot_bytes = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
+            more = min(room // slot_bytes, streamed - slots) if slot_bytes > 0 else 0
             if placement == usual or more <= 0:
                 continue
             other = with_knobs(lean, weight_slots=slots + more)
-            if (
-                self.filling.account(other).fits
-                and self.lower_bound.step_ns(other) * _TIE < time
-                and self.time(other) * _TIE < time
-            ):
+            if self.filling.account(other).fits and self._is_faster(other, time):
                 time, plan = self.time(other), other
         return time, plan
 
@@ -651,8 +649,7 @@ class PlacementSearch:
             if (
                 other.knobs != plan.knobs
                 and self.filling.account(other).fits
-                and self.lower_bound.step_ns(other) * _TIE < time
-                and self.time(other) * _TIE < time
+                and self._is_faster(other, time)
             ):
                 time, plan = self.time(other), other
         return time, plan

@@ -237,7 +237,7 @@ def candidates(
     """
     names = policy_library.contenders() if policies is None else policies
 
-    def found_by(chosen: list[str]) -> list[Choice]:
+    def best_of(chosen: list[str]) -> list[Choice]:
         return search(
             model,
             hardware,
@@ -251,7 +251,7 @@ def candidates(
 
     bounded: list[RunnerUp] = []
     if hardware.unified or names != policy_library.contenders():
-        found = found_by(names)
+        choices = best_of(names)
     else:
         later = [
             name
@@ -263,28 +263,31 @@ def candidates(
             (name for name in names if name not in later),
             key=lambda name: policy_library.find(name).places_state,
         )
-        found = found_by(first)
-        if found[0].feasible:
+        choices = best_of(first)
+        if choices[0].feasible:
             bounded = [
                 RunnerUp(
                     policy=name,
-                    step_seconds=_least_seconds(name, found[0], hardware),
+                    step_seconds=_least_seconds(name, choices[0], hardware),
                     at_least=True,
                 )
                 for name in later
             ]
-            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+            bounded = [entry for entry in bounded if entry.step_seconds >= choices[0].step_seconds]
         if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
-            found = sorted([*found, *found_by(hopeful)], key=rank)
+            choices = sorted([*choices, *best_of(hopeful)], key=rank)
     own = [
-        choice for choice in found if not policy_library.find(choice.plan.policy).prediction_only
+        choice for choice in choices if not policy_library.find(choice.plan.policy).prediction_only
     ]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
         if least := _least(own[0].plan, hardware, costs, names):
             choice = assess(least, costs)
-            found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
-    return [_with_runner_up(found, bounded), *found[1:]]
+            choices = [
+                choice,
+                *(other for other in choices if other.plan.policy != choice.plan.policy),
+            ]
+    return [_with_runner_up(choices, bounded), *choices[1:]]
 
 
 def best_estimate(
@@ -396,9 +399,11 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
             # The policy accepts only one value of some knob, or it sums gradients in staging
             # buffers and so cannot do without them.
             continue
-        one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
+        micro_batch_ns = sum(
+            free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1")
+        )
         least.append(
             uncontended_makespan_ns(schedule, free)
-            + max(best.plan.workload.accumulation - 2, 0) * one
+            + max(best.plan.workload.accumulation - 2, 0) * micro_batch_ns
         )
     return min(least, default=0) / 1e9

@@ -179,8 +179,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     calibrated: str
     """Date of the calibration. Empty if costs come from datasheet rates."""
     measured_by_others: str = ""
-    """Date of measurements of the machine that others published, if its rates follow from them.
-    Empty if the rates are estimates, or if the machine was calibrated."""
+    """Date on which others measured the machine's rates. Empty if they are estimates, or if the
+    machine was calibrated."""
     uncertainty: float | None
     """Relative uncertainty of datasheet rates. None if the machine was calibrated."""
     extrapolated: dict[str, int]

@@ -141,24 +141,23 @@ class Architecture:
             c.vocabulary,
             c.flag("tie_word_embeddings"),
         )
-        attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
-        mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
+        attentions = self.family.attention(c) if self.family.attention else [FULL] * c.layers
+        mlps = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         variants = self.family.variants(c) if self.family.variants else [()] * c.layers
-        enters, leaves = (
-            bool(self.family.embedding_norm or self.family.entrance),
-            bool(self.family.exit),
-        )
+        has_entrance = bool(self.family.embedding_norm or self.family.entrance)
         self.kinds = [
             Kind(
-                *pair,
-                entered=enters and index == 0,
-                left=leaves and index == c.layers - 1,
+                attention,
+                mlp,
+                entered=has_entrance and index == 0,
+                left=bool(self.family.exit) and index == c.layers - 1,
                 variant=variant,
             )
-            for index, (pair, variant) in enumerate(
-                zip(zip(attention, mlp, strict=True), variants, strict=True)
+            for index, (attention, mlp, variant) in enumerate(
+                zip(attentions, mlps, variants, strict=True)
             )
         ]
+        """The kind of each decoder layer."""
         self.carried = self.family.carried(c) if self.family.carried else c.hidden
         """Elements per token that travel from layer to layer."""
         self.tables = self.family.tables(c) if self.family.tables else ()

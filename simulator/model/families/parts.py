@@ -9,8 +9,9 @@ that produces it. With b bytes per element of the compute dtype, a layer costs f
     bytes   b x low + 4 x wide, plus (b + 4) x casts if b < 4
     saved   b x low + 4 x wide, plus 4 x upcast if b < 4
 
-If no fused kernel computes attention, its scores are written out to memory (`Scores`). The formulas
-for bytes and saved bytes then also hold for each pair of tokens in a row, including masked pairs.
+If no fused kernel computes attention, its scores are written out to memory (`Scores`). Then the
+bytes and saved bytes of each pair of tokens in a row are added, by the same formulas. This includes
+masked pairs.
 
 In the docstrings below, a number in parentheses after an operation is the number of elements that
 its kernels read and write, per element of the tensor.
