@@ -32,6 +32,7 @@ WORKSPACE = "device.workspace"
 PROCESS = "host.process"
 """The pool of host memory that the process needs in addition to the schedule's pools."""
 PLACES = ("device", "host")
+"""The two memories."""
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
 """The classes of pools in reports."""
 _CLASS_OF = {

@@ -27,6 +27,7 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """The second-best plan."""
 
     policy: str
+    """Name of the policy."""
     knobs: Knobs | None = None
     """The knobs of the plan. None if only a lower bound of its step time is known."""
     step_seconds: float

@@ -42,6 +42,7 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 CLASSES: tuple[StateClass, ...] = ("weights", "gradients", "master_low", "moments")
 """Classes of layer state that may stay on the device."""
 GIB = 2**30
+"""Bytes of a GiB."""
 
 _TRIMMED: tuple[StateClass, ...] = ("moments", "master_low")  # classes that a plan gives up first
 # Saving attention is tried if it takes at least this share of the recompute time. With less, it

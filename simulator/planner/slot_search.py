@@ -36,9 +36,13 @@ from megatrain.simulator.planner.assessment import (
 from megatrain.simulator.schedule.plan import Plan
 
 WEIGHT_SLOTS = (1, 2, 3, 4, 8)
+"""The numbers of weight slots that a search tries."""
 GRADIENT_SLOTS = (1, 2, 3)
+"""The numbers of gradient slots that a search tries."""
 GRADIENT_STAGING = (0, 1, 2, 4)
+"""The numbers of staging buffers that a search tries."""
 CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
+"""The bytes of a copy that a search tries."""
 ONE_COPY = 2**40
 """Bytes of a copy that are enough to copy every layer in one piece."""
 _SHORT = 6  # the fewest decoder layers of the model of round 2

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from megatrain.simulator.base.files import write_bytes
 
 WIDTH_PIXELS, DPI = 1600, 150
+"""Width of every picture, and its pixels per inch."""
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
@@ -33,8 +34,11 @@ STYLE: Any = {
     "grid.color": "#d9dee3",
     "grid.linewidth": 0.6,
 }
+"""matplotlib's settings for every picture."""
 SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
+"""Arguments of legends whose entries are small squares of a colour."""
 INK, MUTED, ALARM, ROW = "#1f2933", "#66727f", "#b3261e", "#f3f5f7"
+"""Colours of text, of less important text, of errors, and of the background of a row."""
 LEFT_INCHES = 0.95
 """Distance of a panel from the left edge of the picture, in inches. The names of the panel's rows
 are in this space."""

@@ -24,6 +24,7 @@ from megatrain.simulator.schedule import LANES, Op, Schedule
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
 Event = dict[str, Any]
+"""One event of a Chrome trace."""
 
 
 def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any]:

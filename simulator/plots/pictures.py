@@ -78,7 +78,9 @@ DATA_COLOURS = {
 }
 """Data that a pool holds -> colour. `staging` is for data that only passes through the pool."""
 UNKNOWN = "#c9b27c"
+"""The colour of any other op kind."""
 DOTS = (0, (1, 1.5))
+"""The dotted line style of matplotlib for the end of the measured step."""
 _ROW_INCHES, _RIGHT_INCHES = 0.34, 0.75
 _GLYPH_PIXELS = 12.0  # width per character of an id in 8 point type, including its margins
 

@@ -137,3 +137,4 @@ DBRX_FAMILIES: dict[str, Family] = {
         defaults={"d_model": 2048, "n_layers": 24, "n_heads": 16, "vocab_size": 32000},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

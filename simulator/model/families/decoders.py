@@ -464,3 +464,4 @@ DECODERS: dict[str, Family] = {
         defaults={"hidden_act": "gelu"},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

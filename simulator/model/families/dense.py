@@ -287,3 +287,4 @@ DENSE_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

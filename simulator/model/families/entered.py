@@ -109,3 +109,4 @@ ENTERED_FAMILIES: dict[str, Family] = {
         defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -330,3 +330,4 @@ GEMMA3N_FAMILIES: dict[str, Family] = {
         exit=(_EXITS,), defaults=_DEFAULTS,
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -42,6 +42,7 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
+"""The defaults of Gemma 4."""
 
 
 def gemma4_kinds(c: ModelConfig) -> list[str]:

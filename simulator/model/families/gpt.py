@@ -162,3 +162,4 @@ GPT_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -136,3 +136,4 @@ HYBRID_FAMILIES: dict[str, Family] = {
         defaults=_DEFAULTS,
     )
 }
+"""`model_type` -> family."""

@@ -8,6 +8,7 @@ from megatrain.simulator.base import plugins
 from megatrain.simulator.model.families.family import Family
 
 GROUP = "megatrain.families"
+"""The entry point group of packages that add families."""
 
 
 class Families(Mapping[str, Family]):

@@ -19,6 +19,8 @@ FULL, SLIDING, LINEAR, CHUNKED = (
     "linear_attention",
     "chunked_attention",
 )
+"""Attention to all tokens before a token, to the last ones in a window, to all of them by linear
+attention, or to those in the token's chunk of the row."""
 HYBRID = "hybrid"
 """Full attention and a state-space mixer on the same input."""
 DENSE, SPARSE = "dense", "sparse"

@@ -121,6 +121,7 @@ JETMOE_DEFAULTS: dict[str, Any] = {
     _CHOSEN: 2,
     "kv_channels": 128,
 }
+"""The defaults of JetMoE."""
 _DRAWN = 2
 """Experts that Phi-3.5-MoE draws for each token. `num_experts_per_tok` does not change it. Only the
 loss of the router uses that key."""
@@ -470,3 +471,4 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         defaults={**_LATENT, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

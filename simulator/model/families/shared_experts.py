@@ -279,3 +279,4 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

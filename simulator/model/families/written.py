@@ -184,3 +184,4 @@ WRITTEN_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""
