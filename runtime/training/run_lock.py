@@ -7,12 +7,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.training.stopped_run import command_to_continue, last_step
 from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
-START = ("hardware.toml", "plan.toml", "environment.json", "data.json", "config.toml")
+START = (
+    "hardware.toml",
+    "plan.toml",
+    CHAT_TEMPLATE,
+    "environment.json",
+    "data.json",
+    "config.toml",
+)
 """the files that a run writes first, in this order. With the last one, the run has begun."""
 
 

@@ -1,4 +1,4 @@
-"""csv_text: rows as the text of a CSV file."""
+"""csv_text: formats rows as CSV."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns rows with the same keys as CSV, below a line with the keys. There must be at least
-    one row.
+    """Returns rows as CSV text with a header line. All rows have the same keys. Raises IndexError
+    if there is no row.
 
     >>> csv_text([{"name": "a", "size": 1}, {"name": "b, c", "size": 2}])
     'name,size\\na,1\\n"b, c",2\\n'

@@ -2,11 +2,11 @@
 
     duration(T, S) = f(T) + T g(S)
 
-f is linear between the token counts measured at one sequence length, the length with the most token
-counts. g is the extra time per token at another length, and it is linear between the measured
-lengths. It may be linear because a causal attention kernel that reaches efficiency x S / (S + h) of
-the peak takes a time proportional to T (S + h) (`datasheet.py`). Ops without attention do not
-depend on S, so g is 0. There is no extrapolation.
+f is linear between the token counts that were measured at one sequence length, the length with the
+most token counts. g is the extra time per token at another length, and is linear between the
+measured lengths. A causal attention kernel that reaches efficiency x S / (S + h) of the peak
+(`datasheet.py`) takes a time proportional to T (S + h), which is linear in S. Ops without attention
+do not depend on S, so g is 0. There is no extrapolation.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Point(NamedTuple):
 
 
 def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: bool) -> int | None:
-    """Returns the duration in ns at `tokens` and `sequence`. Returns None if either is outside the
-    measured range or if there are too few points. `attends` says whether the op has attention, so
-    that its duration depends on the sequence length.
+    """Returns the duration in ns at `tokens` and `sequence`, or None if one of them is outside the
+    measured range or if there are too few points. `attends` says whether the op has attention, and
+    therefore a duration that depends on the sequence length.
 
     >>> measured = [Point(100, 10, 50), Point(300, 10, 130), Point(200, 30, 110)]
     >>> between(measured, 200, 10, attends=True), between(measured, 200, 20, attends=True)
@@ -42,18 +42,19 @@ def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: boo
     >>> between(measured, 400, 10, attends=True) is None
     True
     """
-    found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    # sequence length -> tokens -> durations
+    lengths: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
-        found[point.sequence if attends else 0][point.tokens].append(point.duration_ns)
-    if not found:
+        lengths[point.sequence if attends else 0][point.tokens].append(point.duration_ns)
+    if not lengths:
         return None
-    reference = max(found, key=lambda length: (len(found[length]), -length))
-    curve = _curve(found[reference])
+    reference = max(lengths, key=lambda length: (len(lengths[length]), -length))
+    curve = _curve(lengths[reference])
     length = sequence if attends else 0
     if len(curve) < 2 or not curve[0][0] <= tokens <= curve[-1][0]:
         return None
     more = {reference: 0.0}  # extra ns per token, by sequence length
-    for other, measured in found.items():
+    for other, measured in lengths.items():
         inside = [
             (ns - interpolate(curve, count)[0]) / count
             for count, ns in _curve(measured)

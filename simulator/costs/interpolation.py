@@ -8,9 +8,9 @@ import bisect
 def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bool]:
     """Returns (duration in ns, extrapolated) at `size` on a curve of (size, ns) points.
 
-    The points are in ascending order of size. Between two points the duration is linear, and beyond
-    the outermost points it continues their segment. It is at least 0. A curve of one point is a
-    constant if its size is 0, otherwise the duration is proportional to the size.
+    The points are in ascending order of size. Between two points the duration is linear. Beyond the
+    outermost points it continues the outermost segment. It is at least 0. A curve of one point is a
+    constant if the point's size is 0. Otherwise the duration is proportional to the size.
 
     >>> interpolate(((100, 20), (200, 30)), 150), interpolate(((100, 20), (200, 30)), 400)
     ((25, False), (50, True))

@@ -265,11 +265,11 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a stored config with nulls, as transformers expects it. It is the inverse of
-    `essential`.
+    """Returns a stored config with nulls, and with floats that JSON does not have, as transformers
+    expects it. It is the inverse of `essential`.
     """
     restored = {
-        key: None if value == 0 and key in ZERO_FOR_NULL else value
+        key: None if value == 0 and key in ZERO_FOR_NULL else _with_floats(value)
         for key, value in config.items()
         if key != NULLS
     }
@@ -320,3 +320,19 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
             allowed="a Hugging Face config.json",
             fix="give a model folder",
         ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns `value`, any part of a config.json, with the floats that JSON does not have.
+
+    transformers writes infinity, as in Falcon-H1's `time_step_limit`, as {"__float__": "Infinity"}.
+    Plans and checkpoints store that form, because checkpoints are JSON, too.
+    """
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    if isinstance(name, str) and name in ("Infinity", "-Infinity", "NaN"):
+        return float(name)
+    return {key: _with_floats(item) for key, item in value.items()}

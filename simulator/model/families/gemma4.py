@@ -72,7 +72,7 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     first: dict[str, Any] = next(iter(per_layer.values()), {})
     heads = {"num_key_value_heads"} if config.get("attention_k_eq_v") else set()
     if (
-        {str(key) for key in per_layer} != full
+        {str(key) for key in per_layer} not in (full, set())  # empty: the usual sizes
         or any(value != first for value in per_layer.values())
         or not first.keys() <= {"head_dim"} | heads
     ):

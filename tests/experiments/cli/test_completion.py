@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands.completion import SHELLS
 from megatrain.experiments.cli.main import VERBS
+from megatrain.experiments.commands.completion import SHELLS
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -35,7 +35,7 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
         (["ch"], ["check", "chat"]),
         (["train", "--adap"], ["--adapt"]),
         (["check", "--dtype", ""], ["bf16", "fp32", "fp8"]),
-        (["report", "con"], ["conftest.py"]),
+        (["report", "test_comp"], ["test_completion.py"]),
     ],
 )
 def test_bash_completes_what_has_begun(
