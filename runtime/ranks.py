@@ -148,9 +148,9 @@ class Ranks:
     def total(self, number: int) -> int:
         """Returns the sum of `number` over all ranks."""
         own = torch.tensor([number])
-        found = [torch.zeros_like(own) for _ in range(self.count)]
-        self._finish(dist.all_gather(found, own, group=self._between, async_op=True))
-        return int(torch.cat(found).sum())
+        numbers = [torch.zeros_like(own) for _ in range(self.count)]
+        self._finish(dist.all_gather(numbers, own, group=self._between, async_op=True))
+        return int(torch.cat(numbers).sum())
 
     def send(self, value: object) -> None:
         """Sends `value` from rank 0 to the other ranks, which must call `receive`."""
@@ -248,20 +248,20 @@ class Ranks:
         if device.type != "cuda":
             yield
             return
-        over, found = threading.Event(), list[RankLost]()
-        watch = threading.Thread(target=self._watch, args=(over, found), daemon=True)
+        over, errors = threading.Event(), list[RankLost]()
+        watch = threading.Thread(target=self._watch, args=(over, errors), daemon=True)
         watch.start()
         error: BaseException | None = None
         try:
             yield
-        except BaseException as failure:  # also that of SIGTERM, which torchrun sends
+        except BaseException as failure:  # or an interruption: torchrun sends SIGTERM
             error = failure
         finally:
             over.set()
             watch.join()
-        if error is None and not found:
+        if error is None and not errors:
             return
-        lost = found[0] if found else self._ended_or_reported()
+        lost = errors[0] if errors else self._ended_or_reported()
         if lost is not None:
             raise lost from None  # it caused the error of the block
         assert error is not None
@@ -273,11 +273,12 @@ class Ranks:
         where = f"rank {self.rank}, {self.board.activity}"
         return self._reported() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
 
-    def _watch(self, over: threading.Event, found: list[RankLost]) -> None:
+    def _watch(self, over: threading.Event, errors: list[RankLost]) -> None:
+        """Aborts the collectives when a rank is lost, and appends the error to `errors`."""
         while not over.wait(_LOOK_EVERY_S):
             error = self._ended_or_reported()
             if error is not None:
-                found.append(error)
+                errors.append(error)
                 assert dist.group.WORLD is not None
                 dist.group.WORLD.abort()
                 return

@@ -1,4 +1,4 @@
-"""The number of warm-up steps. This module does not import torch, so that code which only reads the
+"""The number of warm-up steps. This module does not import PyTorch, so code that only reads the
 files of a run can import it.
 """
 

@@ -396,9 +396,7 @@ def refuse_other_run(
                 f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in"
                 " this run"
             ),
-            fix=(
-                "resume with what the checkpoint was made with, or start a new run from its weights"
-            ),
+            fix="resume with the settings of the checkpoint, or start a new run from its weights",
         )
 
 

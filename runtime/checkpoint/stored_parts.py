@@ -129,7 +129,7 @@ class StoredParts:
         if data.nbytes != count * width:
             raise MalformedFile(
                 str(part.path),
-                found="an end before that of the last tensor",
+                found="fewer bytes than its tensors have",
                 allowed="a file that does not change",
                 fix="read it again",
             )

@@ -292,7 +292,7 @@ class Executor:
         """
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
-        seen = self._checksum() if deterministic and not self._flush else None
+        checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
@@ -318,7 +318,7 @@ class Executor:
             self._read_clip_factor(),
             seconds,
             timeline,
-            self._checksum() if deterministic and self._flush else seen,
+            self._checksum() if deterministic and self._flush else checksum_before,
         )
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:

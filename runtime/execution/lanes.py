@@ -126,8 +126,8 @@ class Origin:
 
     @classmethod
     def now(cls, cuda: bool) -> Origin:
-        """Returns the origin of a step that starts now. With CUDA the device must be idle, so that
-        both clocks are read within about 10 us of each other.
+        """Returns the origin of a step that starts now. With CUDA, the device must be idle.
+        Otherwise the two clocks would be read more than about 10 us apart.
         """
         if not cuda:
             return cls(time.perf_counter_ns(), None)

@@ -32,7 +32,7 @@ def _reason(error: Exception) -> str:
 
     token = "" if get_token() else "; there is no token"
     if isinstance(error, GatedRepoError):
-        return f"access has to be asked for on its page{token}"
+        return f"access must be requested on its page{token}"
     if isinstance(error, RepositoryNotFoundError):
         return f"it does not exist or is private{token}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -550,10 +550,13 @@ def _write(
             name: TensorSource.of(buffer.contiguous())
             for name, buffer in state.buffers(layer).items()
         }
-        held = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
+        sources = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
         add(
             names.saved(
-                {hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}
+                {
+                    hub_name(layer.name, name, names.stack): tensor
+                    for name, tensor in sources.items()
+                }
             )
         )
     with contextlib.ExitStack() as opened:

@@ -104,7 +104,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
                 if not _fill(file.fileno(), view):
                     raise MalformedFile(
                         str(path),
-                        found="an end before that of the last tensor",
+                        found="fewer bytes than its tensors have",
                         allowed="a file that does not change",
                         fix="read it again",
                     )

@@ -101,14 +101,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
-        (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in (x, weight))
+        (left, s), (right, t) = (quantise(operand, E4M3, rows(scaling)) for operand in (x, weight))
         return multiply(left, right, s, t)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
-        (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in (x, weight))
+        (left, s), (right, t) = (quantise(operand, E4M3, rows(scaling)) for operand in (x, weight))
         if scaling == "tensorwise":
             back, u = quantise(gradient, E5M2, None)
             dx = multiply(back, right.t().contiguous(), u, t)
@@ -209,28 +209,28 @@ def _trial_error(scaling: Scaling, device: torch.device) -> float:
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*size: int) -> torch.Tensor:
+    def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(device, torch.bfloat16)
 
-    x, weight, gradient = drawn(64, 128), drawn(96, 128), drawn(64, 96)
+    x, weight, gradient = random(64, 128), random(96, 128), random(64, 96)
 
     def rounded(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
         values, scale = quantise(tensor, dtype, dim)
         return values.float() * scale
 
-    left, right = (rounded(each, E4M3, rows(scaling)) for each in (x, weight))
+    left, right = (rounded(operand, E4M3, rows(scaling)) for operand in (x, weight))
     if scaling == "rowwise":
         s, t = quantise(x, E4M3, 1)[1], quantise(weight, E4M3, 1)[1].view(1, -1)
         back = rounded((gradient * t).bfloat16(), E4M3, 1) / t
         down = rounded((gradient * s).bfloat16(), E4M3, 0) / s
     else:
         back = down = rounded(gradient, E5M2, None)
-    wanted = left @ right.t(), back @ right, down.t() @ left
+    references = left @ right.t(), back @ right, down.t() @ left
     with torch.enable_grad():
         x, weight = x.requires_grad_(), weight.requires_grad_()
         output = _Product.apply(x, weight, scaling)
         products = output.detach(), *torch.autograd.grad(output, (x, weight), gradient)
     return max(
-        float((ours.float() - theirs).norm() / theirs.norm())
-        for ours, theirs in zip(products, wanted, strict=True)
+        float((product.float() - reference).norm() / reference.norm())
+        for product, reference in zip(products, references, strict=True)
     )

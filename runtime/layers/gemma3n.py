@@ -48,7 +48,7 @@ class _Layout(NamedTuple):
     """Width of a stream."""
     layers: int
     """Number of layers. Each has a row of inputs."""
-    each: int
+    inputs_width: int
     """Width of the inputs of one layer."""
     pairs: int
     """Number of key-value heads."""
@@ -79,8 +79,8 @@ class _Layout(NamedTuple):
         streams, own, others, *shared = x.split(
             (
                 self.streams * self.hidden,
-                self.each,
-                (self.layers - 1) * self.each,
+                self.inputs_width,
+                (self.layers - 1) * self.inputs_width,
                 *[pair] * (2 * len(self.types)),
             ),
             -1,
@@ -110,10 +110,10 @@ class _Ends:
 
         Args:
             row: rows of the embedding, [batch, sequence, hidden].
-            inputs: rows of the table of inputs, [batch, sequence, layers x each].
+            inputs: rows of the table of inputs, [batch, sequence, layers x inputs_width].
         """
         projected: torch.Tensor = self._project(
-            row, inputs.unflatten(-1, (self._layout.layers, self._layout.each))
+            row, inputs.unflatten(-1, (self._layout.layers, self._layout.inputs_width))
         )
         try:
             self._entrance(inputs_embeds=row, per_layer_inputs=projected, **_no_arguments(row))
@@ -202,7 +202,9 @@ def _take_apart(
     streams, own, others, shared = layout.cut(x)
     if enter:
         hidden, all_inputs = enter(streams[..., : layout.hidden], torch.cat((own, others), -1))
-        own, others = all_inputs.split((layout.each, (layout.layers - 1) * layout.each), -1)
+        own, others = all_inputs.split(
+            (layout.inputs_width, (layout.layers - 1) * layout.inputs_width), -1
+        )
     else:
         hidden = streams.unflatten(-1, (layout.streams, layout.hidden)).permute(2, 0, 1, 3)
     heads = [part.unflatten(-1, (layout.pairs, layout.size)).transpose(1, 2) for part in shared]

@@ -430,9 +430,9 @@ def _same_bits(kernels: Kernels, device: torch.device) -> bool:
             if ours is not None and theirs is not None and not ours.equal(theirs):
                 return False
     length = count // RATIO_ROW * RATIO_ROW
-    sums, wanted = torch.zeros(2, length // RATIO_ROW, device=device)
+    sums, expected = torch.zeros(2, length // RATIO_ROW, device=device)
     stored = moments[1][: records(length)]
     finite = gradient[:length].nan_to_num(posinf=1.0)
     kernels.ratio_sums(finite, stored, sums, adamw.Scalars.of(settings, 0.0, 3))
-    _ratio_sums_in_pytorch(finite, stored, wanted, settings, 3)
-    return sums.view(torch.int32).equal(wanted.view(torch.int32))
+    _ratio_sums_in_pytorch(finite, stored, expected, settings, 3)
+    return sums.view(torch.int32).equal(expected.view(torch.int32))
