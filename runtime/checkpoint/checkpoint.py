@@ -181,13 +181,12 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
     check_sizes(folder, manifest)
     if in_parts:
         _restore_parts(executor, folder, manifest, tensors)
-        manifest.random.put(executor.device)
-        return manifest.run
-    for shard in manifest.shards:
-        path = folder / shard.file
-        with readable(path):
-            checksum = read_tensors(path, {name: tensors[name] for name in shard.tensors})
-        _refuse_checksum(path, checksum, shard)
+    else:
+        for shard in manifest.shards:
+            path = folder / shard.file
+            with readable(path):
+                checksum = read_tensors(path, {name: tensors[name] for name in shard.tensors})
+            _refuse_checksum(path, checksum, shard)
     manifest.random.put(executor.device)
     return manifest.run
 

@@ -23,6 +23,7 @@ from megatrain.simulator.model.workload import Workload
 FORMAT = 1
 """Version of the checkpoint format."""
 NAME = "manifest.json"
+"""Name of the manifest's file."""
 _SHARD = re.compile(r"state-\d{5,9}\.safetensors")
 
 

@@ -103,7 +103,9 @@ class CheckpointNames:
         )
         """Names of the parameters that transformers keeps in fp32 in a bf16 model."""
         self.stack = DecoderStack.of(self._whole)
+        """Paths of the decoder layers in the model."""
         self.architecture: str = type(self._whole).__name__
+        """Name of the model's class in transformers."""
 
     def buffers(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns the shapes of the decoder layers' buffers that a checkpoint contains, by layer

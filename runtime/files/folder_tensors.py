@@ -34,6 +34,7 @@ class FolderTensors:
         self._stack = contextlib.ExitStack()
         self._file: Any = None
         self.files = weight_files(folder)
+        """Paths of the safetensors files."""
         for file in self.files:
             for name, entry in read_entries(file).items():
                 if (other := self._files.setdefault(name, file)) is not file:

@@ -239,9 +239,9 @@ class ModelState:
         return high, low
 
     def follow(self) -> Any:
-        """Sends this rank's parts of the layers that rank 0 reads to rank 0. Returns the next
-        message of rank 0 that is not about a layer. Every rank except rank 0 must call this while
-        rank 0 reads weights.
+        """Sends this rank's part of each layer that rank 0 reads. Returns the first message from
+        rank 0 that is not about a layer. Every rank except rank 0 must call this while rank 0 reads
+        weights.
         """
         assert self._ranks is not None
         while True:

@@ -15,7 +15,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json
 
 WHOLE = "model.safetensors"
+"""File with the weights of a model that is not sharded."""
 INDEX = "model.safetensors.index.json"
+"""Index of the files with the weights of a sharded model."""
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     "generation_config.json",

@@ -26,7 +26,7 @@ import torch
 from megatrain.runtime.files.malformed_file import MalformedFile
 
 LARGEST_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format."""
+"""Maximum size of a header in the safetensors format."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +39,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""PyTorch's dtype for each dtype code of the format."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NAME = re.compile(r"[^/\\\x00-\x1f]{1,1000}")
 _MOST_DIMENSIONS = 16

@@ -160,6 +160,7 @@ class EmbeddingAndHead:
             name for name, module in base._modules.items() if module is base.get_input_embeddings()
         )
         self.padding: int | None = base._modules[self._table].padding_idx
+        """Token id whose row in the embedding table gets no gradient, or None."""
         table = with_parts(base._modules[self._table])
         table.padding_idx = None  # indices are not token ids
         bare: dict[str, nn.Module] = {"rotary_emb": NoEmbedding()}
@@ -177,7 +178,7 @@ class EmbeddingAndHead:
         )
         normed = Recording(True, base._modules[norm])
         self._preset.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
-        # If both are the same module, it stays: its result after the embedding is not used.
+        # A norm that is also the final norm is not removed. Its result here is not used.
         added |= {} if embedding_norm == norm else passed
         probed = _without_slopes(
             with_parts(

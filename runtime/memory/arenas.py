@@ -71,6 +71,7 @@ class Arenas:
         self.pool_bytes = {
             pool: sum(buffer.allocated for buffer in buffers) for pool, buffers in pools.items()
         }
+        """Allocated bytes of each pool."""
         for place, limit in (("device", device_limit_bytes), ("host", host_limit_bytes)):
             self._refuse(place, limit)
         self.host_memory = host_memory or HostMemory(registered=device.type == "cuda")

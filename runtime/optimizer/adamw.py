@@ -243,8 +243,8 @@ def update(
         workers: Threads to use on the CPU.
         weight_decay: Replaces the weight decay of the settings.
         copy_to: Also receives the new weights, [n] with the dtype of `weights`.
-        scale: Factor on the learning rate, including that of weight decay, 0-dimensional fp32 on
-            the same device. None: 1.
+        scale: Factor on the learning rate of both the step and the weight decay, 0-dimensional fp32
+            on the same device. None: 1.
     """
     count, device = weights.numel(), weights.device
     scalars = Scalars.of(settings, rate, number, weight_decay)

@@ -143,7 +143,7 @@ def rounding_keys(seed: int, number: int) -> tuple[int, int]:
 
 
 def mixed(value: int) -> int:
-    """Returns the output of SplitMix64 at the state `value`, an unsigned 64-bit integer."""
+    """Returns the next output of SplitMix64 from the state `value`, an unsigned 64-bit integer."""
     value = value + _GAMMA & _MASK
     for shift, factor in _MIX:
         value = (value ^ value >> shift) * factor & _MASK

@@ -35,6 +35,7 @@ from megatrain.simulator.model.muon import BLOCK, ITERATIONS, Matrices
 from megatrain.simulator.model.state_format import GPU_BLOCK
 
 MOMENTUM = 0.95
+"""mu in the formula above."""
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Newton-Schulz coefficients, as in torch.optim.Muon
 _LEAST_NORM = 1e-7
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
+"""A number from 0 to less than 1."""
 
 
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
