@@ -1,4 +1,4 @@
-"""FileLock: an exclusive lock on a file, which contains the name of the holding process."""
+"""FileLock: an exclusive lock on a file. The file describes the process that holds the lock."""
 
 from __future__ import annotations
 

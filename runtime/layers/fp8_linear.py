@@ -37,7 +37,7 @@ _LINEAR = (torch.nn.Linear, FalconLinear)
 _EXPONENT = 0x7F80_0000
 """The bits of the exponent of an fp32 number."""
 _LEAST = 1e-12
-"""Lower limit of the largest number of a row, from which the scale is computed."""
+"""Lower limit of the largest absolute value for computing a scale, so scales are not 0."""
 _CAPABILITY = (8, 9)
 """Minimum compute capability of a GPU with fp8 matrix products."""
 _MOST_ERROR = 0.01

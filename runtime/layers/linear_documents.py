@@ -126,7 +126,7 @@ def _scan(
     """Replaces the scan of Mamba-2.
 
     With documents, the rows are multiplied by their time steps here. The scan then receives time
-    steps of 1, and a logarithm `A` for each token and head instead of each head.
+    steps of 1, and a logarithm `A` for each token and head instead of one for each head.
 
     Args:
         function: transformers' scan.

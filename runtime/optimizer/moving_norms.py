@@ -6,10 +6,10 @@ With the gradient g of a tensor and its moving norm m, after the warm-up:
     g = h g
     m = decay * m + (1 - decay) * h |g|
 
-In the warm-up, h = min(1, max_norm / |g|), and m is the smallest h |g| so far. In the warm-up, the
-paper and the authors' code (github.com/lishuai-97/AdaGC) clip by the norm of all gradients. Then
-all gradients of a step would have to be stored before any of them could be used, which this kind of
-clipping avoids. So here the warm-up also clips each tensor by its own norm.
+In the warm-up, h = min(1, max_norm / |g|), and m is the smallest h |g| so far. The paper and the
+authors' code (github.com/lishuai-97/AdaGC) clip by the norm of all gradients in the warm-up. This
+would require storing all gradients of a step before any of them is used, which clipping by tensor
+avoids. So here the warm-up also clips each tensor by its own norm.
 
 Two cases are not in the paper. A gradient of zeros, for example of a frozen tensor, does not change
 m, because with m = 0 every later gradient would be clipped to zero. A tensor without a moving norm
