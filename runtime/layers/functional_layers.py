@@ -183,15 +183,15 @@ class FunctionalLayers:
             draws=bool(family.draws),
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
-        self._edges = embedding_and_head(whole, model, self.dtype, device)
-        self._looked_up = {*model.tables[1:], *model.positions}
+        self._embedding_and_head = embedding_and_head(whole, model, self.dtype, device)
+        self._embedding_only = {*model.tables[1:], *model.positions}
         """Tensors of the embedding that a tied head does not use."""
         self._rows = {tensor.name: tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors}
         """Number of rows of each table of the embedding."""
         self._positions: dict[int, torch.Tensor] = {}
         """The distance of each token from the start of its document, for each micro-batch with
         documents."""
-        self._causal: list[Arguments] = []
+        self._causal_arguments: list[Arguments] = []
         """Arguments of each decoder layer for rows of one document. They are made in advance,
         because making masks synchronizes with the device. Empty if lengths separate documents and
         the model would have masks, which would take memory without need."""
@@ -201,16 +201,20 @@ class FunctionalLayers:
             self._by_lengths
             and model.mask_bytes(msgspec.structs.replace(workload, documents=False))
         ):
-            self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
-        self._room: dict[int, dict[str, int] | None] = {}
+            self._causal_arguments = self._embedding_and_head.arguments(
+                workload.batch, workload.sequence, None
+            )
+        self._document_counts: dict[int, dict[str, int] | None] = {}
+        """Results of `lengths.room` by micro-batch and attention type. None: one document a row."""
         self._chunk_loss = (
             compiling.compiled(self._token_losses) if workload.compiled else self._token_losses
         )
         self._arguments: dict[int, list[Arguments]] = {}
 
     def _refuse_unpackable(self) -> None:
+        """Raises UserError if no masks separate documents in this model."""
         try:
-            _ = self._edges.packs
+            _ = self._embedding_and_head.packs
         except ValueError as error:
             raise UserError(
                 f"model {self.model.name}: model_type",
@@ -234,7 +238,9 @@ class FunctionalLayers:
             self._draws.step = step or 0
             for kind in self._kinds:
                 kind.train(step is not None)
-        self._room[micro] = None if documents is None else self._count_room(documents)
+        self._document_counts[micro] = (
+            None if documents is None else self._count_documents(documents)
+        )
 
     def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
         """Prepares positions, and lengths or masks, for a micro-batch.
@@ -249,27 +255,32 @@ class FunctionalLayers:
         """
         if documents is not None:
             self._positions[micro] = positions(documents)
-        one_a_row = documents is None or (micro in self._room and self._room[micro] is None)
-        if not (one_a_row and self._causal):
+        one_a_row = documents is None or (
+            micro in self._document_counts and self._document_counts[micro] is None
+        )
+        if not (one_a_row and self._causal_arguments):
             self._arguments[micro] = self._separating_arguments(micro, documents)
         if self.routing:
             self.routing.begin(micro, documents)
 
     def _separating_arguments(self, micro: int, documents: torch.Tensor | None) -> list[Arguments]:
+        """Returns the arguments of each decoder layer, with masks or lengths for `documents`."""
         work = self.workload
-        room = self._room.get(micro)
+        counts = self._document_counts.get(micro)
         if documents is None:
             whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
-            documents, room = whole.to(self.device), self._count_room(whole)
+            documents, counts = whole.to(self.device), self._count_documents(whole)
         if not self._by_lengths:
-            return self._edges.arguments(work.batch, work.sequence, positions(documents))
-        room = room or self._count_room(documents)
+            return self._embedding_and_head.arguments(
+                work.batch, work.sequence, positions(documents)
+            )
+        counts = counts or self._count_documents(documents)
         windows = {layer.attention: self.model.window(layer.name) for layer in self.model.decoders}
         bounds = {
-            kind: lengths.bounds(parts, room[kind], windows[kind], compiled=work.compiled)
+            kind: lengths.bounds(parts, counts[kind], windows[kind], compiled=work.compiled)
             for kind, parts in self._documents_by_attention(documents).items()
         }
-        arguments = self._edges.arguments_without_masks(positions(documents))
+        arguments = self._embedding_and_head.arguments_without_masks(positions(documents))
         # Not strict, because a plan for calibration has fewer layers than the config.
         return [
             own | ({"attention_mask": bounds[kind]} if (kind := layer.attention) in bounds else {})
@@ -286,7 +297,8 @@ class FunctionalLayers:
             for kind in sorted(kinds)
         }
 
-    def _count_room(self, documents: torch.Tensor) -> dict[str, int]:
+    def _count_documents(self, documents: torch.Tensor) -> dict[str, int]:
+        """Returns the result of `lengths.room` for each attention type that uses lengths."""
         return {
             kind: lengths.room(parts)
             for kind, parts in self._documents_by_attention(documents).items()
@@ -318,7 +330,7 @@ class FunctionalLayers:
             self._layer_arguments(layer, micro),
             micro,
         )
-        self._count(micro, logits)
+        self._add_to_router_loss(micro, logits)
         return output.detach()
 
     def forward_and_attention(
@@ -329,7 +341,7 @@ class FunctionalLayers:
         output, logits, results = self._without_graph(
             self._kinds[int(layer)].attend, layer, weights, x, arguments, micro
         )
-        self._count(micro, logits)
+        self._add_to_router_loss(micro, logits)
         return output.detach(), Attention(*(tensor.detach() for tensor in results))
 
     def _without_graph(
@@ -358,12 +370,13 @@ class FunctionalLayers:
         """Returns the keyword arguments of a layer, including the arguments of `attention.attend`
         if the workload names a kernel or `kept` attention results are reused.
         """
-        arguments = (self._arguments.get(micro) or self._causal)[int(layer)]
+        arguments = (self._arguments.get(micro) or self._causal_arguments)[int(layer)]
         if self.workload.attention or kept is not None:
             return arguments | {"kernel": self._kernel, "kept": kept, "results": None}
         return arguments
 
-    def _count(self, micro: int, logits: torch.Tensor | None) -> None:
+    def _add_to_router_loss(self, micro: int, logits: torch.Tensor | None) -> None:
+        """Adds the router logits of a layer to the sums of the router loss, if there is one."""
         if self.routing and logits is not None:
             self.routing.add(micro, logits.detach())
 
@@ -381,10 +394,10 @@ class FunctionalLayers:
             torch.nn.functional.embedding(indices, weights[name])
             for name, indices in self._indices(ids).items()
         ]
-        if self._edges.plain:
+        if self._embedding_and_head.plain:
             return rows[0]
         with torch.no_grad():
-            return self._edges.enter(
+            return self._embedding_and_head.enter(
                 rows,
                 {name: weights[name] for name in self.model.positions},
                 self._positions.get(micro),
@@ -414,7 +427,7 @@ class FunctionalLayers:
         """
         tables: dict[str, torch.Tensor] = {}
         gradients = [gradient]
-        if not self._edges.plain:
+        if not self._embedding_and_head.plain:
             shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
             tables = {
                 name: torch.zeros(shapes[name], device=gradient.device).requires_grad_()
@@ -429,7 +442,7 @@ class FunctionalLayers:
                 ]
                 gradients = list(
                     torch.autograd.grad(
-                        self._edges.enter(rows, tables, self._positions.get(micro)),
+                        self._embedding_and_head.enter(rows, tables, self._positions.get(micro)),
                         (*rows, *tables.values()),
                         gradient,
                     )
@@ -450,7 +463,9 @@ class FunctionalLayers:
             indices: index of each token's row, [batch, sequence] int64.
             rows: number of rows of the table.
         """
-        padding = -1 if self._edges.padding is None else self._edges.padding
+        padding = (
+            -1 if self._embedding_and_head.padding is None else self._embedding_and_head.padding
+        )
         for block in gradient.split(self.model.hidden, -1):
             yield torch.ops.aten.embedding_dense_backward(
                 block.float(), indices, rows, padding, False
@@ -505,7 +520,7 @@ class FunctionalLayers:
     ) -> SavedForBackward:
         """Runs the forward pass of a layer and saves its graph, so the layer needs no recompute."""
         saved = self.recompute(arenas, layer, slot, x, micro)
-        self._count(micro, saved.router_logits)
+        self._add_to_router_loss(micro, saved.router_logits)
         return saved
 
     def backward(
@@ -553,7 +568,7 @@ class FunctionalLayers:
             router loss if the model has one. And the gradients of `weights`, with None for tensors
             that the head does not use. With several chunks, the gradients are summed in fp32.
         """
-        used = [name for name in weights if name not in self._looked_up]
+        used = [name for name in weights if name not in self._embedding_only]
         named = self._padded({self._name_in_head(name): weights[name] for name in used})
         for tensor in named.values():
             tensor.requires_grad_()
@@ -600,7 +615,7 @@ class FunctionalLayers:
             {
                 self._name_in_head(name): tensor
                 for name, tensor in weights.items()
-                if name not in self._looked_up
+                if name not in self._embedding_only
             }
         )
         for tensor in named.values():
@@ -650,7 +665,7 @@ class FunctionalLayers:
             row: output of the last decoder layer, [tokens, hidden].
             targets: labels, [tokens] int64.
         """
-        logits = self._edges.leave(named, row)
+        logits = self._embedding_and_head.leave(named, row)
         if logits.shape[-1] > self.model.vocabulary:
             logits = logits[:, : self.model.vocabulary]
         return torch.nn.functional.cross_entropy(
