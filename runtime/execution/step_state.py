@@ -1,4 +1,4 @@
-"""StepState: values that change from step to step and that ops read."""
+"""StepState: the values that ops read and that change from step to step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from megatrain.runtime.layers.functional_layers import SavedForBackward
 
 @dataclass
 class StepState:
-    """Values that change from step to step and that ops read."""
+    """The values that ops read and that change from step to step."""
 
     scale: float = 0.0
     """Factor on each token's loss: 1 / (labelled tokens of the step)."""
     number: int = 0
     """Number of the step whose gradients are computed."""
     update_at: tuple[float, int] | None = None
-    """Learning rate and number of the step whose update is applied. None if no update is due, as
-    in the first step of a plan that defers updates."""
+    """Learning rate and number of the step whose update is applied. None if there is no update to
+    apply, as in the first step of a plan that defers updates."""
     saved: dict[str, SavedForBackward] = field(default_factory=dict)
-    """The autograd graph of each buffer of activations, from forward or recompute to backward."""
+    """Autograd graphs by activation buffer. Forward or recompute adds a graph, and backward removes
+    it."""
     host_scalars: dict[str, HostScalarCopy] = field(default_factory=dict)
-    """The host copy of each device buffer of losses, norms or clipping factors that ops on the cpu
-    lane read."""
+    """Host copies by device buffer, for buffers of losses, norms or clipping factors that ops on
+    the `cpu` lane read."""
