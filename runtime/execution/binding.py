@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatrain.runtime.execution.host_scalars import HostScalarCopy
 from megatrain.runtime.execution.param_groups import param_group
-from megatrain.runtime.execution.step_state import StepState
+from megatrain.runtime.execution.step_state import HostScalarCopy, StepState
 from megatrain.runtime.execution.update_ops import Run, UpdateOps
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
