@@ -1,4 +1,4 @@
-"""Reads and writes the project's own files: TOML and JSON from and to frozen structs.
+"""Reads and writes the project's own files: TOML and JSON from and to frozen structs, and CSV.
 
 Every error is a UserError of one line. Writes are atomic: a file is written completely or not at
 all.
@@ -6,11 +6,13 @@ all.
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -305,3 +307,17 @@ def write_bytes(path: Path, data: bytes) -> None:
             allowed="a disk with room",
             fix="free some space or name another folder",
         ) from None
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Returns rows as CSV text with a header line. All rows have the same keys. Raises IndexError
+    if there is no row.
+
+    >>> csv_text([{"name": "a", "size": 1}, {"name": "b, c", "size": 2}])
+    'name,size\\na,1\\n"b, c",2\\n'
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -6,7 +6,7 @@ the outermost sizes it continues the outermost segment (`interpolate`).
 The duration of a compute op is the first of these that is known:
 
 1. the duration of the same shape, if it was measured
-2. an interpolation between measured shapes of the same layer (`grid.py`)
+2. an interpolation between measured shapes of the same layer (`interpolation.py`)
 3. the duration of the same layer with other tokens, scaled by the tokens, with the time of its
    attention replaced, if the attention kernel was measured by itself (`Datasheet.scaled`)
 4. the duration of the nearest measured shape, scaled by FLOPs
@@ -42,8 +42,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.costs.grid import Point, between
-from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.interpolation import Point, between, interpolate
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
