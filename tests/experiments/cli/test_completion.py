@@ -35,7 +35,7 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
         (["ch"], ["check", "chat"]),
         (["train", "--adap"], ["--adapt"]),
         (["check", "--dtype", ""], ["bf16", "fp32", "fp8"]),
-        (["report", "con"], ["conftest.py"]),
+        (["report", "test_comp"], ["test_completion.py"]),
     ],
 )
 def test_bash_completes_what_has_begun(
