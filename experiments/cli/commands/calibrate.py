@@ -1,7 +1,7 @@
-"""Measure this machine and write a hardware file, which predictions are then based on.
+"""Measure this machine, and write a hardware file for predictions.
 
-It measures the link, the layers of models, the optimizer, and how much these slow each other down,
-at several batch sizes and sequence lengths.
+The command measures the link, the layers of models, the optimizer, and how much these slow each
+other down, at several batch sizes and sequence lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _SHOWN_DIFFERENCES = 5
 
 
 def grid(text: str) -> list[tuple[int, int]]:
-    """Returns (batch, sequence) pairs; an argparse type."""
+    """Returns the (batch, sequence) pairs of `text`, such as `4x1024,64x1024`. An argparse type.
+
+    Raises UserError for any other text.
+    """
     points = [
         re.fullmatch(r"(\d{1,7})x(\d{1,8})", part)
         for part in filter(None, text.replace(" ", "").split(","))
@@ -51,11 +54,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " the library. The optimizer is measured on the first model only. Without MODEL, a"
             " default set is measured, and other models are scaled from it by FLOPs and flagged as"
             " extrapolated. The set is qwen2.5-3b, llama-3.1-8b, qwen2.5-14b at 32x1024, 4x1024,"
-            " 16x1024, 8x4096. On a GPU below 64 GiB, or a host below 32 GiB, it is qwen3-0.6b,"
-            " qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it is Llama layers"
-            " 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. The set's batch, sequence and"
-            " dtype are used unless --batch, --seq or --dtype is given. With MODEL alone, they are"
-            " 32x1024 in bf16, 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
+            " 16x1024, 8x4096 (batch x sequence). On a GPU below 64 GiB, or a host below 32 GiB, it"
+            " is qwen3-0.6b, qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it"
+            " is Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. --batch, --seq and"
+            " --dtype replace the set's values. With MODEL alone, the values are 32x1024 in bf16,"
+            " 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
         ),
     )
     parser.add_argument(
@@ -143,18 +146,18 @@ def run(args: argparse.Namespace) -> int:
             fix="leave --again out",
         )
     models = [ModelSpec.load(source) for source in args.model]
-    usual = CalibrationPreset((), 32, 1024, None)
-    suited = bool(models) and args.batch is None
+    preset = CalibrationPreset((), 32, 1024, None)
+    sizes_chosen = bool(models) and args.batch is None
     if not models:
-        usual = _preset_for(args)
-        models = [model_of(name) for name in usual.models]
-    elif suited:
-        usual = _set_of_named(args, models[0])
-    workload, points = _wanted(args, models[0], usual)
-    # all but the update in the other format is measured in `exact`
-    workload, *points = (msgspec.structs.replace(each, state=EXACT) for each in (workload, *points))
-    if suited:
-        sizes = ", ".join(f"{each.batch} x {each.sequence:,}" for each in (workload, *points))
+        preset = _preset_for(args)
+        models = [model_of(name) for name in preset.models]
+    elif sizes_chosen:
+        preset = _set_of_named(args, models[0])
+    workload, points = _workloads(args, models[0], preset)
+    # Only the host's update is measured in the state format of --state.
+    workload, *points = (msgspec.structs.replace(work, state=EXACT) for work in (workload, *points))
+    if sizes_chosen:
+        sizes = ", ".join(f"{work.batch} x {work.sequence:,}" for work in (workload, *points))
         print(
             f"micro-batches of {sizes} tokens in {args.dtype} are measured; --batch, --seq,"
             " --grid and --dtype choose others",
@@ -199,7 +202,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_limits(args: argparse.Namespace) -> None:
-    """Raises UserError for limits of memory, which would be shared as the machine's memory."""
+    """Raises UserError for memory limits, because `--share` would write them as the memory of the
+    machine.
+    """
     for option, limit in (
         ("--device-memory", args.device_memory),
         ("--host-memory", args.host_memory),
@@ -214,7 +219,7 @@ def _refuse_limits(args: argparse.Namespace) -> None:
 
 
 def _share(file: Path, hardware: HardwareSpec) -> None:
-    """Writes what may be shared of a calibration."""
+    """Writes the part of a calibration that may be shared."""
     from importlib.metadata import version
 
     from megatrain.experiments.files.hardware_file import write_shared
@@ -241,10 +246,10 @@ def _preset_for(args: argparse.Namespace) -> CalibrationPreset:
 
 
 def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPreset:
-    """Returns the workloads for a model that is named without a batch."""
-    # Mistakes are reported before PyTorch is loaded.
-    sized = {"batch": 1, "seq": args.seq or 1, "dtype": args.dtype or "bf16"}
-    options.workload(argparse.Namespace(**{**vars(args), **sized}), model, quiet=True)
+    """Returns the workloads for `model`, which the command names without `--batch`."""
+    # Reports mistakes in the options before PyTorch is loaded.
+    sized = options.replaced(args, batch=1, seq=args.seq or 1, dtype=args.dtype or "bf16")
+    options.workload(sized, model, quiet=True)
 
     from megatrain.runtime import machine
     from megatrain.runtime.calibration.presets import set_of_named
@@ -254,22 +259,25 @@ def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPres
     return set_of_named(device.type, memory, sequence=args.seq, longest=model.longest_row)
 
 
-def _wanted(
-    args: argparse.Namespace, model: ModelSpec, usual: CalibrationPreset
+def _workloads(
+    args: argparse.Namespace, model: ModelSpec, preset: CalibrationPreset
 ) -> tuple[Workload, list[Workload]]:
-    """Returns the workload and the other points of the grid. `usual` has the defaults."""
+    """Returns the workload of the options, and the other workloads of the grid.
+
+    `preset` has the values of the options that are not given. They are stored in `args`.
+    """
     import msgspec
 
     from megatrain.runtime.calibration.presets import usual_grid
 
-    around = None if args.batch or (args.seq and usual.models) else usual.grid
+    preset_grid = None if args.batch or (args.seq and preset.models) else preset.grid
     args.batch, args.seq, args.dtype = (
-        args.batch or usual.batch,
-        args.seq or usual.sequence,
-        args.dtype or usual.dtype,
+        args.batch or preset.batch,
+        args.seq or preset.sequence,
+        args.dtype or preset.dtype,
     )
     workload = options.workload(args, model)
-    sizes = args.grid or around
+    sizes = args.grid or preset_grid
     if sizes is None:
         return workload, usual_grid(workload)
     return workload, [

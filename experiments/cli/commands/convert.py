@@ -1,7 +1,7 @@
-"""Write a run with one of its checkpoints in another state format, to go on with it.
+"""Write a copy of a run with one of its checkpoints in another state format.
 
-The new folder is a run with that one checkpoint, which `megatrain train --resume` continues. The
-old folder does not change. This needs no GPU and little memory.
+`megatrain train --resume` continues the new run. The old run does not change. This needs no GPU and
+little memory.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="SOURCE",
-        help="a folder or hub name with other weights, such as those the run began with (default:"
-        " the model that the run exported last)",
+        help="a folder or hub name with other weights, such as the base model's (default: the model"
+        " that the run exported last)",
     )
     parser.add_argument(
         "--data-cache", metavar="FOLDER", help="folder for tokenized data (default: the run's)"

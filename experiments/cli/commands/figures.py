@@ -1,4 +1,4 @@
-"""Draw the paper's figures from stored results, with --rerun from new simulations."""
+"""Draw the paper's figures from stored results or, with --rerun, from new simulations."""
 
 from __future__ import annotations
 

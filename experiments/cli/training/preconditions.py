@@ -1,7 +1,7 @@
-"""check_training: reports what a training run lacks before PyTorch is loaded.
+"""check_training: checks the inputs of a training run before PyTorch is loaded.
 
-Loading PyTorch and transformers takes up to half a minute. A mistake in the command should not cost
-that. What only the contents of the model and the data show is reported later.
+Loading PyTorch and transformers takes up to half a minute, so mistakes in the command are reported
+first. Mistakes in the contents of the model and of the data are reported later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
 
     Args:
         plan_file: the plan's file.
-        model: what `--model` names, or None for the model in the plan.
+        model: the value of `--model`, or None for the model in the plan.
         config: the settings of the run.
     """
     from megatrain.runtime.data.rows.sources import sources_of
@@ -35,8 +35,8 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     refuse_unsupported(plan.model, plan.workload)
     executable(plan)
     if config.training.init == "model":
-        beside = plan_file.parent / plan.source
-        source = model or str(beside if beside.exists() else plan.source)
+        relative = plan_file.parent / plan.source
+        source = model or str(relative if relative.exists() else plan.source)
         if name_on_hub(source) is None:
             weight_files(Path(source))
     for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
