@@ -19,7 +19,7 @@ from megatrain.runtime.checkpoint.manifest import Manifest, Shard
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
-from megatrain.runtime.training.exporting import sound_checkpoint
+from megatrain.runtime.training.exporting import undamaged_checkpoint
 from megatrain.runtime.training.run_folder import save_plan
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import refuse_existing
@@ -70,7 +70,7 @@ def convert_run(
     have it, or if `out` exists.
     """
     refuse_existing(out)
-    folder, manifest = sound_checkpoint(run, step, on_note)
+    folder, manifest = undamaged_checkpoint(run, step, on_note)
     work = manifest.workload
     if work.dtype != "bf16" or work.optimizer not in WITH_STATE_FORMATS:
         raise UserError(

@@ -69,7 +69,7 @@ def export_run(
     Raises UserError if there is no undamaged checkpoint, or if `out` exists or cannot be written.
     """
     refuse_existing(out)
-    folder, manifest = sound_checkpoint(run, step, on_note)
+    folder, manifest = undamaged_checkpoint(run, step, on_note)
     home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
@@ -99,7 +99,7 @@ def export_run(
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 
-def sound_checkpoint(
+def undamaged_checkpoint(
     run: Path, step: int | None, on_note: Callable[[str], None]
 ) -> tuple[Path, Manifest]:
     """Returns the folder and the manifest of a checkpoint, after verifying its files.
