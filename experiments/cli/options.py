@@ -1,6 +1,6 @@
 """Command-line options that several commands share, and the functions that interpret them.
 
-Slow imports stay inside the functions, so that `--help` answers at once.
+Slow imports are inside the functions, because `--help` must answer at once.
 """
 
 from __future__ import annotations
@@ -527,7 +527,7 @@ def device(args: argparse.Namespace) -> torch.device:
 def relative(path: Path, base: Path) -> str:
     """Returns `path` relative to the folder `base`.
 
-    Plans store relative paths, so that a folder can be moved together with its plan.
+    Plans store relative paths, so a folder can be moved together with its plan.
     """
     return os.path.relpath(path.resolve(), base.resolve())
 
@@ -603,20 +603,20 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=count("--tokens"),
         metavar="N",
-        help="also report the time and the energy that training on N tokens takes, e.g. 1B",
+        help="also report the time and the energy for training on N tokens, e.g. 1B",
     )
     parser.add_argument(
         "--gpus",
         type=whole("--gpus"),
         default=1,
         metavar="N",
-        help="also report what N GPUs of one host reach, with the batch and the accumulation for"
-        " each of them",
+        help="also report the speed of N GPUs of one host; --batch and --accumulation are for each"
+        " GPU",
     )
     parser.add_argument(
         "--why",
         action="store_true",
-        help="also print the plan and its placement, the runner-up, what one more GiB gains, and"
+        help="also print the plan and its placement, the runner-up, the gain from one more GiB, and"
         " the bounds of the step time",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -62,7 +62,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = 0
     init: Annotated[
         Literal["model", "random"],
-        Meta(description="initial weights: those in the model's folder, or random ones"),
+        Meta(description="initial weights: from the model's folder, or random"),
     ] = "model"
     deterministic: Annotated[
         bool,
@@ -95,8 +95,8 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ge=0,
             le=_LARGEST,
             description=(
-                "largest size of an evaluation, in batches of one optimizer step; 0: all of the"
-                " evaluation data"
+                "maximum amount of data in an evaluation, as a number of optimizer steps; 0: all of"
+                " the evaluation data"
             ),
         ),
     ] = 0
@@ -141,7 +141,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0,
             le=_LARGEST,
             description=(
-                "number of checkpoints with the lowest loss to keep as well; the loss is the"
+                "number of checkpoints with the lowest loss to keep, too; the loss is the"
                 " evaluation loss, or the training loss if there is no evaluation data"
             ),
         ),

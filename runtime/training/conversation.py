@@ -83,7 +83,7 @@ class ChatSession:
                     "conversation",
                     found=f"{len(ids):,} tokens",
                     allowed=f"less than the model's own limit of {self._limit:,}",
-                    fix="say less, or begin a new conversation",
+                    fix="shorten the prompt, or begin a new conversation",
                 )
             room = min(room, self._limit - len(ids))
         streamer = _Pieces(self._tokenizer, on_text)

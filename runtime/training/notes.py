@@ -67,7 +67,7 @@ def little_room_note(saving: Saving, checkpoints: Checkpoints, size: int) -> str
     if (most - len(checkpoints.steps())) * size <= free:
         return ""
     return (
-        f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
+        f"warning: up to {most} checkpoints of {format_bytes(size)} are on the disk at the same"
         f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
         " --keep-last 1 keeps fewer, and --save-every-minutes 0 saves none"
     )

@@ -359,7 +359,7 @@ class Trainer(TrainingRun):
         self.model_config = config_of(self.plan.model)
         self.exported_config = exported_config(self.folder, self.plan.model, init=training.init)
         if self.folder is not None and training.init == "model":
-            # Opening the weights raises UserError if they are not those of the planned model.
+            # Opening the weights raises UserError if they do not belong to the planned model.
             with folder_weights(self.folder, self._notes.append):
                 pass
         longest, sequence = self.plan.model.longest_row, self.plan.workload.sequence

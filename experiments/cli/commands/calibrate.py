@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
 
 _SHOWN_DIFFERENCES = 5
+"""The maximum number of differences that `--again` prints."""
 
 
 def grid(text: str) -> list[tuple[int, int]]:
@@ -85,8 +86,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=grid,
         metavar="BxS,...",
         help=(
-            "more batch sizes and sequence lengths at which layers are measured (default: some near"
-            " --batch and --seq, or those of the default set)"
+            "further batch sizes and sequence lengths at which layers are measured (default:"
+            " several near --batch and --seq, or the grid of the default set)"
         ),
     )
     parser.add_argument(
@@ -120,21 +121,21 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "--optimizer",
             found=args.optimizer,
-            allowed="adamw, which is what is measured",
+            allowed="adamw, the only optimizer that is measured",
             fix="leave it out; a plan for another optimizer derives its costs from this file",
         )
     if args.gradients != "exact":
         raise UserError(
             "--gradients",
             found=args.gradients,
-            allowed="exact, which is what is measured",
-            fix="leave it out; a plan that stores them otherwise derives its costs from this file",
+            allowed="exact, the only format that is measured",
+            fix="leave it out; a plan with 8-bit gradients derives its costs from this file",
         )
     if args.token_piece:
         raise UserError(
             "--token-piece",
             found=args.token_piece,
-            allowed="nothing, since layers are measured without pieces",
+            allowed="no --token-piece, because layers are measured without pieces",
             fix="leave it out; a plan with pieces derives its costs from this file",
         )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
@@ -293,8 +294,8 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
     from megatrain.simulator.compare.error_table import signed_percent
     from megatrain.simulator.hardware.agreement import agreement
 
-    found = agreement(earlier, hardware)
-    if not found.compared:
+    result = agreement(earlier, hardware)
+    if not result.compared:
         raise UserError(
             f"--again {name}",
             found="none of the numbers that this run measured",
@@ -302,18 +303,18 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
             fix="calibrate with the options of the earlier run",
         )
     print(
-        f"{found.compared - len(found.differences)} of {found.compared} numbers agree with {name}"
-        " within their spreads"
+        f"{result.compared - len(result.differences)} of {result.compared} numbers agree with"
+        f" {name} within their spreads"
     )
-    for difference in found.differences[:_SHOWN_DIFFERENCES]:
+    for difference in result.differences[:_SHOWN_DIFFERENCES]:
         print(
             f"  {difference.name}: changed by {signed_percent(difference.change)}, more than the"
             f" spread of {difference.allowed:.1%}"
         )
-    if found.noisy:
-        whose = " and the ".join(found.noisy)
+    if result.noisy:
+        whose = " and the ".join(result.noisy)
         print(
             f"the machine is noisy: the speed of the {whose} changed more between the two runs"
             " than within either; predictions from either file can be as wrong as this change"
         )
-    return int(bool(found.noisy))
+    return int(bool(result.noisy))

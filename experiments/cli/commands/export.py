@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--push-to-hub, {args.run}",
             found="no config.toml",
-            allowed="a run, whose settings the model's card has",
+            allowed="the folder of a run, because the model card describes its settings",
             fix="name the folder of the run, with --from-step for a checkpoint",
         )
     upload.check(args)
@@ -111,12 +111,12 @@ def _export(args: argparse.Namespace, folder: Path) -> int:
     """Writes the model to `folder`, and returns the step of its checkpoint."""
     from megatrain.runtime.training.exporting import export_run
 
-    done = export_run(
+    exported = export_run(
         args.run, folder, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print
     )
     if args.out is not None:
         print(
-            f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters"
-            f" in {done.dtype}"
+            f"wrote {args.out}: the weights after step {exported.step},"
+            f" {exported.parameters:,} parameters in {exported.dtype}"
         )
-    return done.step
+    return exported.step

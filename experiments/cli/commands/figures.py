@@ -33,7 +33,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="DIR",
-        help="folder of the stored results (default: those of the repository or the package)",
+        help="folder of the stored results (default: the folder in the repository or the package)",
     )
 
 

@@ -76,10 +76,10 @@ def _optimizers() -> list[Row]:
     """Returns the built-in and the installed optimizers."""
     from megatrain.simulator.model.optimizer import find, registered
 
-    found = [(name, find(name)) for name in registered()]
+    optimizers = {name: find(name) for name in registered()}
     return [
         {"name": name, "moments": optimizer.moments, "what": _what(optimizer)}
-        for name, optimizer in found
+        for name, optimizer in optimizers.items()
     ]
 
 

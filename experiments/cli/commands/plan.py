@@ -43,7 +43,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--gpus"),
         default=1,
         metavar="N",
-        help="plan for N GPUs of one host; batch, accumulation and tokens per step are those of"
+        help="plan for N GPUs of one host; --batch, --accumulation and --tokens-per-step are for"
         " each GPU, so a step has N times as many tokens",
     )
     parser.add_argument(

@@ -211,7 +211,7 @@ class Adaptation(Callback):
         else:
             trainer.switch(self._folder / PLANS / self._former / "plan.toml")
             self._phase = "return"
-            trainer.note(f"{text}slower, so that the training returns to the former one")
+            trainer.note(f"{text}slower, so the training returns to the former one")
 
     def _switching_seconds(self, trainer: TrainingRun) -> float:
         """Returns the estimated seconds of a switch.
@@ -231,11 +231,11 @@ def propose(trainer: TrainingRun, measured: float) -> Proposal:
     if nothing can be planned for it.
     """
     plan, schedule = trainer.plan, trainer.executor.schedule
-    known = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-    plain = msgspec.structs.replace(known, corrections={})
-    predicted = simulate(schedule, cost_model(plain, plan.model, plan.workload))
+    before = hardware_of(trainer.origin / "plan.toml", plan.hardware)
+    uncorrected = msgspec.structs.replace(before, corrections={})
+    predicted = simulate(schedule, cost_model(uncorrected, plan.model, plan.workload))
     factors = corrections(predicted, trainer.timelines, schedule)
-    hardware = msgspec.structs.replace(known, corrections={**known.corrections, **factors})
+    hardware = msgspec.structs.replace(before, corrections={**before.corrections, **factors})
     with without_garbage_collection():
         best = candidates(
             plan.model,

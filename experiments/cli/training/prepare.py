@@ -49,7 +49,7 @@ _CHOSEN = {
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Adds the options for planning a model. They are for `train MODEL` only."""
-    others = len(parser._actions)
+    first = len(parser._actions)
     group = parser.add_argument_group("plan, for `train MODEL`")
     group.add_argument(
         "--hardware",
@@ -67,7 +67,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_step_tokens(parser)
     options.add_workload(parser, loss_chunk=None)
     parser.set_defaults(batch=None, seq=None, accumulation=None, dtype=None)
-    added = parser._actions[others:]
+    added = parser._actions[first:]
     for action in added:
         action.help = _CHOSEN.get(action.option_strings[0], action.help)
     # Reversed, because the first action of each dest has its default.
@@ -345,9 +345,9 @@ def _dtype(asked: argparse.Namespace, device: torch.device) -> str:
     """
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    usual = "bf16" if device.type == "cuda" else "fp32"
-    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {usual: 1.0}
-    return usual if usual in rates else next(iter(rates))
+    default = "bf16" if device.type == "cuda" else "fp32"
+    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {default: 1.0}
+    return default if default in rates else next(iter(rates))
 
 
 def _hardware(

@@ -109,7 +109,7 @@ def outlook(
     If no plan fits, it is the plan that `choices` would return, without its digest and its step
     time. Otherwise, only its step time means something: no plan is faster.
 
-    The arguments are those of `choices`. Raises UserError as `choices` does.
+    Arguments and errors are the same as in `choices`.
     """
     import msgspec
 

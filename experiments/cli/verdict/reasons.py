@@ -34,12 +34,12 @@ PLACEMENT_LABELS = {
 def reasons(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines of `check --why`, wrapped at `width` columns."""
     logits = f"logits of {verdict.workload.loss_chunk:,} tokens at a time"
-    known = (
+    plan = (
         "another system, prediction only"
         if verdict.prediction_only
         else f"{_knobs(verdict)}, {logits}"
     )
-    lines = layout.labelled("Plan", f"policy {verdict.policy}: {known}", width)
+    lines = layout.labelled("Plan", f"policy {verdict.policy}: {plan}", width)
     if verdict.feasible:
         lines += layout.labelled("Lanes", _lanes(verdict), width)
         lines += layout.labelled("Bound", _bound(verdict), width)

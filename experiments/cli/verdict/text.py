@@ -313,7 +313,7 @@ def suggestion(entry: Suggestion) -> tuple[str, ...]:
     name = entry.model or " ".join(f"--{name} {value}" for name, value in entry.options.items())
     gain = f"{entry.gain:+.0%}" if entry.gain is not None else ""
     if not entry.fits:
-        return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still lack"
+        return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still missing"
     speed = (
         f"{layout.speed(entry.tokens_per_second)} tokens/s"
         if entry.tokens_per_second is not None

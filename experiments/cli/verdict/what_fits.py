@@ -72,9 +72,8 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    usual = args.policy in ("best", "all")
-    names = usual_policies(hardware) if usual else [args.policy]
-    found = candidates(
+    names = usual_policies(hardware) if args.policy in ("best", "all") else [args.policy]
+    choices = candidates(
         model,
         hardware,
         options.workload(args, model, quiet=True),
@@ -82,7 +81,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
         host_limit=args.host_memory,
         policies=names,
     )
-    return summarize(found[0], hardware)
+    return summarize(choices[0], hardware)
 
 
 def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:

@@ -152,8 +152,8 @@ def _listing(data: HubData) -> _Listing:
     answer is used if the hub does not answer.
     """
     revision = data.revision or _NEWEST
-    known = _file(data.name, revision)
-    if _COMMIT.fullmatch(revision) and (stored := _stored(known)):
+    cached = _file(data.name, revision)
+    if _COMMIT.fullmatch(revision) and (stored := _stored(cached)):
         return stored
     try:
         with hub_errors(lambda reason: _unreachable(data, reason)):
@@ -163,7 +163,7 @@ def _listing(data: HubData) -> _Listing:
                 data.name, revision=data.revision, files_metadata=True, timeout=30
             )
     except UserError:
-        if stored := _stored(known):
+        if stored := _stored(cached):
             return stored
         raise
     card = info.card_data.to_dict() if info.card_data else {}
@@ -179,7 +179,7 @@ def _listing(data: HubData) -> _Listing:
         if isinstance(configs, list)
         else [],
     )
-    for file in {known, _file(data.name, listing.commit)}:
+    for file in {cached, _file(data.name, listing.commit)}:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, listing)
     return listing
