@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training.preconditions import refuse_other_than_utf8
+from megatrain.experiments.cli.training.preconditions import check_inputs
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import fitted
-from megatrain.runtime.files.model_source import hub_name, name_on_hub
+from megatrain.runtime.files.model_source import hub_name
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
@@ -134,11 +134,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     Raises UserError if the model has no weights to begin with, if the data does not exist, or if
     options contradict each other.
     """
-    from megatrain.runtime.data.rows.sources import sources_of
-    from megatrain.runtime.data.tokens.tokenize import read_chat_template
-    from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
-    from megatrain.runtime.training.trackers import refuse_missing
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
@@ -166,23 +162,15 @@ def check(args: argparse.Namespace, config: Config) -> None:
         if folder:
             refuse_multimodal(Path(name), model)
         _refuse_workload(args, model)
-    if config.training.init == "model":
-        source = args.model or name
-        if args.model is None and not (folder or hub_name(name)):
-            raise UserError(
-                f"model {name}",
-                found="a config without weights",
-                allowed="a folder with weights, or --init random",
-                fix="name a folder with weights, or pass --init random to begin with random ones",
-            )
-        if name_on_hub(source) is None:
-            weight_files(Path(source))
-    for path in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
-        refuse_other_than_utf8(path)
-    sources_of(config.data)
-    if config.data.chat_template:
-        read_chat_template(config.data.chat_template)
-    refuse_missing(config.logging)
+    weightless = args.model is None and not (folder or hub_name(name))
+    if config.training.init == "model" and weightless:
+        raise UserError(
+            f"model {name}",
+            found="a config without weights",
+            allowed="a folder with weights, or --init random",
+            fix="name a folder with weights, or pass --init random to begin with random ones",
+        )
+    check_inputs(args.model or name, config)
 
 
 def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
