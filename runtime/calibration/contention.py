@@ -141,11 +141,16 @@ def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, fl
 def run_together(
     work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1
 ) -> dict[str, LaneRates]:
-    """Runs the work of all lanes together for `windows` windows, and returns the rates of each
-    lane.
+    """Runs the work of all lanes together, and returns the rates of each lane.
 
     Work counts from the time at which all lanes run until the first of them stops. If the work of a
     lane raises an exception, all lanes are stopped and the exception is raised here.
+
+    Args:
+        work: Lane -> a unit of its work.
+        threads: Lane -> the number of threads that its work may use.
+        device: The device of the lanes that have a stream.
+        windows: The number of windows of half a second.
     """
     counts: dict[str, list[float]] = {lane: [] for lane in work}
     stop, failures = threading.Event(), list[BaseException]()

@@ -192,6 +192,13 @@ def linear_efficiency(
     `attention_efficiency` and `attention_half_tokens`. At least half of the time counts as matrix
     products, even if the other terms of the formula are larger, as on a CPU. FLOPs in fp8 count
     less, in proportion to the rate of a large fp8 product.
+
+    Args:
+        table: Has the measured time of the layer's forward.
+        rates: Has the rates of a large product and of the device memory.
+        model: The model. Its decoder layer 0 is used.
+        workload: The workload of the measured time.
+        attention: (`attention_efficiency`, `attention_half_tokens`).
     """
     layer = model.decoders[0]
     work = model.work("forward", layer.name, workload)
@@ -224,7 +231,8 @@ def copy_curve(points: list[tuple[int, int]]) -> Curve:
 def duplex_curve(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
     """Returns points (bytes, GB/s) for each direction while both are busy.
 
-    A rate is limited to the rate of the faster direction alone.
+    `both` has points (bytes, ns) of copies while both directions are busy, and `h2d` and `d2h` are
+    the curves of each direction alone. A rate is limited to the rate of the faster direction alone.
     """
     alone = {size: max(dict(h2d)[size], dict(d2h)[size]) for size, _ in both}
     return tuple((size, min(rate, alone[size])) for size, rate in copy_curve(both))

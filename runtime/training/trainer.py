@@ -724,8 +724,8 @@ class Trainer(TrainingRun):
     def _refuse_weights_that_are_not_finite(self) -> None:
         """Raises UserError if the loaded weights contain infinity or NaN.
 
-        Called if the loss of the first step is not finite. This step has not changed the weights,
-        so infinity or NaN in them was loaded.
+        Called if the loss or the gradient norm of the first step is not finite. This step has not
+        changed the weights, so infinity or NaN in them was loaded.
         """
         if not self._leads:
             self.state.follow()  # serves weights until rank 0 has checked all of them

@@ -23,6 +23,12 @@ def answer_questions(
 
     Each token is the most likely one, and each question begins a new conversation. If the model
     cannot answer, one line says why and which command asks later. The run does not fail.
+
+    Args:
+        run: the folder of a finished run.
+        questions: the questions.
+        args: the options of the command, which select the device.
+        seed: the seed of the random numbers.
     """
     later = f"ask later with: megatrain chat {shlex.quote(str(run))}"
     try:

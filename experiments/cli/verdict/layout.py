@@ -93,7 +93,8 @@ def flowed(items: Iterable[str], width: int) -> list[str]:
 def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
     """Returns the lines of a command, which can be pasted: all but the last end in a backslash.
 
-    An option stays on the line of its value.
+    `indent` is the number of blanks before the first line, and further lines have four more. An
+    option stays on the line of its value.
 
     >>> command(["megatrain", "plan", "tiny", "--batch", "32"], 32)
     ['        megatrain plan tiny \\\\', '            --batch 32']

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from megatrain.runtime.data.rows.sources import COMPRESSIONS
 
 LONGEST_LINE_BYTES = 2**28
-"""The maximum size of a line, a CSV field or a JSON value. A row beyond it is a bad row."""
+"""The maximum size of a line, a CSV field or a JSON value. A larger one is not read."""
 
 
 @contextmanager
