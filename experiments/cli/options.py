@@ -230,15 +230,18 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Adds the option `--hardware` and the options of `add_limits`."""
-    default = "" if required else " (default: this machine)"
+def add_hardware(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds the option `--hardware` and the options of `add_limits`.
+
+    `without` says in the help what happens without `--hardware`. If it is empty, the option is
+    required.
+    """
     parser.add_argument(
         "--hardware",
-        required=required,
+        required=not without,
         metavar="H",
         help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200"
-        + default,
+        + (f" ({without})" if without else ""),
     )
     add_limits(parser)
 
@@ -472,7 +475,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=(
             "a scheduling policy, a .py file that defines one, `best` for the fastest (default), or"
-            " `all` to compare them (check only)"
+            " `all` to compare them (only for `check` and `sweep`)"
         ),
     )
 
@@ -589,7 +592,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b"
         " (default: list what fits)",
     )
-    add_hardware(parser, required=False)
+    add_hardware(parser, "default: this machine")
     add_policy(parser)
     parser.add_argument(
         "--cores",

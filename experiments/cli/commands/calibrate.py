@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Workload
 
+_HELP = {
+    "batch": "sequences per micro-batch (default: see MODEL)",
+    "seq": "tokens per sequence (default: see MODEL)",
+    "dtype": "dtype that layers compute in (default: see MODEL)",
+    "state": "also measure the update on the host in this state format (default exact)",
+}
+"""Option of the workload -> its help in this command."""
 _SHOWN_DIFFERENCES = 5
 """The maximum number of differences that `--again` prints."""
 
@@ -101,6 +108,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     options.add_workload(parser)
     parser.set_defaults(batch=None, seq=None, dtype=None)  # each default set has its own values
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
     options.add_limits(parser)
     options.add_device(parser)
 

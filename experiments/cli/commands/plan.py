@@ -34,7 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
     )
-    options.add_hardware(parser, required=False)
+    options.add_hardware(parser, "required unless --from is given")
     options.add_policy(parser)
     options.add_workload(parser, loss_chunk=None)
     options.add_step_tokens(parser)

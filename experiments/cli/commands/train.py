@@ -402,7 +402,9 @@ def _run(
     config: Config,
     ranks: Ranks | None = None,
 ) -> int:
-    """Calls `_train`, and turns a UserError after training has begun into a RunError."""
+    """Calls `_train`. After training has begun, turns an error of the user, of a path or of the
+    disk into a RunError.
+    """
     start = _Begun()
     try:
         return _train(args, plan_file, lock, config, start, ranks)
