@@ -43,7 +43,7 @@ class _Verbs(Mapping[str, Any]):
     """Maps each verb to its module, which is imported at first use. Importing all takes 0.1 s."""
 
     def __getitem__(self, verb: str) -> Any:
-        return importlib.import_module(f"megatrain.experiments.cli.commands.{_MODULES[verb]}")
+        return importlib.import_module(f"megatrain.experiments.commands.{_MODULES[verb]}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(_MODULES)
@@ -95,7 +95,7 @@ def parser(*described: str) -> OneLineParser:
 
 def _summary(verb: str) -> str:
     """Returns the first line of the docstring of the verb's module, without importing it."""
-    file = Path(__file__).parent / "commands" / f"{_MODULES[verb]}.py"
+    file = Path(__file__).parents[1] / "commands" / f"{_MODULES[verb]}.py"
     with file.open(encoding="utf-8") as lines:
         return lines.readline().strip().strip('"')
 

@@ -11,9 +11,8 @@ import msgspec
 
 from megatrain.experiments.files.row_file import parse_rows
 from megatrain.experiments.sweep.store import SweepRow
-from megatrain.simulator.base.csv_text import csv_text
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import write_text
+from megatrain.simulator.base.files import csv_text, write_text
 
 if TYPE_CHECKING:
     import pandas as pd

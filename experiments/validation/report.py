@@ -24,7 +24,7 @@ import msgspec
 
 from megatrain.experiments.validation.predict import Implied, Predicted
 from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, ORIGINS, RATES, PublishedRow
-from megatrain.simulator.base.csv_text import csv_text
+from megatrain.simulator.base.files import csv_text
 
 MISSED = 0.20
 STATED, ASSUMED, SINGLE, DOUBTFUL = (

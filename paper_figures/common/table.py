@@ -11,7 +11,7 @@ import msgspec
 from matplotlib.figure import Figure
 
 from megatrain.paper_figures.common.results import BenchmarkRecord, StoredAnswer
-from megatrain.simulator.base.csv_text import csv_text
+from megatrain.simulator.base.files import csv_text
 
 PREDICTIONS = ("paper_stated", "paper_schedule", "published_code", "ours")
 

@@ -41,6 +41,7 @@ _LOSS_KEYS = ("weight", "train", "training")
 """Keys of a message that state whether it has loss: 0 or 1 in OpenAI's format, true or false in
 Axolotl's."""
 _MEANINGFUL = (
+    "system",
     "tools",
     "chat_template_kwargs",
     "functions",

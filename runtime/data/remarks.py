@@ -78,11 +78,17 @@ def remarks(
 
 
 def _stops(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a run of targets ends with a special token in any of the first documents."""
+    """Returns whether a run of targets ends with a special token in any of the first documents.
+
+    Blanks and line ends after this token do not count. They have loss if all tokens have loss.
+    """
     added = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
     special = np.array(sorted({*tokenizer.all_special_ids, *added}), dtype=np.int64)
     for begin, end in zip(documents.begins[:_INSPECTED], documents.ends[:_INSPECTED], strict=True):
         ids, targets = documents.read(int(begin), int(end))
-        if np.isin(ids[targets & ~np.append(targets[1:], False)], special).any():
-            return True
+        for last in np.flatnonzero(targets & ~np.append(targets[1:], False)):
+            while last and targets[last] and str(tokenizer.decode([int(ids[last])])).isspace():
+                last -= 1
+            if targets[last] and ids[last] in special:
+                return True
     return False

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.run_lock import LOCK, START
-from megatrain.runtime.training.stopped_run import readable
+from megatrain.runtime.training.stopped_run import metrics_line, readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_text, write_json, write_text, write_toml
@@ -250,7 +249,7 @@ def append(metrics: Path, row: Mapping[str, object]) -> None:
     }
     try:
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+            file.write(metrics_line(plain))
             file.flush()
             # After a power failure, the metrics must have all steps of the newest checkpoint.
             os.fsync(file.fileno())

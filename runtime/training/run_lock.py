@@ -7,13 +7,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.training.stopped_run import command_to_continue, last_step
 from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
-START = ("hardware.toml", "plan.toml", "environment.json", "data.json", "config.toml")
+START = (
+    "hardware.toml",
+    "plan.toml",
+    CHAT_TEMPLATE,
+    "environment.json",
+    "data.json",
+    "config.toml",
+)
 """The files that a run writes first, in this order. The run has begun when it has written the last
 one."""
 

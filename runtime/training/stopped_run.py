@@ -6,7 +6,10 @@ This module does not import torch, so a command can refuse a folder at once.
 
 from __future__ import annotations
 
+import json
 import shlex
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +26,27 @@ class _Row(msgspec.Struct):
     """The number of the step, from 1."""
 
 
+_CHECK = b', "check": "'
+"""What precedes the checksum at the end of a line."""
+
+
+def metrics_line(row: Mapping[str, object]) -> str:
+    """Returns `row` as a line of JSON whose last key, `check`, has the CRC-32 of what precedes it.
+
+    A resumed run recognizes by it a line that was changed.
+    """
+    text = json.dumps(row)
+    return f'{text[:-1]}{_CHECK.decode()}{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def _unchanged(line: bytes) -> bool:
+    """Returns whether a line has its own checksum. Lines of older versions have none and count as
+    unchanged.
+    """
+    text, found, check = line.rpartition(_CHECK)
+    return not found or check.rstrip() == f'{zlib.crc32(text + b"}"):08x}"}}'.encode()
+
+
 def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
     """Returns (step, line) for each valid line of `metrics`, and the number of damaged lines.
 
@@ -33,9 +57,15 @@ def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
     lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
     for line in lines:
         try:
-            kept.append((msgspec.json.decode(line, type=_Row).step, line.decode()))
+            row = msgspec.json.decode(line, type=_Row)
+            text = line.decode()
         except (msgspec.MsgspecError, UnicodeDecodeError):
             damaged += line.endswith(b"\n")
+        else:
+            if _unchanged(line):
+                kept.append((row.step, text))
+            else:
+                damaged += 1
     return kept, damaged
 
 

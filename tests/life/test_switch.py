@@ -27,7 +27,7 @@ TRAIN = (
     "--save-every",
     4,
 )
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 MOMENTS = {
     "before its checkpoint is complete": ("megatrain.runtime.checkpoint.checkpoint:replace", 2),
     "while the state is read": ("megatrain.runtime.checkpoint.checkpoint:read_tensors", 1),

@@ -44,7 +44,7 @@ SIGNALS = {
     signal.SIGKILL: -signal.SIGKILL,
 }
 LONGEST_S = 4.0  # the longest wait before a signal, more than a whole run takes
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 """keys of the metrics that differ between plans"""
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands.completion import SHELLS
 from megatrain.experiments.cli.main import VERBS
+from megatrain.experiments.commands.completion import SHELLS
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands.listing import table
+from megatrain.experiments.commands.listing import table
 from megatrain.simulator import policies
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.machine import library as machines

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli.commands import calibrate
 from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.commands import calibrate
 from megatrain.runtime.calibration.presets import CalibrationPreset
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.model.specs import ModelSpec

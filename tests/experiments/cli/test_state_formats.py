@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.commands import check
 from megatrain.experiments.run_report.model_card import model_card
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.hardware.machine import HardwareSpec

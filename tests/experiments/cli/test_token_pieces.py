@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.commands import check
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.calibrated import Calibrated

@@ -32,7 +32,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--lr", "3e-3")
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ NEW = (
     "--save-every",
     "2",
 )
-TIMES = ("seconds", "tokens_per_second")
+TIMES = ("seconds", "tokens_per_second", "check")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import train
+from megatrain.experiments.commands import train
 from megatrain.runtime.training.config import Config, fields
 
 CONFIG = """

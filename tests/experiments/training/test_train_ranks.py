@@ -61,7 +61,7 @@ def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
 def metrics(run: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics, without times and the digest of the schedule."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("seconds", "tokens_per_second", "schedule")
+    left_out = ("seconds", "tokens_per_second", "schedule", "check")
     return [{key: row[key] for key in row if key not in left_out} for row in rows]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands import calibrate as command
+from megatrain.experiments.commands import calibrate as command
 from megatrain.runtime.calibration.presets import (
     CPU,
     LARGE,

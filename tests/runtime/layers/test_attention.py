@@ -277,7 +277,7 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(
             host_limit_bytes=2**30,
         )
         with session(plan) as running:
-            arguments = running.executor.functional_layers._causal
+            arguments = running.executor.functional_layers._causal_arguments
             bits.append(running.bits())
         assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
     assert bits[0] == bits[1]

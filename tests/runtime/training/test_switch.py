@@ -64,7 +64,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in json.loads(line).items()
-            if key not in ("seconds", "tokens_per_second", "schedule")
+            if key not in ("seconds", "tokens_per_second", "schedule", "check")
         }
         for line in lines
     ]
