@@ -67,7 +67,7 @@ def test_a_model_that_everybody_can_see_is_not_replaced_unless_that_is_meant(
     hub.models["me/x"].clear()
     outcome = command(*upload)
     assert outcome.status == 2
-    assert "me/x, which is there and which everybody can see" in outcome.err
+    assert "me/x, which exists and is public" in outcome.err
     assert hub.models["me/x"] == {}
     assert command(*upload, "--public").status == 0
     assert hub.models["me/x"]
@@ -81,7 +81,7 @@ def test_a_private_model_does_not_stay_private_in_silence(
     hub.models["me/x"].clear()
     outcome = command(*upload, "--public")
     assert outcome.status == 2
-    assert "--public: found me/x, which is there and private" in outcome.err
+    assert "--public: found me/x, which exists and is private" in outcome.err
     assert outcome.err.count("\n") == 1
     assert hub.models["me/x"] == {}
     assert command(*upload).status == 0
