@@ -89,8 +89,8 @@ def _boxes(axes: Any) -> None:
             if not ((ROOT / folder / f"{file}.py").exists() or (ROOT / folder / file).is_dir()):
                 raise UserError(
                     f"{ROOT / folder / file}",
-                    found="no such file",
-                    allowed="a module of today's code",
+                    found="no such file or folder",
+                    allowed="a file or a folder of the code",
                     fix="correct BOXES in paper_figures/figure2.py",
                 )
         axes.add_patch(

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     documents: torch.Tensor | None = None
     """Index of the document that each position belongs to, counted from 0 in each row; -1 for
     padding. A position attends only to its own document, and position ids start at 0 in each
-    document. None: every row is one document without padding."""
+    document. None means that every row is one document without padding."""
 
     @property
     def trained_labels(self) -> torch.Tensor:

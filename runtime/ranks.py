@@ -71,14 +71,15 @@ class Ranks:
             rank: The number of this rank, from 0.
             count: The number of ranks.
             processes: The process id of each rank.
-            boards: The board of each rank. None: boards that only this process can read.
+            boards: The board of each rank. None means boards that only this
+                process can read.
             timeout_s: Seconds after which a stopped process counts as lost.
         """
         self.rank, self.count, self._processes = rank, count, processes
         self._boards = boards or [Board() for _ in range(count)]
         self._timeout_s = timeout_s
         self._between: Any = None
-        """The group of the collectives between steps; None for the default group."""
+        """The group of the collectives between steps, or None for the default group."""
 
     @property
     def leads(self) -> bool:
@@ -254,7 +255,7 @@ class Ranks:
         error: BaseException | None = None
         try:
             yield
-        except BaseException as failure:  # or an interruption: torchrun sends SIGTERM
+        except BaseException as failure:  # also an interruption, because torchrun sends SIGTERM
             error = failure
         finally:
             over.set()
@@ -389,7 +390,7 @@ def joined(
         device: The device with the tensors of collectives: the CPU or this rank's GPU.
         *more: Other values that must be the same on all ranks, such as settings and seed.
         timeout_s: Seconds that a rank waits for the others at the start and in a collective of a
-            step. None: `TIMEOUT_S`.
+            step. None means `TIMEOUT_S`.
 
     Raises:
         UserError: The number of ranks is not the plan's number of GPUs, the ranks do not connect
@@ -426,10 +427,10 @@ def joined(
                 dist.destroy_process_group()
             raise UserError(
                 "ranks",
-                found=f"not all of {plan.gpus} ranks of this host came together"
+                found=f"fewer than {plan.gpus} connected ranks on this host"
                 f" ({str(error).splitlines()[0]})",
-                allowed=f"all within {timeout_s:g} s",
-                fix=f"start all with `{_START.format(count=plan.gpus)}`",
+                allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
+                fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
             ) from error
         ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
         ranks._between = between

@@ -34,9 +34,9 @@ _SHOWN_DIFFERENCES = 5
 
 
 def grid(text: str) -> list[tuple[int, int]]:
-    """Returns the (batch, sequence) pairs of `text`, such as `4x1024,64x1024`. An argparse type.
+    """Returns the (batch, sequence) pairs of `text`, such as `4x1024,64x1024`.
 
-    Raises UserError for any other text.
+    This is the `type` of an argument. Raises UserError for any other text.
     """
     points = [
         re.fullmatch(r"(\d{1,7})x(\d{1,8})", part)

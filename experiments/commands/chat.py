@@ -57,7 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.training import generation
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     folder = _model_folder(args.model)
     needed = generation.weight_bytes(folder)
     prompt = args.prompt

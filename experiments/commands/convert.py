@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.runtime.checkpoint.stored_steps import steps_to_export
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     if not os.path.exists(args.run / "manifest.json"):
         steps_to_export(args.run, args.from_step)
     options.check_new(args.out)

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.files.model_source import name_on_hub
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     if args.out is None and args.push_to_hub is None:
         raise UserError(
             "export",

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 def _rate(text: str) -> float:
-    """Returns the learning rate in `text`. Raises UserError for other text. An argparse type."""
+    """Returns the learning rate in `text`. Raises UserError for other text. This is the `type` of
+    an argument.
+    """
     try:
         return options.real("--lr")(text)
     except UserError as error:
@@ -46,7 +48,7 @@ def _rate(text: str) -> float:
 
 
 def _question(text: str) -> str:
-    """Returns `text`. Raises UserError if it is empty. An argparse type."""
+    """Returns `text`. Raises UserError if it is empty. This is the `type` of an argument."""
     if text:
         return text
     raise UserError("--ask", found="no text", allowed="a text", fix='write --ask "Who are you?"')
@@ -116,8 +118,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="MODEL|PLAN",
-        help="a model: a Hugging Face folder, a name on the hub, or with --init random a name in"
-        " the library; or a plan written by `megatrain plan`; not needed with --resume",
+        help="a model or a plan; not needed with --resume. A model is a Hugging Face folder, a name"
+        " on the hub or, with --init random, a name in the library. A plan is a file written by"
+        " `megatrain plan`",
     )
     parser.add_argument(
         "--out",
@@ -249,7 +252,7 @@ def config_of(args: argparse.Namespace) -> Config:
     for key, value in options.assignments(args.set, "FIELD=VALUE", "rate=3e-4"):
         overrides[_field(key)] = parse_value(value)
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
-    # Absolute paths, because the run may be resumed from another folder.
+    # Paths are stored as absolute, because the run may be resumed from another folder.
     for key in _PATHS:
         if isinstance(path := overrides.get(key), str | list) and path:
             paths = [path] if isinstance(path, str) else path
@@ -402,8 +405,8 @@ def _run(
     config: Config,
     ranks: Ranks | None = None,
 ) -> int:
-    """Calls `_train`. After training has begun, turns an error of the user, of a path or of the
-    disk into a RunError.
+    """Calls `_train`. After training has begun, an error of the user, of a path or of the disk
+    becomes a RunError.
     """
     start = _Begun()
     try:

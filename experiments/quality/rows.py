@@ -104,8 +104,8 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     training: tuple[tuple[int, float], ...] = ()
     """(number of a step, mean training loss of the `LOSSES` steps that end with it)."""
     held_out: tuple[tuple[int, float], ...] = ()
-    """(number of a step, loss on the held-out text after it). Step 0 has the first weights of a
-    fine-tuning."""
+    """(number of a step, loss on the held-out text after it). Step 0, which only a fine-tuning has,
+    stands for the weights before its first step."""
     step_seconds: float = 0.0
     """Median time of a step in seconds, while `parallel` runs share the device."""
     interval_seconds: float = 0.0

@@ -108,8 +108,10 @@ def answer_by_policy(question: Question) -> Iterator[tuple[str, dict[str, Any]]]
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> tuple[argparse.Namespace, bool]:
-    """Returns the options with TOKENS and the workload that `check` chooses, and whether it chose
-    the micro-batch.
+    """Returns the options of the verdict, and whether `check` chose the micro-batch.
+
+    The options are `args` with `TOKENS` tokens to train on, and with the workload that `check`
+    chooses.
     """
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
     return from_options.with_fitting_workload(args, hardware, model)

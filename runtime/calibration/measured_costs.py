@@ -194,8 +194,8 @@ def linear_efficiency(
     less, in proportion to the rate of a large fp8 product.
 
     Args:
-        table: Has the measured time of the layer's forward.
-        rates: Has the rates of a large product and of the device memory.
+        table: The table with the measured time of the layer's forward.
+        rates: The rates of a large product and of the device memory.
         model: The model. Its decoder layer 0 is used.
         workload: The workload of the measured time.
         attention: (`attention_efficiency`, `attention_half_tokens`).
@@ -239,6 +239,8 @@ def duplex_curve(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
 
 
 def rate_at_the_end(points: tuple[tuple[int, int], ...]) -> float:
-    """Returns the rate per second at the last of `points`, which are (size, ns)."""
+    """Returns the size of the last of `points` (size, duration in ns), divided by its duration in
+    seconds.
+    """
     size, duration = points[-1]
     return size / (duration / 1e9)

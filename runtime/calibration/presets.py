@@ -57,8 +57,8 @@ _HEAD_SIZE, _VOCABULARY = 128, 4096
 def preset_for(device_type: str, device_bytes: int, host_bytes: int) -> CalibrationPreset:
     """Returns the preset for a machine with a device of type `cuda` or `cpu` and this much memory.
 
-    Measuring it takes less than four minutes on a GPU (`LARGE` on an H200), and less than two
-    minutes on a CPU with two cores.
+    Measuring the preset's models takes less than four minutes on a GPU (`LARGE` on an H200), and
+    less than two minutes on a CPU with two cores.
     """
     if device_type != "cuda":
         return CPU

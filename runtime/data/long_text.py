@@ -39,7 +39,8 @@ _WINDOW = 2**17
 _ZONE = 2**12
 """Number of characters before the end of a window in which a place for a cut is searched."""
 _TRIES = 8
-"""Number of places that are tried from the whole zone, and again from its end."""
+"""Number of places for a cut that are tried for each pattern: this many throughout the last `_ZONE`
+characters, and then as many at their end."""
 _COMPARED = 8
 """Number of ids on either side of a cut that must be the same in both windows."""
 _PLACES = tuple(

@@ -36,8 +36,8 @@ def preflight(
     Args:
         plan: The plan to check.
         settings: The optimizer's hyperparameters.
-        device: The device that would execute the plan. None: only refuse what no device can
-            execute.
+        device: The device that would execute the plan. None means that only plans that no
+            device can execute are refused.
         deterministic: Check for PyTorch's deterministic mode, even if this process has not enabled
             it yet.
         schedule: The schedule to return, which is not verified. By default the schedule of `plan`.

@@ -121,7 +121,7 @@ def refuse_attention(
 
     Args:
         plan: the plan.
-        device: the device. None: only refuse what no device can execute.
+        device: the device. None means that only plans that no device can execute are refused.
         deterministic: check for PyTorch's deterministic mode, even if this process has not enabled
             it.
     """
@@ -203,8 +203,8 @@ def attend(
         value: values, [batch, key heads, sequence, value size].
         attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, `kernel` is ignored,
             and the kernel in `lengths.py` is used.
-        scaling: factor on the scores. None: 1 / sqrt(size).
-        kernel: the kernel. None: PyTorch chooses the kernel, and no results can be saved.
+        scaling: factor on the scores. None means 1 / sqrt(size).
+        kernel: the kernel. None means that PyTorch chooses it, and no results can be saved.
         kept: results of an earlier forward pass, which are used instead of running the kernel.
         results: a list, to which the output and the log-sum-exp are appended, to be saved.
 

@@ -332,8 +332,8 @@ class EmbeddingAndHead:
             rows: for each table of the embedding, the table's row for each token, [batch, sequence,
                 width].
             tables: tables of positions by name, [positions, hidden] each.
-            positions: index of each token in `tables`, [batch, sequence] int64. None: the token's
-                index in its row.
+            positions: index of each token in `tables`, [batch, sequence] int64. None means the
+                token's index in its row.
         """
         (row,) = rows
         batch, sequence, hidden = row.shape

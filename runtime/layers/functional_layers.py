@@ -151,7 +151,7 @@ class FunctionalLayers:
             linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)
         if workload.fp8:
-            # Not strict, because a plan for calibration has fewer layers than the config.
+            # `zip` is not strict, because a plan for calibration has fewer layers than the config.
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
         if workload.piece:
@@ -193,8 +193,8 @@ class FunctionalLayers:
         documents."""
         self._causal_arguments: list[Arguments] = []
         """Arguments of each decoder layer for rows of one document. They are made in advance,
-        because making masks synchronizes with the device. Empty if lengths separate documents and
-        the model would have masks, which would take memory without need."""
+        because making masks synchronizes with the device. The list is empty if lengths separate
+        documents and the model would have masks, which would take memory without need."""
         if workload.documents:
             self._refuse_unpackable()
         if not (
@@ -205,7 +205,8 @@ class FunctionalLayers:
                 workload.batch, workload.sequence, None
             )
         self._document_counts: dict[int, dict[str, int] | None] = {}
-        """Results of `lengths.room` by micro-batch and attention type. None: one document a row."""
+        """Results of `lengths.room` by micro-batch and attention type. A micro-batch has None if
+        each of its rows is one document."""
         self._chunk_loss = (
             compiling.compiled(self._token_losses) if workload.compiled else self._token_losses
         )
@@ -229,9 +230,9 @@ class FunctionalLayers:
 
         Args:
             micro: index of the micro-batch.
-            documents: document numbers, [batch, sequence] int64 on the host. None: each row is one
-                document, and attention uses the causal kernel.
-            step: the number of the step; None in an evaluation, in which layers draw no random
+            documents: document numbers, [batch, sequence] int64 on the host. None means that each
+                row is one document, and attention uses the causal kernel.
+            step: the number of the step, or None in an evaluation, in which layers draw no random
                 numbers.
         """
         if self._draws:
@@ -281,7 +282,7 @@ class FunctionalLayers:
             for kind, parts in self._documents_by_attention(documents).items()
         }
         arguments = self._embedding_and_head.arguments_without_masks(positions(documents))
-        # Not strict, because a plan for calibration has fewer layers than the config.
+        # `zip` is not strict, because a plan for calibration has fewer layers than the config.
         return [
             own | ({"attention_mask": bounds[kind]} if (kind := layer.attention) in bounds else {})
             for own, layer in zip(arguments, self.model.decoders, strict=False)

@@ -29,8 +29,8 @@ def refuse_what_does_not_fit(
     Args:
         plan: The plan to check.
         schedule: The schedule of `plan`.
-        host_bytes: Host memory of the machine. None: compare only with the plan's limit.
-        device_bytes: Device memory of the machine. None: compare only with the plan's limit.
+        host_bytes: Host memory of the machine, or None to compare only with the plan's limit.
+        device_bytes: Device memory of the machine, or None to compare only with the plan's limit.
     """
     for place, predicted, limit, machine_bytes in (
         (

@@ -27,12 +27,13 @@ def map_pages(size: int) -> mmap.mmap:
     The process must not fork while the memory is in use, because a forked process does not have the
     memory but would unmap its addresses. Raises OSError or ValueError if there is no address space.
     """
-    # private, because shared memory (Python's default) always has pages of 4 KiB
+    # The mapping is private, because shared memory (Python's default) always has pages of 4 KiB.
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # huge pages, because the optimizer reads and writes seven arrays at once, which would need many
-    # TLB entries; no copy in a fork, because it would copy registered pages
+    # Huge pages need fewer TLB entries. The optimizer reads and writes seven arrays at once, which
+    # would need many. The memory is left out of forked processes, because a fork would copy
+    # registered pages.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # not every system and kernel has them
+        # Not every system and kernel has both kinds of advice.
         with contextlib.suppress(AttributeError, OSError):
             mapped.madvise(getattr(mmap, advice))
     return mapped

@@ -95,7 +95,7 @@ class Workers:
     cpu_block = 2**17
     """Elements of a block on the CPU: three temporaries of 0.5 MiB, which fit in an L2 cache."""
     kernels: HostKernels | None = None
-    """The C kernels with threads of their own. None: work runs on the calling thread."""
+    """The C kernels with threads of their own. None means that work runs on the calling thread."""
 
     def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
         """Calls `work` on ranges that cover `count` elements. The length of each range except the
@@ -239,12 +239,12 @@ def update(
         settings: The hyperparameters.
         rate: The learning rate.
         number: The number of this step, counted from 1.
-        clip: Factor on the gradient, 0-dimensional fp32 on the same device. None: 1.
+        clip: Factor on the gradient, 0-dimensional fp32 on the same device. None means 1.
         workers: Threads to use on the CPU.
         weight_decay: Replaces the weight decay of the settings.
         copy_to: Also receives the new weights, [n] with the dtype of `weights`.
         scale: Factor on the learning rate of both the step and the weight decay, 0-dimensional fp32
-            on the same device. None: 1.
+            on the same device. None means 1.
     """
     count, device = weights.numel(), weights.device
     scalars = Scalars.of(settings, rate, number, weight_decay)

@@ -112,7 +112,7 @@ def scale_bits(values: torch.Tensor) -> torch.Tensor:
     1] int32.
     """
     most = (values.contiguous().view(torch.int32) & 0x7FFF_FFFF).amax(1, keepdim=True)
-    # clamped, because the addition could overflow for a NaN
+    # Without the clamp, the addition could overflow for a NaN.
     bits = (most.clamp_(max=0x7F80_0000) + 0xFFFF) >> 16
     bits = torch.where(bits > _LARGEST, _NAN, bits)
     return torch.where(bits < _SMALLEST, 0, bits)
@@ -281,7 +281,7 @@ def _update_in_pytorch(
     """Does the work of `update` in PyTorch. This defines the arithmetic."""
     count, device = weights.numel(), weights.device
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
-    # a tensor, because reading its value would wait for the GPU
+    # `stop` stays a tensor, because reading its value would wait for the GPU.
     stop = stops[0] | stops[-1] if stops else None
     block = min(_CPU_BLOCK if device.type == "cpu" else GPU_BLOCK, count)
 
@@ -382,7 +382,7 @@ def _match_pytorch(kernels: Any, device: torch.device) -> bool:
     67 records. Checks this once in a process. Logs a warning if the bits differ or the kernels
     cannot be compiled.
     """
-    # on a stream of its own, so reading the result does not wait for other work
+    # The check has its own stream, so that reading the result does not wait for other work.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     try:
         with torch.cuda.stream(stream):

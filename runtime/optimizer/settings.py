@@ -26,7 +26,7 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ]
     weight_decay: Annotated[float, Meta(ge=0, le=1e38)] | None = None
-    """Weight decay of the group. None: the weight decay of tensors without a group."""
+    """Weight decay of the group. None means the weight decay of tensors without a group."""
     rate_factor: Annotated[float, Meta(ge=0, le=1e38)] = 1.0
     """Factor on the learning rate. 0 freezes the group: its gradients are zero, so they add nothing
     to a norm, and its moments stay zero."""

@@ -114,8 +114,8 @@ class Calibrated(ContendedCosts):
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
-        """(kind, lane, whether the op adds, size or shape) -> (duration in ns, extrapolated). For
-        ops outside of decoder layers, the kind is followed by the layer."""
+        """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
+        extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
 
     def duration_ns(self, op: Op) -> int:
         return self._look_up(op)[0]

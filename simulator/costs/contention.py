@@ -105,9 +105,8 @@ class ContentionModel:
         self._turns, self._high_priority = turns, high_priority
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
         self._rates: dict[tuple[Demand, ...], tuple[int, ...]] = {}
-        """The results of `rates` so far. Cached because a search asks for the same ones with each
-        plan.
-        """
+        """The results of `rates` so far. They are cached, because a search asks for the same rates
+        with each plan."""
 
     @property
     def capacity(self) -> int:
@@ -119,7 +118,8 @@ class ContentionModel:
     ) -> Demand | None:
         """Returns the demand of an op, or None if it neither slows another op nor is slowed.
 
-        The traffic is limited to the DRAM bandwidth, because an op alone runs at full speed.
+        The traffic in the demand is at most the DRAM bandwidth, so that an op which runs alone runs
+        at full speed.
 
         Args:
             lane: the lane of the op.

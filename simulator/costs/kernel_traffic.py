@@ -29,11 +29,11 @@ class _Shares(NamedTuple):
     """Traffic relative to the formula, by kind of op."""
 
     forward: float
-    """For `forward` and `recompute`."""
+    """Traffic of the ops `forward` and `recompute`."""
     backward: float
-    """For `backward`."""
+    """Traffic of the op `backward`."""
     head: float
-    """For `head` and `loss`."""
+    """Traffic of the ops `head` and `loss`."""
 
 
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.26)

@@ -273,7 +273,9 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
     starts = [_NOT_YET] * len(which)
     ends = [_NOT_YET] * (len(which) + 1)  # the last entry stands for ops not in the schedule
     awaited: dict[int, list[int]] = {}  # op -> lanes that wait for it
-    mixes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # running codes -> (lane, rate)
+    # code of the running op of each lane -> (lane, rate) of each busy lane; a code is the index of
+    # the op's demand in `known`
+    mixes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     # The following lists have one entry per lane.
     current = [next(queue, _NOT_YET) for queue in queues]  # the op that runs or is next
     due = [_NEVER] * len(LANES)  # when the op or its dispatch is done

@@ -106,9 +106,10 @@ def least_chunks(workload: Workload, hardware: HardwareSpec) -> tuple[Workload, 
 
 
 def _measured(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> set[int]:
-    """Returns the chunks with which the machine's head was measured. 0 stands for an unknown one.
+    """Returns the loss chunks with which the head of `model` was measured on the machine.
 
-    The set is empty if the machine was not calibrated.
+    The set has 0 if the calibration does not say its loss chunk, and is empty if the machine was
+    not calibrated.
     """
     return measured_chunks(hardware.costs, model, workload) if hardware.costs else set()
 
@@ -160,11 +161,11 @@ class _ChunkSearch:
         return self._times[chunk]
 
     def _may_fit(self, chunk: int) -> bool:
-        """Returns whether the search of placements finds a plan with this chunk. False if the
+        """Returns whether the search of placements finds a plan with this chunk, or False if the
         policy does not place state.
 
-        This takes less time than timing the chunk. If the result is False, it also stores the
-        chunk's time, infinity, so `_time` need not compare plans.
+        This takes less time than timing the chunk. If the search shows that no plan fits, the time
+        of the chunk is also stored as infinity, so `_time` need not compare plans.
         """
         plan = self._fastest[0]
         work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)

@@ -126,13 +126,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Lower end of the range of the step time. None if the plan does not fit, or if the calibration
     has no spread."""
     step_seconds_high: float | None
-    """Upper end of the range of the step time. None as for `step_seconds_low`."""
+    """Upper end of the range of the step time. None if `step_seconds_low` is None."""
     tokens_per_second: float
     """Predicted tokens per second."""
     tokens_per_second_low: float | None = None
-    """Tokens per second if a step takes `step_seconds_high`. None as for `step_seconds_low`."""
+    """Tokens per second if a step takes `step_seconds_high`. None if `step_seconds_low` is None."""
     tokens_per_second_high: float | None = None
-    """Tokens per second if a step takes `step_seconds_low`. None as for `step_seconds_low`."""
+    """Tokens per second if a step takes `step_seconds_low`. None if `step_seconds_low` is None."""
     tflops_6n: float
     """6 x all parameters x tokens/s, in TFLOPS. For a mixture of experts this exceeds what the GPU
     computes. See `tflops_6n_active`."""

@@ -21,7 +21,7 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[kMBT]|m?s)\b)")
 
 def terminal_width(most: int = _MOST) -> int:
     """Returns the width to print in, in characters: the width of the terminal, but at least 50 and
-    at most `most`. For a file it is `most`.
+    at most `most`. If standard output is no terminal and COLUMNS is not set, the result is `most`.
     """
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         return most

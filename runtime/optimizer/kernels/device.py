@@ -261,7 +261,7 @@ def _blockwise_block(
     coded = (bits != 0) & (bits != 0x7FC0) & (root > 0)
     random = _random_bits(second_state, RECORDS).to(tl.float32) * (1.0 / 65536)
     code = random + root * tl.div_rn(255.0, unit)
-    # clamped before the conversion to an integer, which requires finite numbers
+    # The code is clamped first, because the conversion to an integer requires finite numbers.
     code = tl.where(code < 1.0, 1.0, tl.where(code < 255.0, code, 255.0)).to(tl.int32)
     _store(second, codes, tl.where(coded, code, 0).to(tl.uint8), size, WHOLE)
     _store(second_scales, scales, bits.to(tl.int16), left * 17, WHOLE)

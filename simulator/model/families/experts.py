@@ -27,7 +27,8 @@ from megatrain.simulator.model.families.parts import (
 def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bool = False) -> Part:
     """Returns a router, which computes a score for every expert and chooses the best.
 
-    Forward: a cast and a softmax in fp32 (4). Backward: 6.
+    The forward pass has a cast and a softmax in fp32 (4). The kernels of the backward pass read and
+    write 6 elements for each score.
 
     Args:
         name: The module's name.
@@ -63,10 +64,11 @@ def experts(
     """Returns gated experts. For each token, `chosen` of `count` experts run.
 
     All experts share one 3-D tensor for gate and up, and one for down. Each pair of a token and an
-    expert is a row. Forward, a row is gathered (2), passes through its expert, is multiplied with
-    its weight (3), scattered (2) and summed (2). Backward, these are 4, 6, 4 and 2. For each row,
-    autograd saves the input, gate, up, the activation, the product of activation and up, the
-    output, a weight, and three indices of 8 bytes.
+    expert is a row. In the forward pass, a row is gathered (2), passes through its expert, is
+    multiplied with its weight (3), scattered (2) and summed (2). In the backward pass, these
+    numbers are 4, 6, 4 and 2. For each row, autograd saves the input, gate, up, the
+    activation, the product of activation and up, the output, a weight, and three indices of 8
+    bytes.
 
     Args:
         name: The module's name.
@@ -91,8 +93,9 @@ def experts(
         tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
     rows, columns = chosen * hidden, chosen * inner
     clamped = 3 if bias else 0  # gpt-oss clamps gate and up and adds a sum
-    # At first, the gradients of the weighted outputs, of the outputs, and of the weights before
-    # they are summed. Later, the gradients of gate and up, and the temporary tensors of a clamp.
+    # The first entry has the gradients of the weighted outputs, of the outputs, and of the weights
+    # before they are summed. The second entry has the gradients of gate and up, and the temporary
+    # tensors of a clamp.
     early = (
         Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
         Kept((2 + clamped) * columns, 12 * chosen),
