@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Note = Callable[[str], None]
-_FORMAT = 5
+_FORMAT = 6
 """Version of the tokenization. It is part of the cache's key."""
 _LOOKED_AT = 100
 """Number of rows from which the layout is recognized."""

@@ -52,6 +52,13 @@ def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.M
     assert (drawn.count(ord("a")), drawn.count(ord("b")), drawn.count(ord("c"))) == (100, 50, 0)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8-sig")
+    ((ids, labels, _),) = read(tmp_path, Workload(batch=1, sequence=4)).step(1)
+    assert ids[0].tolist() == [*b"text"]
+    assert labels[0].tolist() == [*b"ext", END_OF_DOCUMENT]
+
+
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(

@@ -275,6 +275,21 @@ def test_a_long_text_comes_in_pieces_that_make_it_up(
         assert row.line == 1 + b"".join(pieces[:index]).count(b"\n")
 
 
+@pytest.mark.parametrize("piece", [7, 2**20])
+@pytest.mark.parametrize("text", ["", "hi", "zwölf\n\ufeffb\n" * 5])
+def test_a_byte_order_mark_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
+) -> None:
+    monkeypatch.setattr(formats, "_PIECE_BYTES", piece)
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8-sig")
+    found = read(path)
+    pieces = [row.value for row in found if isinstance(row, TextRow)]
+    assert b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode() == text
+    assert [row.closes for row in found if isinstance(row, TextRow)][-1]
+    assert found[0].line == 1
+
+
 def test_a_text_that_is_not_utf8_is_one_bad_row_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
