@@ -148,6 +148,17 @@ def test_rows_are_recognized_and_taken_from(row: dict[str, Any], name: str, valu
             {"conversations": [{"from": "gpt", "value": 3}]},
             "message 1 of `conversations`: `value` is not a string",
         ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "another"},
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a"},
+                ],
+                "system": "s",
+            },
+            "`system` differs from the system turn of `conversations`",
+        ),
         ({"instruction": "", "output": "a"}, "no `instruction`"),
         ({"instruction": "q", "output": ""}, "`output` is empty"),
         ({"instruction": "q", "output": "a", "input": 3}, "`input` is not a string"),
@@ -217,6 +228,31 @@ def test_tools_and_arguments_of_the_template_are_read_as_lists_or_as_json(
     row: dict[str, Any], expected: Conversation
 ) -> None:
     assert extract(row, layout(row)) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "turns", "systems"),
+    [
+        ("s", ["system", "human"], [0]),
+        (" s\n", ["system", "human"], [0]),
+        (" ", ["system", "human"], [0]),
+        (None, ["system", "human"], [0]),
+        ("s", ["human"], [0]),
+        ("s", ["human", "gpt", "system", "human"], [0, 3]),
+    ],
+)
+def test_a_system_column_is_no_second_system_turn(
+    column: str | None, turns: list[str], systems: list[int]
+) -> None:
+    row = {
+        "conversations": [{"from": name, "value": name[0]} for name in [*turns, "gpt"]],
+        "system": column,
+    }
+    found = extract(row, layout(row))
+    assert isinstance(found, Conversation)
+    roles = [message["role"] for message in found.messages]
+    assert [place for place, role in enumerate(roles) if role == "system"] == systems
+    assert found.messages[0] == SYSTEM
 
 
 @pytest.mark.parametrize(
