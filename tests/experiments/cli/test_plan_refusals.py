@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatrain.experiments.cli import main as cli
 from megatrain.simulator.schedule.plan import Plan
@@ -24,6 +25,12 @@ REFUSED = {
     "a value of a key that training does not use": (
         {"bos_token_id": "first"},
         "tiny/config.json: found ",
+    ),
+    "a head of its own that config.json ties": (
+        {"tie_word_embeddings": True},
+        "tiny: lm_head.weight: found a matrix that differs from model.embed_tokens.weight, to which"
+        " tie_word_embeddings in config.json ties it; allowed: the same matrix; fix: set"
+        " tie_word_embeddings to false in config.json and make the plan again",
     ),
 }
 
@@ -69,11 +76,14 @@ def test_a_policy_of_another_system_is_planned_for_prediction(command: Callable[
     assert command("plan", "tiny", *WORK, *words).status == 0
 
 
+@pytest.mark.parametrize(
+    "kind", ["heads that transformers cannot split", "a head of its own that config.json ties"]
+)
 def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
-    command: Callable[..., Any], changed: Callable[..., Path]
+    command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
     """A plan that names the config.json reaches `train`, which says the same."""
-    keys, message = REFUSED["heads that transformers cannot split"]
+    keys, message = REFUSED[kind]
     config = changed(keys)
     planned = command("plan", "tiny", *WORK, "--out", "new.toml")
     assert command("plan", config, *WORK, "--out", "new.toml").status == 0
@@ -81,6 +91,23 @@ def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
     trained = command("train", "new.toml", *words, "--model", "tiny")
     assert message in planned.err
     assert message in trained.err
+
+
+def test_weights_are_opened_as_training_opens_them(
+    command: Callable[..., Any], changed: Callable[..., Path]
+) -> None:
+    words = ("plan", "tiny", *WORK, "--out", "new.toml")
+    weights = changed({"tie_word_embeddings": True}).parent / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights)
+    assert command(*words).status == 0
+    save_file({name: tensors[name] for name in tensors if name != "model.norm.weight"}, weights)
+    missing = command(*words)
+    assert missing.status == 2
+    assert "tiny: found no tensor model.norm.weight; " in missing.err
+    weights.unlink()  # random weights may be trained
+    assert command(*words).status == 0
 
 
 @pytest.mark.usefixtures("workplace")
