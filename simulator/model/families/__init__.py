@@ -322,7 +322,8 @@ def _with_floats(value: Any) -> Any:
     """Returns `value`, any part of a config.json, with the floats that JSON does not have.
 
     transformers writes infinity, as in Falcon-H1's `time_step_limit`, as {"__float__": "Infinity"}.
-    Plans and checkpoints keep it so, because the latter are JSON as well.
+    `decode_config` returns a bare `Infinity` so too. Plans and checkpoints keep it so, because the
+    latter are JSON as well.
     """
     if isinstance(value, list):
         return [_with_floats(item) for item in value]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pickle
 import stat
@@ -24,7 +25,14 @@ from hypothesis import strategies as st
 from megatrain.experiments.cli.options import check_writable
 from megatrain.simulator.base import files
 from megatrain.simulator.base.errors import DoesNotFit, UserError
-from megatrain.simulator.base.files import read_json, read_text, read_toml, write_json, write_text
+from megatrain.simulator.base.files import (
+    read_config,
+    read_json,
+    read_text,
+    read_toml,
+    write_json,
+    write_text,
+)
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -452,5 +460,44 @@ def test_any_json_as_a_timeline(value: object) -> None:
 def test_a_corrupt_json_file_is_one_line_or_a_value(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.json").write_bytes(content)
     survives(lambda: read_json(tmp_path / "x.json"))
+    survives(lambda: read_config(tmp_path / "x.json"))
     survives(lambda: Timeline.load(tmp_path / "x.json"))
     survives(lambda: read_toml(tmp_path / "x.json", Plan))
+
+
+def test_a_config_may_have_the_floats_that_json_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    value = {"a": [0.0, math.inf, {"b": -math.inf}], "text": "Infinity", "ä": 2**70}
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert read_config(path) == {
+        **value,
+        "a": [0.0, {"__float__": "Infinity"}, {"b": {"__float__": "-Infinity"}}],
+    }
+    path.write_text('{"a": NaN}')
+    assert read_config(path) == {"a": {"__float__": "NaN"}}
+    with pytest.raises(UserError, match="found text that is not JSON"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'a': 1}",
+        '{"a": inf}',
+        '{"a": nan}',
+        '{"a": +Infinity}',
+        '{"a": Infinity',
+        '{"a": Infinity,}',
+        '{"a": Infinity} {}',
+        "{Infinity: 1}",
+        '{"a": Infinity, "b": 1e999}',
+        '{"a": Infinity, "b": "\\ud800"}',
+        '{"a": Infinity} // 1',
+        '{"a": Infinity, "b": ' + "9" * 5000 + "}",
+    ],
+)
+def test_other_malformed_configs_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="found text that is not JSON"):
+        read_config(path)

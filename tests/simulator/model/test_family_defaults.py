@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,6 +70,20 @@ def test_infinity_is_read_as_transformers_writes_it() -> None:
         config={key: spec.config[key] for key in spec.config if key != "time_step_limit"},
     )
     assert differences(spec, default) == []
+
+
+def test_floats_that_json_lacks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    written = json.loads(config_of("falcon_h1").to_json_string())
+    limits = {"time_step_limit": [0.0, math.inf], "lm_head_multiplier": math.nan}
+    (tmp_path / "config.json").write_text(json.dumps({**written, **limits}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert list(theirs.time_step_limit) == [0.0, math.inf]
+    assert math.isnan(theirs.lm_head_multiplier)
+    spec = ModelSpec.load(str(tmp_path))
+    ours = whole_config(spec)
+    assert list(ours.time_step_limit) == [0.0, math.inf]
+    assert math.isnan(ours.lm_head_multiplier)
+    assert differences(spec, ModelSpec.load(str(tmp_path))) == []
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOW], ids=["plain", "window"])
