@@ -25,6 +25,10 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 OPENS_THOUGHT = PROMPT.replace("assistant\n", "assistant\n<think>\n")
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 BODY = "{{ m.content }}<|im_end|>\n{% endfor %}"
+PARTS = (
+    "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{%"
+    " endfor %}"
+)
 TEMPLATES = {
     "plain": HEAD + BODY + PROMPT,
     "counts": "{{ messages | length }} messages\n" + HEAD + BODY + PROMPT,
@@ -46,6 +50,15 @@ TEMPLATES = {
         + "{{ m.content }}{% if loop.last %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
         + PROMPT
     ),
+    # Content is a list of parts, as in templates for images.
+    "parts": HEAD + PARTS + "{{ m.note }}<|im_end|>\n{% endfor %}" + PROMPT,
+    "marked parts": (
+        HEAD + "{% if m.role == 'assistant' %}{% generation %}" + PARTS + "<|im_end|>{%"
+        " endgeneration %}{% else %}" + PARTS + "<|im_end|>{% endif %}\n{% endfor %}" + PROMPT
+    ),
+    "upper": HEAD + BODY.replace("m.content", "m.content | upper") + PROMPT,
+    # Thoughts are left out.
+    "no thoughts": HEAD + BODY.replace("m.content", "m.content.split('</think>')[-1]") + PROMPT,
     # A token ends the conversation, but is not before the prompt.
     "end of text": (
         HEAD
@@ -307,6 +320,41 @@ def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
     messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
     for template in ("some calls", "marked"):
         assert "tool calls" in targets(template, Conversation(messages=messages), loss)
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+@pytest.mark.parametrize("template", ["parts", "marked parts"])
+def test_an_answer_that_is_left_out_makes_a_bad_row(
+    targets: Callable[..., Any], template: str, loss: Loss
+) -> None:
+    """The model would learn to end its turn at once."""
+    messages = [user("hello"), answer("a"), user("you"), answer("one")]
+    reason = "the chat template leaves out the text of message {}, which is a string; "
+    found = targets(template, Conversation(messages=messages), loss)
+    assert found.startswith(reason.format(4 if loss == "last" else 2))
+    some = Conversation(messages=messages, silent=frozenset({1}))
+    assert targets(template, some, loss).startswith(reason.format(4))
+    messages[1]["content"] = " "
+    found = targets(template, Conversation(messages=messages), loss)
+    assert found.startswith(reason.format(4))
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        ("plain", answer(""), "<|im_end|>"),
+        ("parts", answer(""), "<|im_end|>"),
+        ("marked parts", answer(" "), "<|im_end|>"),
+        ("parts", answer("one", note="two"), "two<|im_end|>"),
+        ("collected", answer("ONE"), "ONE<|im_end|>"),
+        ("upper", answer("one"), "ONE<|im_end|>"),
+        ("no thoughts", answer("<think>one</think>"), "<|im_end|>"),
+    ],
+)
+def test_an_answer_that_is_empty_or_written_otherwise_stays(
+    targets: Callable[..., Any], template: str, message: dict[str, Any], expected: str
+) -> None:
+    assert targets(template, Conversation(messages=[user("hello"), message])) == [expected]
 
 
 def test_the_whole_conversation_has_loss_where_all_is_asked_for(

@@ -230,6 +230,18 @@ def test_arguments_as_json_text_are_those_of_an_object(name: str) -> None:
     assert list(of_object) == list(of_text)
 
 
+@pytest.mark.parametrize("kind", ["one turn", "two turns"])
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_template_that_writes_no_text_is_no_empty_answer(name: str, kind: str) -> None:
+    """These templates write only the parts of a list."""
+    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
+    (found,) = Chat(tokenizer, "assistant", name).encode(
+        [Conversation(messages=CONVERSATIONS[kind])]
+    )
+    assert isinstance(found, str)
+    assert found.startswith("the chat template leaves out the text of message 2")
+
+
 def test_every_template_is_compared() -> None:
     assert len(NAMES) >= 26
     assert {name.partition(",")[0] for name in PATTERNS} <= set(NAMES)
