@@ -136,7 +136,7 @@ def test_losses_that_differ_are_found() -> None:
 
 
 @pytest.mark.usefixtures("compare")
-def test_a_mistake_of_the_user_is_one_line(
+def test_a_mistake_of_the_user_gives_a_one_line_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert compare_adamw.main(["--model", "no-such-model", "--device", "cpu"]) == 2

@@ -66,7 +66,7 @@ def test_the_demo(
     assert plan.device_limit_bytes < 4 * plan.model.parameters, "the weights alone must not fit"
 
 
-def test_its_commands_in_the_folder_of_an_earlier_one(
+def test_the_commands_of_a_demo_in_the_folder_of_an_earlier_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -103,7 +103,7 @@ def test_its_commands_in_the_folder_of_an_earlier_one(
 
 
 @pytest.mark.parametrize("content", ["a folder", "a file"])
-def test_what_no_demo_has_written_stays(
+def test_files_that_no_demo_has_written_stay(
     content: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -235,7 +235,7 @@ def test_a_variant_names_fields_of_the_workload() -> None:
     assert variant.variants("exact, exact,bf16-sr+none") == ["exact", "bf16-sr+none"]
 
 
-def test_the_name_of_an_optional_field_means_its_first_value(
+def test_the_name_of_an_optional_field_selects_its_first_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Later:
@@ -375,7 +375,7 @@ def test_seeds_without_exact_are_not_compared() -> None:
     assert (found.mean, found.count) == (pytest.approx(0.5), 1)
 
 
-def test_movement_beside_exact(tmp_path: Path) -> None:
+def test_movement_relative_to_exact(tmp_path: Path) -> None:
     """Half as far in the same direction is a progress of one half and a cosine of 1."""
     moved = Movement(distance=1.0, relative=0.01, changed=0.5)
     rows = [

@@ -112,7 +112,7 @@ def test_every_verb_is_shown() -> None:
     assert {words(line)[0] for page, line in COMMANDS if page == CLI} == set(cli.VERBS)
 
 
-def test_the_commands_on_training_do_what_is_said(
+def test_the_commands_of_the_training_page_work(
     workplace: Path, command: Any, make_tokenizer: Any
 ) -> None:
     """The commands run with a fiftieth of the steps."""
@@ -137,7 +137,7 @@ def test_the_commands_on_training_do_what_is_said(
 @pytest.mark.parametrize(
     ("page", "beginning"), [(README, "megatrain train MODEL"), (TRAINING, "megatrain calibrate")]
 )
-def test_the_ways_from_a_model_to_a_trained_model(
+def test_the_commands_from_a_model_to_a_trained_model_work(
     page: str,
     beginning: str,
     workplace: Path,

@@ -46,7 +46,7 @@ BENCHMARKS = sorted(
 )
 
 
-def test_there_are_runs() -> None:
+def test_there_are_stored_runs() -> None:
     assert RUNS
     assert BENCHMARKS
     assert PROOFS
@@ -94,7 +94,7 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
 
 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
-def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
+def test_a_stored_validation_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
     assert moved_in(folder) == []
     summary = summarize_errors(read_rows(folder / "rows.jsonl"))
     assert convert(read_json(folder / "summary.json"), ErrorSummary, "summary.json") == summary

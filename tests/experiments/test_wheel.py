@@ -73,7 +73,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, lambda program, *words: run(bin_folder / program, *words))
 
 
-def test_the_wheel_has_what_is_needed_and_nothing_else(installed: Installed) -> None:
+def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> None:
     """It has all code, and those stored results that are read. Pictures, pages and traces are not.
 
     It is about a megabyte.

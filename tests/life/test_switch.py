@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_in_a_switch_continues_with_the_same_bits(
     assert leftovers(workplace) == []
 
 
-def test_a_signal_in_a_switch_is_obeyed_when_the_state_is_there(
+def test_a_signal_in_a_switch_is_handled_when_the_state_is_read(
     driver: Any, workplace: Path, straight: Path
 ) -> None:
     adapting(workplace)

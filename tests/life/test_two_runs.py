@@ -82,9 +82,7 @@ def test_the_folder_is_locked_before_anything_is_read(
     assert first.wait().status == 0
 
 
-def test_a_run_that_was_killed_locks_nobody_out(
-    driver: Any, workplace: Path, leftovers: Any
-) -> None:
+def test_a_killed_run_leaves_no_lock(driver: Any, workplace: Path, leftovers: Any) -> None:
     killed = driver.run(
         workplace,
         *NEW,

@@ -290,7 +290,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_ends_as_if_nothing_had_happened(
+def test_a_disturbed_run_ends_like_an_undisturbed_one(
     driver: Any, workplace: Path, straight: Straight, leftovers: Any, seed: int
 ) -> None:
     Walk(driver, workplace, straight, leftovers, seed).go(moves=4)
@@ -298,7 +298,7 @@ def test_a_run_ends_as_if_nothing_had_happened(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_and_many_more_do(
+def test_many_more_disturbed_runs_end_like_undisturbed_ones(
     driver: Any, workplace: Path, straight: Straight, leftovers: Any, seed: int
 ) -> None:
     Walk(driver, workplace, straight, leftovers, seed).go(moves=12)

@@ -248,7 +248,7 @@ ALONE = ("accumulation", "max-norm", "decay", "saved")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ALONE)) for name in CASES]
 )
-def test_fp32_is_the_reference_s_model(place: Path, name: str) -> None:
+def test_a_run_in_fp32_gives_the_reference_s_model(place: Path, name: str) -> None:
     plan, run, changed = CASES[name]
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, **changed)
     exported = train(place, ONE_A_ROW, (*FP32, *plan), run, steps=changed.get("steps", STEPS))
@@ -261,7 +261,7 @@ def test_documents_that_share_a_row_are_kept_apart(place: Path) -> None:
     assert max(distances(weights_in(exported), wanted, start).values()) < 2e-4
 
 
-def test_a_run_that_goes_on_is_the_reference_s_model(place: Path) -> None:
+def test_a_resumed_run_gives_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=5)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
     assert (
@@ -270,7 +270,7 @@ def test_a_run_that_goes_on_is_the_reference_s_model(place: Path) -> None:
     assert max(distances(weights_in(place / "run" / "model-5"), wanted, start).values()) < 2e-4
 
 
-def test_a_checkpoint_that_is_exported_is_the_reference_s_model(place: Path) -> None:
+def test_an_exported_checkpoint_is_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=2)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
     assert (

@@ -103,7 +103,7 @@ def test_moments_of_one_size_give_steps_with_half_of_the_error(package: str) -> 
 
 
 @pytest.mark.parametrize("package", THEIRS)
-def test_moments_of_unlike_sizes_are_stored_as_well(package: str) -> None:
+def test_no_small_second_moment_becomes_zero(package: str) -> None:
     """A second moment is inexact if it is much smaller than the largest of its block. With torchao
     some become 0, and the steps of their parameters unlimited. With ours and bitsandbytes none
     does.
@@ -169,7 +169,9 @@ def updated_by(
 
 @pytest.mark.parametrize("low", [True, False], ids=["master24", "bf16-sr"])
 @pytest.mark.parametrize("package", THEIRS)
-def test_an_update_from_equal_moments_is_that_of(package: str, low: bool) -> None:
+def test_an_update_from_equal_moments_equals_that_of_a_public_package(
+    package: str, low: bool
+) -> None:
     """Our new weight is one of the two that can be stored next to theirs, which is fp32. The
     new moments of both are near the exact ones.
     """

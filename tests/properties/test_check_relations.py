@@ -201,7 +201,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
 
 
 @related(few=2)
-def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
+def test_advice_is_correct(data: st.DataObject, case: Case) -> None:
     """A plan that advice says fits does fit, and its gain is within one percentage point.
 
     The gain of another state format is that of the same plan, so a search may gain more.
@@ -285,7 +285,7 @@ def test_the_largest_batch_counts_that_one_group_needs_no_sum_in_fp32() -> None:
 
 
 @related()
-def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case) -> None:
+def test_the_choice_is_the_best_of_the_listed_plans(data: st.DataObject, case: Case) -> None:
     before = case.judged()
     assume(before.feasible)
     if before.runner_up:

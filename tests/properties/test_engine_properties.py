@@ -160,7 +160,7 @@ def test_the_engine_shares_host_memory_by_the_rules(
         HostMemorySpec, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])
     ),
 )
-def test_the_makespan_is_the_end_of_what_simpy_plays(
+def test_the_makespan_is_the_end_of_the_timeline_by_simpy(
     case: tuple[Schedule, Given], memory: HostMemorySpec | None
 ) -> None:
     """The loop without simpy gives the same timeline, and `makespan_ns` its end."""
@@ -233,7 +233,7 @@ def test_without_contention_longer_ops_end_nothing_earlier(
 
 
 @given(programs(), st.data())
-def test_a_dependency_on_what_comes_later_is_played_or_named(
+def test_a_reversed_dependency_is_simulated_or_named_as_a_deadlock(
     schedule: Schedule, data: st.DataObject
 ) -> None:
     """A reversed dependency either leaves an order in which everything runs, or is a deadlock.

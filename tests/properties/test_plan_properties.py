@@ -149,7 +149,7 @@ def test_no_plan_is_faster_than_its_lower_bounds(
 @every_policy
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_schedule_that_is_only_timed_has_the_times_of_the_whole_one(
+def test_a_schedule_lowered_for_timing_has_the_times_of_the_whole_one(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
     """It has no ops. What the builder knows of the whole one is what its ops say."""
@@ -173,7 +173,7 @@ class _OwnLower(Resident):
         return serialized(super().lower(plan))
 
 
-def test_a_cost_model_and_a_policy_that_need_all_ops_get_them(
+def test_a_cost_model_or_policy_that_needs_all_ops_gets_them(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan("overlapped")
@@ -244,7 +244,7 @@ def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timelin
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(
+def test_the_peak_of_a_pool_with_all_slots_in_use_is_its_account(
     make_plan: MakePlan, slots: int
 ) -> None:
     """If loads run ahead into every slot, the peak over time is exactly the account's."""

@@ -92,7 +92,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_read_as_nan() -> None:
         assert read[BLOCK:].tolist() == [0] * BLOCK
 
 
-def test_encoding_and_decoding_take_what_is_predicted() -> None:
+def test_encoding_and_decoding_move_the_predicted_bytes() -> None:
     count = 2**16
     for dtype in (torch.bfloat16, torch.float32):
         gradient = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -222,7 +222,9 @@ def test_a_step_that_is_not_finite_changes_nothing(
 # ---- what they save
 
 
-def test_they_take_half_of_the_memory_and_of_the_copies(executable: Callable[..., Plan]) -> None:
+def test_coded_gradients_take_half_of_the_memory_and_of_the_copies(
+    executable: Callable[..., Plan],
+) -> None:
     plan = planned(executable, KNOBS[0])
     exact = executable("overlapped", layers=3, **KNOBS[0])
     held, copied = [], []
@@ -245,7 +247,7 @@ def test_a_lower_bound_is_not_above_the_time(
     assert PlacementSearch(plan, costs).least_ns() <= makespan_ns(policies.lower(plan), costs)
 
 
-def test_they_are_named_and_found_where_exact_gradients_do_not_fit(
+def test_coded_gradients_are_suggested_where_exact_ones_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("alternatives", "Adviser._more_memory"):

@@ -169,7 +169,9 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
     ("family", "padded"),
     [*others_nightly(ROUTED, False), *others_nightly(ROUTED, True, among=("gpt_oss", "mixtral"))],
 )
-def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
+def test_the_routers_loss_is_part_of_a_step_s_loss(
+    run: Callable[..., Any], family: str, padded: bool
+) -> None:
     """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
     layer's graph is kept from the forward pass, and the others' are not.
     """
@@ -274,7 +276,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(
 
 
 @pytest.mark.parametrize("family", ["codegen", "falcon", "falcon_h1", "gptj", "llama", "mpt"])
-def test_layers_of_a_deep_stack_are_handed_arguments(family: str) -> None:
+def test_layers_of_a_deep_model_get_their_arguments(family: str) -> None:
     """The layers of a model with more layers than hidden states have dimensions get their
     arguments. Some models use only the first element of what a layer returns.
     """
@@ -303,7 +305,7 @@ def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES))
-def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
+def test_a_meta_model_has_the_buffers_of_the_loaded_model(family: str) -> None:
     config = config_of(model_of(family))
     whole, real = (
         meta_model(config, torch.bfloat16, torch.device("cpu")),
@@ -324,7 +326,7 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
         *others_nightly(COMPILED, True, among=("qwen3_moe",)),
     ],
 )
-def test_compiled_there_is_one_graph_for_each_kind_of_layer(
+def test_compiled_layers_have_one_graph_for_each_kind(
     monkeypatch: pytest.MonkeyPatch, family: str, documents: bool
 ) -> None:
     """A compiled model has one graph for each kind of layer and one for the head. No graph is
@@ -412,7 +414,7 @@ def test_a_padded_vocabulary_gives_the_same_head(
         torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * most)
 
 
-def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_layer_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_STEPS", 2)

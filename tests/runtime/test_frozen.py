@@ -182,7 +182,7 @@ def unused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unused")
 @pytest.mark.parametrize("dtype_bound", [("fp32", 1e-5), ("bf16", 0.02)])
-def test_what_takes_no_part_in_the_loss_has_no_gradient(
+def test_tensors_that_do_not_affect_the_loss_have_no_gradient(
     run: Callable[..., Any], dtype_bound: tuple[str, float]
 ) -> None:
     """A tensor that does not affect the loss has a gradient of zeros, where PyTorch has None. This
@@ -205,7 +205,7 @@ def test_what_takes_no_part_in_the_loss_has_no_gradient(
 
 
 @pytest.mark.usefixtures("unused")
-def test_what_takes_no_part_in_the_loss_is_not_trained_under_any_plan(
+def test_tensors_that_do_not_affect_the_loss_are_not_trained_under_any_plan(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     """A tensor that does not affect the loss stays unchanged under every plan without decay. With

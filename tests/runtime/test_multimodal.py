@@ -67,7 +67,7 @@ def reloaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
+def test_a_language_model_trains_as_inside_the_whole_model_and_is_exported_into_it(
     inside: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
     """Exporting the untrained model gives the folder that it came from. After training, loss and
@@ -111,7 +111,7 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("outer", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False, None])
-def test_its_head_is_tied_where_transformers_ties_it(
+def test_the_head_of_a_language_model_is_tied_where_transformers_ties_it(
     tmp_path: Path, kind: str, outer: bool | None, inner: bool | None
 ) -> None:
     tiny_multimodal.config_of(kind).save_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(
     assert reloaded(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_from_random_weights_it_is_exported_alone(tmp_path: Path) -> None:
+def test_a_language_model_from_random_weights_is_exported_alone(tmp_path: Path) -> None:
     """A language model that starts from random weights is exported without the other parts, since
     the vision tower was not trained with it.
     """

@@ -153,7 +153,7 @@ def updated(
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_it_is_near_pytorch_s_muon_over_ten_steps(shape: tuple[int, int], coded: bool) -> None:
+def test_ten_steps_are_near_those_of_pytorch_s_muon(shape: tuple[int, int], coded: bool) -> None:
     ours, momentum, first = updated(shape, 10, coded=coded)
     parameter = torch.nn.Parameter(first.view(shape).clone())
     theirs = torch.optim.Muon(
@@ -216,7 +216,7 @@ def test_a_matrix_that_ends_inside_a_block_gives_the_reference_s_bits() -> None:
 
 
 @pytest.mark.parametrize("state", ["master24", "bf16-sr"])
-def test_an_update_of_codes_moves_and_holds_what_is_predicted(
+def test_an_update_of_codes_moves_and_holds_the_predicted_bytes(
     monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """Counted without the matrix products, as the difference to the format `exact`."""
@@ -256,7 +256,7 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamw_s() -> None:
         assert 0.1 < float(step.square().mean().sqrt()) < 0.25
 
 
-def test_each_expert_is_orthogonalised_by_itself() -> None:
+def test_each_expert_is_orthogonalised_separately() -> None:
     generator, found = torch.Generator().manual_seed(0), Matrices(3, 16, 24)
     room = torch.empty(sum(found.workspace), dtype=torch.uint8)
     first, second, square, other, *_ = muon._views(room, found)
@@ -294,7 +294,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, coded: bool) -> N
 
 
 @pytest.mark.parametrize("coded", [False, True])
-def test_a_clip_factor_of_nan_leaves_everything_as_it_was(coded: bool) -> None:
+def test_a_clip_factor_of_nan_changes_nothing(coded: bool) -> None:
     master, momentum, first = updated((24, 40), 1, clip=float("nan"), coded=coded)
     assert torch.equal(master, first)
     assert not momentum.count_nonzero()

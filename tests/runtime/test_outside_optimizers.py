@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(
 
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("moments", [0, 1, 2])
-def test_a_clip_factor_of_nan_leaves_everything_as_it_was(
+def test_a_clip_factor_of_nan_changes_nothing(
     files: dict[int, str], moments: int, low: bool
 ) -> None:
     optimizer, count = find(files[moments]), 100
@@ -321,7 +321,7 @@ def test_an_executor_refuses_it_before_anything_is_allocated(
     assert not allocated
 
 
-def test_a_file_named_adamw_is_not_taken_for_the_built_in_one(
+def test_a_file_named_adamw_does_not_count_as_the_built_in_optimizer(
     executable: Callable[..., Plan], session: Callable[..., Any], write: Write
 ) -> None:
     path = write("weights.sub_(gradient * rate)", moments=2)

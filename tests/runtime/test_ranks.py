@@ -236,7 +236,7 @@ def test_a_plan_for_several_gpus_needs_its_ranks(
 @pytest.mark.parametrize(
     ("name", "text"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0")]
 )
-def test_a_variable_of_torchrun_that_is_no_such_number_is_refused(
+def test_an_invalid_variable_of_torchrun_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -257,7 +257,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.Monke
         default_device()
 
 
-def test_ranks_that_do_not_come_together_are_refused(
+def test_ranks_that_do_not_connect_are_refused(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as held:
@@ -321,7 +321,7 @@ def test_rows_of_parts_sum_to_the_squares_of_the_whole(elements: int) -> None:
     assert sum_of_rows(rows) == sum_of_squares(whole)
 
 
-def test_only_ranks_that_are_gone_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_that_have_ended_count_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.1)
     assert Ranks(0, 2, [os.getpid(), os.getpid()]).lost("NX") is None
 

@@ -133,7 +133,7 @@ def test_a_machine_s_installed_cost_model_predicts(install: Install) -> None:
         ("missing.py", "found no file missing.py"),
     ],
 )
-def test_a_cost_model_that_cannot_be_used_is_one_line(
+def test_a_cost_model_that_cannot_be_used_gives_a_one_line_error(
     install: Install, name: str, message: str
 ) -> None:
     install("megatrain.cost_models", "broken", "broken")

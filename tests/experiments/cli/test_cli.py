@@ -203,7 +203,7 @@ def test_without_a_model_a_default_set_is_measured(
         (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "bf16"), (2, 16, "bf16")], ""),
     ],
 )
-def test_a_named_model_is_measured_with_what_suits_the_machine(
+def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(
     command: Any,
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[object, ...],
@@ -238,7 +238,7 @@ def test_the_workload_of_a_named_model_suits_the_gpu(gib: int, expected: Any) ->
 
 
 @pytest.mark.usefixtures("workplace")
-def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) -> None:
+def test_another_model_is_predicted_from_the_default_set_and_flagged(command: Any) -> None:
     """Durations of the default set, scaled by FLOPs to another width, are right within 15 %.
 
     The set's own durations come from the datasheet here, and so do those that the scaled ones are
@@ -514,7 +514,9 @@ def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["tiny", "tiny/config.json", "qwen2.5-1.5b"])
-def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in: Any) -> None:
+def test_check_of_a_model_that_fits(
+    source: str, workplace: Path, command: Any, files_in: Any
+) -> None:
     before = files_in(workplace)
     outcome = command("check", source, "--hardware", "h200", "--json")
     assert (outcome.status, outcome.err) == (0, "")
@@ -534,7 +536,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
+def test_check_on_an_unmeasured_machine_gives_a_range(command: Any) -> None:
     words = (
         "check",
         "qwen2.5-1.5b",
@@ -633,7 +635,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("searched_once")
-def test_check_of_what_does_not_fit(command: Any) -> None:
+def test_check_of_a_model_that_does_not_fit(command: Any) -> None:
     words = (
         "check",
         "qwen2.5-32b",
@@ -696,7 +698,7 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
     ("model", "host", "batch"),
     [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-1.5b", "2GiB", 1)],
 )
-def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
+def test_without_a_batch_the_largest_that_fits_up_to_32_is_chosen(
     command: Any, model: str, host: str, batch: int
 ) -> None:
     words = ("check", model, "--hardware", "rtx3080-10gb", "--host-memory", host, "--policy")
@@ -708,7 +710,7 @@ def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
         assert larger.status == 3, "twice as many do not fit"
 
 
-def test_a_sequence_beyond_the_model_s_own_limit_is_said(command: Any, workplace: Path) -> None:
+def test_check_notes_a_sequence_beyond_the_model_s_limit(command: Any, workplace: Path) -> None:
     assert json.loads((workplace / "tiny/config.json").read_text())["max_position_embeddings"] == 64
     words = ("tiny", "--hardware", "h200", "--batch", "1", "--seq")
     outcome = command("check", *words, "128")
@@ -747,7 +749,7 @@ def answer_as_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: 
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
-def test_without_hardware_it_is_this_machine(
+def test_without_hardware_check_uses_this_machine(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answer_as_the_driver(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090, 24564")
@@ -775,7 +777,7 @@ def test_without_hardware_it_is_this_machine(
         ("NVIDIA TITAN X, 12288", "a GPU that the library does not have, NVIDIA TITAN X"),
     ],
 )
-def test_a_machine_without_a_known_gpu_is_told_to_name_one(
+def test_the_error_on_a_machine_without_a_known_gpu_asks_for_hardware(
     answer: str | None, found: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if answer is None:
@@ -800,7 +802,9 @@ def test_this_machine_s_own_memory_and_cores_are_read(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("searched_once")
-def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_model_check_lists_the_models_that_fit(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-1.5b", "qwen2.5-0.5b")]
     monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
     words = ("check", "--hardware", "rtx3080-10gb")
@@ -839,7 +843,7 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
         ("--cores", "8", "--policy", "resident", "--plain-packing"),
     ],
 )
-def test_what_fits_is_listed_with_the_options_that_were_given(
+def test_the_list_of_models_that_fit_uses_the_given_options(
     words: tuple[str, ...], command: Any
 ) -> None:
     machine = ("--hardware", "h200", "--device-memory", "8GiB", "--host-memory", "16GiB")
@@ -852,7 +856,7 @@ def test_what_fits_is_listed_with_the_options_that_were_given(
     assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
 
 
-def test_policies_that_cannot_be_are_named_below_the_table(command: Any) -> None:
+def test_policies_that_the_options_rule_out_are_named_below_the_table(command: Any) -> None:
     words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--optimizer", "muon")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -978,5 +982,5 @@ def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None
         (32_763_876_352, "32.76 G"),
     ],
 )
-def test_parameters_read_well(count: int, text: str) -> None:
+def test_parameter_counts_are_readable(count: int, text: str) -> None:
     assert format_count(count) == text

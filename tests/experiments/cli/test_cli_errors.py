@@ -498,7 +498,7 @@ def check_line(text: str, mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     name: str, workplace: Path, command: Any, files_in: Any
 ) -> None:
     mistake = MISTAKES[name]
@@ -634,7 +634,7 @@ BROKEN_RUNS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN_RUNS)
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
-def test_a_broken_run_is_one_line_and_nothing_is_written(
+def test_a_broken_run_gives_a_one_line_error_and_nothing_is_written(
     name: str, options: tuple[str, ...], finished: Path, tmp_path: Path, command: Any, files_in: Any
 ) -> None:
     run = tmp_path / "run"
@@ -706,7 +706,7 @@ def test_a_full_disk_after_training_has_begun_is_a_failed_training(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_more_cores_cannot_be_claimed_of_a_measured_machine(command: Any) -> None:
+def test_a_measured_machine_cannot_be_given_more_cores(command: Any) -> None:
     hardware()()
     with open("hw.toml", "a") as file:
         file.write('\n[costs]\nmeasured_on = "here"\ndate = "today"\ncurves = {}\ncompute = {}\n')

@@ -38,7 +38,7 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
         (["report", "test_comp"], ["test_completion.py"]),
     ],
 )
-def test_bash_completes_what_has_begun(
+def test_bash_completes_a_word_that_has_begun(
     command: Any, words: list[str], offered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("shtab")

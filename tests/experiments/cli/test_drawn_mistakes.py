@@ -66,7 +66,7 @@ def check_all(invocations: list[list[str]], place: Path, files_in: Any) -> None:
     assert files_in(place) == before
 
 
-def test_they_are_of_every_verb_and_differ() -> None:
+def test_the_drawn_mistakes_cover_every_verb_and_differ() -> None:
     drawn = draw_mistakes(200)
     assert len({tuple(words) for words in drawn}) > 150
     assert {words[0] for words in drawn} >= {name.partition(" ")[0] for name in VALID}
@@ -79,11 +79,11 @@ def test_200_wrong_invocations(place: Path, files_in: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_1000_more(place: Path, files_in: Any, seed: int) -> None:
+def test_1000_more_wrong_invocations(place: Path, files_in: Any, seed: int) -> None:
     check_all(draw_mistakes(1000, seed), place, files_in)
 
 
-def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
+def test_some_wrong_invocations_in_separate_processes(place: Path, files_in: Any) -> None:
     before = files_in(place)
     for words in draw_mistakes(4, seed=99):
         done = subprocess.run(
@@ -121,7 +121,7 @@ EXPENSIVE = {
 """Mistakes that need not wait for PyTorch."""
 
 
-def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
+def test_mistakes_are_reported_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
     check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
 
 
@@ -134,7 +134,7 @@ ON_A_GPU = {
 }
 
 
-def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
+def test_a_missing_gpu_is_reported_before_pytorch_is_loaded(
     place: Path, files_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -147,7 +147,7 @@ def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_the_probe_sees_pytorch_and_what_is_no_mistake() -> None:
+def test_the_probe_notices_pytorch_and_valid_invocations() -> None:
     train = ["train", *VALID["train"]]
     (fine, loads) = outcomes([["list", "optimizers"], train])
     assert fine[0] == 0

@@ -49,7 +49,7 @@ def test_a_mistake_with_every_stream_closed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_policy_that_is_left_out_is_one_line() -> None:
+def test_the_warning_of_a_policy_that_is_left_out_is_one_line() -> None:
     place = ("search.py", 230)
     usual = warnings.formatwarning
     with one_line_warnings("megatrain"):
@@ -60,7 +60,7 @@ def test_a_policy_that_is_left_out_is_one_line() -> None:
     assert warnings.formatwarning is usual
 
 
-def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+def test_a_full_disk_behind_standard_output_gives_a_one_line_error() -> None:
     done = run("list", "optimizers", redirect=">/dev/full")
     assert done.returncode == 2
     assert done.stderr.startswith("megatrain: output: found no space left on device;")
@@ -82,7 +82,7 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_during_imports_is_one_line() -> None:
+def test_ctrl_c_during_imports_ends_with_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False
     )

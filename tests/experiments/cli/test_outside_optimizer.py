@@ -75,7 +75,7 @@ def test_a_run_is_not_resumed_with_another_optimizer(command: Command, optimizer
     ],
 )
 @pytest.mark.usefixtures("optimizer")
-def test_what_cannot_be_is_refused_in_one_line(
+def test_invalid_options_are_refused_in_one_line(
     command: Command, words: tuple[str, ...], message: str
 ) -> None:
     outcome = command("check", "tiny", "--hardware", "h200", *WORK, *words)

@@ -52,7 +52,7 @@ def test_a_policy_and_a_placement_are_changed(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_edited_by_hand_is_made_whole(command: Any) -> None:
+def test_plan_from_repairs_a_plan_edited_by_hand(command: Any) -> None:
     text = Path("plan.toml").read_text()
     interval = "checkpoint_interval = 1"
     assert interval in text
@@ -90,7 +90,7 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
         (("--set", "batch=1", "seq=8"), "seq=8 without --set", "write --set seq=8"),
     ],
 )
-def test_what_cannot_be_changed_is_one_line(
+def test_invalid_changes_give_one_line_errors(
     words: tuple[object, ...], found: str, fix: str, workplace: Path, command: Any
 ) -> None:
     outcome = command(*FROM, *words)

@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_still_predicted(
+def test_a_plan_that_training_refuses_is_still_predicted(
     command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
     config = changed(REFUSED[kind][0])
@@ -69,7 +69,7 @@ def test_a_policy_of_another_system_is_planned_for_prediction(command: Callable[
     assert command("plan", "tiny", *WORK, *words).status == 0
 
 
-def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
+def test_plan_and_train_refuse_the_same_plan(
     command: Callable[..., Any], changed: Callable[..., Path]
 ) -> None:
     """A plan that names the config.json reaches `train`, which says the same."""
@@ -84,7 +84,7 @@ def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
+def test_a_plan_that_does_not_fit_is_refused_with_the_first_suggestion_of_check(
     command: Callable[..., Any],
 ) -> None:
     words = ("tiny", *WORK, "--device-memory", "20KiB")

@@ -93,7 +93,7 @@ def test_any_format_is_the_least_compressed_that_fits(memory: str, dtype: str, s
     assert args.state == "any"
 
 
-def test_where_no_format_fits_any_says_how_much_the_smallest_lacks(command: Command) -> None:
+def test_if_no_format_fits_any_gives_what_the_smallest_lacks(command: Command) -> None:
     words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "16GiB")
     outcome = command(*words, "--policy", "overlapped", "--state", "any")
     assert outcome.status == 3

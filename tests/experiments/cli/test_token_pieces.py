@@ -147,7 +147,7 @@ def test_a_measured_machine_derives_the_times_of_pieces() -> None:
     assert times[16384]["H.m0"] == times[None]["H.m0"]
 
 
-def test_no_pieces_where_a_search_finds_a_plan_without_them(command: Command) -> None:
+def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Command) -> None:
     """The plans of the least memory do not fit with this loss chunk, but another plan does. The
     command that `check` names for its verdict has the chunk.
     """

@@ -12,7 +12,7 @@ import pytest
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 
 
-def test_the_collector_is_as_it_was() -> None:
+def test_the_collector_is_restored() -> None:
     assert gc.isenabled()
     with without_garbage_collection():
         assert not gc.isenabled()

@@ -37,7 +37,7 @@ from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Plan, Prediction
 
 
-def test_the_suite_is_as_broad_as_it_claims() -> None:
+def test_the_suite_has_the_stated_breadth() -> None:
     chosen = suite("h200")
     cases = chosen.cases
     refuse_grid(chosen, cases)
@@ -172,7 +172,7 @@ def test_a_case_on_the_grid_is_refused(
         refuse_grid(chosen, chosen.cases, table)
 
 
-def test_a_cut_off_proof_goes_on(
+def test_an_interrupted_validation_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A validation calibrates once. After an interruption it does only what is missing.
@@ -289,7 +289,7 @@ def row(case: str, predicted: float, measured: float, **changes: Any) -> Heldout
     return msgspec.structs.replace(made, **changes)
 
 
-def test_errors_have_their_sign_and_what_misses_is_said() -> None:
+def test_errors_are_signed_and_missed_targets_are_named() -> None:
     rows = [
         row("a", 1.0, 1.0),
         row("b", 2.2, 2.0),
@@ -342,7 +342,7 @@ def test_several_repetitions_count_as_one_step() -> None:
     )
 
 
-def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
+def test_regret_compares_the_planner_s_choice_with_twelve_plans() -> None:
     rows = [row(f"p{index}", 1 + index, 2.0 + index) for index in range(11)]
     assert summarize_errors(rows).regret == {}
     rows.append(row("best", 1, 2.1, policy=BEST))
@@ -350,13 +350,13 @@ def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
     assert next(iter(summarize_errors(rows).tau.values())) == 1.0
 
 
-def test_kendalls_tau_knows_ties_and_reversals() -> None:
+def test_kendalls_tau_with_ties_and_reversals() -> None:
     assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
     assert kendall_tau([(1, 1), (1, 2), (3, 3), (4, 4)]) == pytest.approx(5 / 30**0.5)
     assert kendall_tau([(1, 1), (1, 2)]) == 0
 
 
-def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert read_rows(path) == []
     append_row(path, row("a", 1, 1))
@@ -454,7 +454,7 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
         ),
     ],
 )
-def test_a_path_that_no_check_foresaw_is_told_in_one_line(
+def test_an_unexpected_error_of_a_path_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], error: OSError, told: str
 ) -> None:
     def fail() -> int:
@@ -466,7 +466,7 @@ def test_a_path_that_no_check_foresaw_is_told_in_one_line(
     assert said.count("\n") == 1
 
 
-def test_an_error_of_no_path_is_not_swallowed() -> None:
+def test_an_error_without_a_path_is_raised() -> None:
     def fail() -> int:
         raise OSError(errno.EIO, "Input/output error")
 

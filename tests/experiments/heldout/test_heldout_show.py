@@ -111,7 +111,7 @@ def test_every_case_and_every_target_is_in_the_table(rows: list[HeldoutRow]) -> 
     ], "embed has no measurement"
 
 
-def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
+def test_the_table_names_plans_that_were_executed_again(rows: list[HeldoutRow]) -> None:
     assert "executed again" not in markdown(rows)
     again = [
         (
@@ -199,7 +199,7 @@ def test_a_case_is_compared_op_by_op(
         (["--case", "sequential"], "no stored timeline"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_one_line(
+def test_showing_an_unknown_case_or_folder_gives_a_one_line_error(
     folder: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show.main([str(folder), *words]) == 2

@@ -75,7 +75,7 @@ def test_a_folder_without_measurements_is_refused(
     assert "no measured case" in capsys.readouterr().err
 
 
-def test_plans_take_what_the_suite_says() -> None:
+def test_plans_use_the_settings_of_the_suite() -> None:
     """The host memory of the suite, and compiled layers for the cases that have them."""
     families, hardware = suite("families"), HardwareSpec.load("h200")
     case = next(each for each in families.cases if each.model == "smollm3-3b" and each.compiled)

@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_early_is_compared_too(
     assert found["settings"]["optimizer.weight_decay"] == ["2.0", "1.0", "2.0"]
 
 
-def test_the_speed_of_a_run_that_switched_is_that_of_its_last_plan(
+def test_the_speed_of_a_run_that_switched_plans_is_that_of_the_last_one(
     runs: Path, tmp_path: Path, command: Callable[..., Any]
 ) -> None:
     shutil.copytree(runs / "a" / "run", tmp_path / "switched")
@@ -159,7 +159,7 @@ def test_the_speed_of_a_run_that_switched_is_that_of_its_last_plan(
 
 
 @pytest.mark.parametrize("bad", ["nothing", "."])
-def test_what_is_no_run_is_refused_in_one_line(
+def test_a_folder_that_is_no_run_is_refused_in_one_line(
     runs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

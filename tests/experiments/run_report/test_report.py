@@ -73,7 +73,7 @@ def reported(evenly_measured: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Reported(page, run.measured, run.predicted, run.errors)
 
 
-def test_the_page_is_one_file_and_asks_nobody(evenly_measured: Path, reported: Reported) -> None:
+def test_the_page_is_one_file_without_requests(evenly_measured: Path, reported: Reported) -> None:
     text = reported.page.read_text()
     assert [file.name for file in reported.page.parent.iterdir()] == ["page.html"]
     assert not (evenly_measured / "report.html").exists()
@@ -83,7 +83,7 @@ def test_the_page_is_one_file_and_asks_nobody(evenly_measured: Path, reported: R
     assert len(text) < 300_000
 
 
-def test_numbers_are_there_without_a_script(reported: Reported) -> None:
+def test_the_page_has_its_numbers_without_a_script(reported: Reported) -> None:
     text = re.sub(r"<script.*</script>", "", reported.page.read_text(), flags=re.DOTALL)
     assert format_seconds(reported.measured.makespan_ns / 1e9) in text
     assert format_seconds(reported.predicted.makespan_ns / 1e9) in text
@@ -127,7 +127,7 @@ def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) 
     assert cli.main(["report", "run", "--out", "page.html"]) == 0
 
 
-def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(
+def test_the_page_shows_the_gain_of_more_memory_on_the_run_s_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page says what one more GiB gains, in the words of `megatrain plan`.
@@ -449,7 +449,7 @@ def test_a_run_without_counted_data_has_a_page(finished: Path, tmp_path: Path) -
     assert "tokens with loss" not in (folder / "report.html").read_text()
 
 
-def test_of_many_evaluations_the_first_the_last_and_the_best_are_shown(trained: Trained) -> None:
+def test_the_first_last_and_best_of_many_evaluations_are_shown(trained: Trained) -> None:
     run = compare_run(trained.page.parent)
     losses = [4.0, *[3.0] * 50, 1.0, *[2.0] * 50]
     many = [Evaluation(step, loss, None, 9, 0.5) for step, loss in enumerate(losses, 1)]
@@ -460,7 +460,7 @@ def test_of_many_evaluations_the_first_the_last_and_the_best_are_shown(trained: 
     assert f"{len(shown)} of 102 evaluations." in text
 
 
-def test_the_top_says_what_measured_predicted_and_limit_mean(reported: Reported) -> None:
+def test_the_top_explains_measured_predicted_and_limit(reported: Reported) -> None:
     text = reported.page.read_text()
     for word in ("measured", "Predicted", "limits"):
         assert f"<em>{word}</em>" in text
@@ -547,7 +547,9 @@ def test_pictures_follow_the_screen_and_are_printed_light(page: Page) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 340])
-def test_a_phone_need_not_scroll_to_the_side(page: Page, trained: Trained, width: int) -> None:
+def test_a_phone_shows_the_report_without_scrolling_sideways(
+    page: Page, trained: Trained, width: int
+) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(trained.page.as_uri())
     scrolled, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

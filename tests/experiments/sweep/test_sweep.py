@@ -50,7 +50,7 @@ def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
-def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: Any) -> None:
+def test_work_that_plans_share_changes_no_number(policy: str, make_plan: Any) -> None:
     """A plan has the same numbers in a sweep as when it is assessed alone."""
     able = policies.find(policy).places_state
     parked = Placement(saved_attention="0-1", offloaded_attention="0") if able else Placement()
@@ -86,7 +86,7 @@ def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: 
     assert {row.decided_by for row in rows.values()} <= {"engine", "evaluator", "memory"}
 
 
-def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
+def test_a_policy_whose_order_depends_on_the_tokens_is_lowered_for_each_batch(
     make_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep checks whether the schedule for one batch size is valid for the others.
@@ -120,7 +120,7 @@ def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
         )
 
 
-def test_rows_that_are_there_are_not_done_again(
+def test_existing_rows_are_not_computed_again(
     command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (
@@ -278,7 +278,7 @@ def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
         load_sweep(tmp_path / "none")
 
 
-def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> None:
+def test_two_processes_give_the_results_of_one(make_plan: Any, tmp_path: Path) -> None:
     found = grid.plans(
         make_plan("k_buffer"),
         [
@@ -309,7 +309,7 @@ def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> Non
     assert len(stores[0]) == len(found) == 96
 
 
-def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
+def test_only_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
     with (
         Store(tmp_path / "rows.jsonl"),
         pytest.raises(UserError, match=r"in use by process .* fix: wait for that sweep"),
@@ -317,7 +317,7 @@ def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
         Store(tmp_path / "rows.jsonl")
 
 
-def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
+def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
     row = rows_of([make_plan("k_buffer")])[0]
 
     def at(size: int, speed: float, policy: str = "k_buffer", limit: int = 100) -> SweepRow:
@@ -372,7 +372,7 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_give_one_line_errors(
     command: Any, words: tuple[object, ...], message: str
 ) -> None:
     outcome = command(

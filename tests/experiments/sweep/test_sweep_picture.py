@@ -88,7 +88,7 @@ def test_policies_at_one_place_are_seen_and_points_say_their_batch(
     assert title.get_window_extent().x0 == pytest.approx(left, abs=2)
 
 
-def test_of_many_plans_few_are_labelled(
+def test_few_of_many_plans_are_labelled(
     make_plan: Callable[..., Plan], drawn: list[Figure]
 ) -> None:
     """Labels of plans that lie close together could not be told apart."""

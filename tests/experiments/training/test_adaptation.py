@@ -131,9 +131,7 @@ def test_a_switch_that_gains_too_little_is_not_made(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_machine_s_file_that_is_spoilt_does_not_stop_a_training(
-    command: Callable[..., Any],
-) -> None:
+def test_a_damaged_hardware_file_does_not_stop_a_training(command: Callable[..., Any]) -> None:
     plan = Path("plan.toml")
     plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "here.toml"'))
     Path("here.toml").write_text("spoilt")
@@ -337,12 +335,14 @@ def test_only_kinds_that_explain_the_difference_are_named(make_plan: Callable[..
 
 
 @pytest.mark.parametrize(("key", "factor"), [("forward@nowhere", 1.0), ("compute", 0.0)])
-def test_corrections_that_mean_nothing_are_refused(key: str, factor: float) -> None:
+def test_meaningless_corrections_are_refused(key: str, factor: float) -> None:
     with pytest.raises(UserError, match=f"corrections.{key}"):
         msgspec.structs.replace(HardwareSpec.load("h200"), corrections={key: factor})
 
 
-def test_a_change_names_what_the_other_policy_reads(make_plan: Callable[..., Plan]) -> None:
+def test_a_change_names_the_knobs_that_the_other_policy_reads(
+    make_plan: Callable[..., Plan],
+) -> None:
     before = make_plan("double_buffer")
     knobs = Knobs(weight_slots=3, chunk_bytes=2**20, placement=Placement(moments="all"))
     after = make_plan("overlapped", weight_slots=3, chunk_bytes=2**20, placement=knobs.placement)

@@ -34,7 +34,7 @@ def shown(answer: str) -> str:
     return "".join(each for each in answer if each.isprintable() or each in "\n\t")
 
 
-def test_the_trained_model_answers_as_in_chat(command: Any) -> None:
+def test_ask_gives_the_answers_of_chat(command: Any) -> None:
     outcome = command(*TRAIN, *ASK, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     said = answers("run")
@@ -125,7 +125,9 @@ def test_a_question_that_is_too_long_does_not_keep_the_others_from_an_answer(com
         (("--ask", "how", "--no-export"), "--ask: found no model to ask, because of --no-export"),
     ],
 )
-def test_mistakes_are_one_line(command: Any, words: tuple[object, ...], message: str) -> None:
+def test_mistakes_give_one_line_errors(
+    command: Any, words: tuple[object, ...], message: str
+) -> None:
     outcome = command(*TRAIN, *words, "--out", "run")
     assert outcome.status == 2
     assert message in outcome.err

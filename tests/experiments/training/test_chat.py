@@ -86,7 +86,7 @@ def test_at_temperature_0_the_answer_is_the_most_likely_one(command: Any, talker
     assert command(*words, "--seed", 1).out == command(*words, "--seed", 2).out
 
 
-def test_a_run_is_chatted_with_by_its_folder(command: Any, finished: Path) -> None:
+def test_chat_accepts_the_folder_of_a_run(command: Any, finished: Path) -> None:
     """Its model has no tokenizer, so it reads and writes bytes."""
     outcome = command("chat", finished, "--prompt", "line", *SHORT)
     assert outcome.status == 0
@@ -218,7 +218,7 @@ def test_a_run_without_a_model_says_how_to_get_one(
     assert f"fix: megatrain train --resume '{run}' --from-scratch" in outcome.err
 
 
-def test_a_file_is_called_a_file_and_no_option_is_named_that_chat_lacks(
+def test_the_error_for_a_file_names_only_options_of_chat(
     command: Any, talker: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "chat.jsonl").write_text("{}")

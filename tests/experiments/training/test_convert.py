@@ -48,7 +48,7 @@ def masters(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -> None:
+def test_a_run_is_converted_to_another_format_and_back(command: Command, run: Path) -> None:
     before, files = tensors(run), sorted(path for path in run.rglob("*") if path.is_file())
     for state, error in (("master24", 2.0**-16), ("bf16-sr", 2.0**-8)):
         outcome = command("convert", "run", "--state", state, "--out", state)
@@ -84,7 +84,7 @@ def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -
         (("run", "--state", "bf16-sr", "--out", "x", "--from-step", 7), "no checkpoint of step 7"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(
+def test_invalid_conversions_are_refused(
     command: Command, run: Path, words: tuple[object, ...], message: str
 ) -> None:
     assert run.is_dir()
@@ -95,7 +95,7 @@ def test_what_cannot_be_converted_is_refused(
     assert not Path("x").exists()
 
 
-def test_a_run_with_muon_goes_on_in_another_format(command: Command) -> None:
+def test_a_run_with_muon_is_converted_to_another_format(command: Command) -> None:
     """The matrices of decoder layers have one moment, and all else two."""
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--optimizer", "muon", "--out", "m.toml").status == 0
@@ -120,7 +120,7 @@ def test_a_run_with_muon_goes_on_in_another_format(command: Command) -> None:
     assert outcome.status == 0, outcome.err
 
 
-def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> None:
+def test_a_run_that_has_only_one_format_is_not_converted(command: Command) -> None:
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--dtype", "fp32", "--out", "m.toml").status == 0
     words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
@@ -130,7 +130,7 @@ def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> No
     assert "dtype fp32 and optimizer adamw; allowed: exact, which such a run" in outcome.err
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(
+def test_a_conversion_that_fails_leaves_nothing(
     command: Command, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.runtime.training import converting

@@ -74,7 +74,7 @@ def test_a_host_that_is_too_small_is_refused_unless_the_machine_was_calibrated(
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_mistakes_are_one_line(
+def test_mistakes_give_one_line_errors(
     command: Any, finished: Path, words: tuple[str, ...], reason: str
 ) -> None:
     outcome = command("eval", finished, *words, "--device", "cpu")

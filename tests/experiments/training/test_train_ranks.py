@@ -145,7 +145,7 @@ def test_a_killed_rank_leaves_a_whole_checkpoint(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("plans")
-def test_a_checkpoint_that_one_rank_cannot_write_is_not_there(driver: Driver) -> None:
+def test_a_checkpoint_that_one_rank_cannot_write_leaves_nothing(driver: Driver) -> None:
     """Both ranks end with the same line, and no part of it is left."""
     on(driver, 2, ("2.toml", "--out", "run", *WORDS, "--steps", "3"), file_bytes=20_000)
     assert driver.wait() == [1, 1]
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_not_there(driver: Driver) ->
 
 
 @pytest.mark.usefixtures("plans")
-def test_what_several_ranks_cannot_do_is_refused_in_one_line(driver: Driver) -> None:
+def test_unsupported_options_with_several_ranks_are_refused_in_one_line(driver: Driver) -> None:
     start = ("--out", "run", *WORDS, "--steps", "1")
     for words, found in (
         (("2.toml", *start, "--adapt"), "--adapt: found a plan for 2 GPUs"),

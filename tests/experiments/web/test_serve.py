@@ -101,7 +101,7 @@ def test_state_format_and_optimizer_are_those_of_check(
 
 
 @pytest.mark.parametrize("host", ["16GiB", "64GiB"])
-def test_the_outlook_is_what_the_verdict_says(ask: Ask, host: str) -> None:
+def test_the_outlook_agrees_with_the_verdict(ask: Ask, host: str) -> None:
     question = {**SMALL, "model": "llama-3.2-3b", "host-memory": host, "accumulation": "4"}
     outlook, full = ask("outlook", question).json, ask("verdict", question).json
     found, shown = outlook["shown"], full["shown"]
@@ -233,7 +233,7 @@ def refusal(question: dict[str, Any]) -> str:
         ({"batch": 1}, "request: batch"),
     ],
 )
-def test_a_mistake_is_one_line_and_no_path_is_read(
+def test_a_mistake_gives_a_one_line_error_and_no_path_is_read(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], part: str
 ) -> None:
     (tmp_path / "own.py").write_text("from pathlib import Path\nPath('read').touch()\n")
@@ -295,7 +295,7 @@ def client(jobs: Jobs) -> Any:
         ("http://127.0.0.1:8765", {"Origin": "null"}, 403),
     ],
 )
-def test_only_this_machine_s_own_page_is_answered(
+def test_only_requests_from_the_page_are_answered(
     client: Any, host: str, headers: dict[str, str], status: int
 ) -> None:
     for path in ("/", "/page.css", "/api/library"):
@@ -334,7 +334,7 @@ def test_another_request_is_refused_in_one_line(
     assert "\n" not in response.json["error"].strip()
 
 
-def test_the_page_asks_nobody_else(client: Any) -> None:
+def test_the_page_sends_no_other_requests(client: Any) -> None:
     page = client.get("/", base_url=HERE).text
     names = [part.partition('"')[0] for part in page.split('src="')[1:]] + ["page.css"]
     assert "source.js" in names
@@ -369,13 +369,13 @@ def test_a_later_question_ends_the_job_of_an_earlier_one(jobs: Jobs) -> None:
         jobs.answer("answer", "verdict", slow, "impatient", 1)
 
 
-def test_an_answer_is_kept(jobs: Jobs) -> None:
+def test_an_answer_is_cached(jobs: Jobs) -> None:
     question = Question.read(SMALL)
     first = jobs.answer("answer", "advice", question, "one", 1)
     assert jobs.answer("answer", "advice", question, "another", 1) is first
 
 
-def test_a_job_that_dies_is_an_error_and_is_not_kept(jobs: Jobs) -> None:
+def test_a_job_that_dies_is_an_error_and_is_not_cached(jobs: Jobs) -> None:
     question = Question(model="llama-3.1-405b", hardware="h200", accumulation="63")
     threading.Thread(target=_kill, args=(jobs, ("answer", question))).start()
     with pytest.raises(RunError, match="took too long"):
@@ -415,7 +415,7 @@ def test_the_server_listens_on_this_machine_alone() -> None:
         (["--static", "."], "found something there already"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(
+def test_a_mistake_in_the_command_gives_a_one_line_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -430,7 +430,7 @@ def test_a_mistake_in_the_command_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_flask_the_fix_is_said(
+def test_without_flask_the_error_names_the_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "flask", None)

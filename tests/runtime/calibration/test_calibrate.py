@@ -197,7 +197,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
-def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
+def test_a_model_that_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
     with pytest.raises(
         UserError, match=r"^host memory: found pools of "
@@ -249,7 +249,7 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
     assert sorted(closed) == ["parts", "slabs"]
 
 
-def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
+def test_the_link_is_measured_next_to_host_updates_of_whole_layers(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's updates are measured over whole layers, whatever the host's limit. During updates
@@ -270,7 +270,7 @@ def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
     assert made == [sum(layer.elements for layer in plan.model.shortest(module._LAYERS).decoders)]
 
 
-def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(
+def test_the_memory_of_the_process_is_the_median_over_the_turns_of_the_host_s_optimizer(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, cuda = executable(), torch.device("cuda")
@@ -474,7 +474,7 @@ def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
     assert HardwareSpec(**spec, **rates_, **others, duplex_curve=curve).duplex_curve == curve
 
 
-def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
+def test_points_are_sorted_and_a_single_point_is_extended_in_proportion() -> None:
     assert measured_costs._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
     assert measured_costs._ascending([(100, 7)]) == ((100, 7), (200, 14))
     assert measured_costs._ascending([(0, 7)]) == ((0, 7),)

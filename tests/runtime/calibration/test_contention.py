@@ -42,7 +42,7 @@ def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
     assert sum(parts) / 8 == pytest.approx(whole)
 
 
-def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> None:
+def test_a_unit_longer_than_the_common_window_is_timed_without_the_first() -> None:
     assert contention._rates([0.0, 2.0, 4.0, 7.0], 5.0, 6.0)[0] == pytest.approx(2 / 5)
 
 
@@ -67,7 +67,7 @@ def test_shares_come_from_units_of_work_a_second() -> None:
     }
 
 
-def test_what_its_spread_hides_is_no_contention() -> None:
+def test_a_slowdown_within_the_spread_is_no_contention() -> None:
     """A slowdown that is smaller than the spread of the measurement counts as none. In these
     figures of H200 machines, the link's share is 0.80 with a spread of 52 %, and the cores' is
     0.804 with a spread of 22 %.
@@ -83,7 +83,7 @@ def test_what_its_spread_hides_is_no_contention() -> None:
     }
 
 
-def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
+def test_lanes_that_share_dram_are_measured_longer_and_three_together_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: dict[tuple[str, ...], int] = {}
@@ -100,7 +100,7 @@ def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
     assert ran["h2d", "d2h", "cpu"] == 2
 
 
-def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
+def test_turns_are_the_wait_of_an_update_and_the_loss_of_compute() -> None:
     """The wait of an update and the loss of compute are derived from their rates alone and
     together. Forwards take 10 ms, and forward with backward 30 ms. Updates of 1 and 4 ms each wait
     1 ms, so they run at 1/2 and 4/5 of their speed.

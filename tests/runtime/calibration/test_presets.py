@@ -30,7 +30,7 @@ from megatrain.simulator.schedule.plan import Plan
 GIB = 2**30
 
 
-def test_the_set_is_what_fits_the_machine() -> None:
+def test_the_default_set_has_the_layers_that_fit_the_machine() -> None:
     assert preset_for("cuda", 137 * GIB, 128 * GIB) is LARGE
     assert (
         preset_for("cuda", 23 * GIB, 128 * GIB) is preset_for("cuda", 137 * GIB, 16 * GIB) is SMALL
@@ -61,7 +61,7 @@ def test_a_small_model_has_the_proportions_of_a_large_one() -> None:
         (SMALL, "double_buffer", 12 * GIB, 16 * GIB),
     ],
 )
-def test_what_is_chosen_fits(
+def test_the_chosen_layers_fit(
     make_plan: Callable[..., Plan], chosen: CalibrationPreset, policy: str, device: int, host: int
 ) -> None:
     """The chosen layers fit the smallest machine that gets them. The device holds the pools, a

@@ -19,7 +19,7 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.simulator.schedule.plan import Plan
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     tmp_path: Path,
@@ -56,7 +56,7 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     assert after == [("sync", str(tmp_path / "new"))]
 
 
-def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
+def test_the_old_checkpoint_is_put_back_if_the_new_one_cannot_replace_it(
     saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, folder = saved
@@ -85,7 +85,7 @@ def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
+def test_a_full_disk_leaves_the_previous_checkpoint_unchanged(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     small_disk: Path,
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
         assert everything(running) == expected
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_a_folder_that_cannot_be_made_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")

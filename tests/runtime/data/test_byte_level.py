@@ -60,7 +60,7 @@ def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
         read(tmp_path, vocabulary=256)
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_path_gives_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
         match=r"nowhere: found no such file or folder; allowed: a file or folder with \*\.jsonl, ",
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+def test_a_file_without_permission_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "secret.txt").chmod(0)
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_an_error_while_reading_is_one_line(
+def test_an_error_while_reading_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("text")

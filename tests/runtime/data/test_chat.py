@@ -301,7 +301,7 @@ def test_arguments_reach_the_template_in_the_form_that_it_takes(
 
 
 @pytest.mark.parametrize("loss", ["assistant", "last", "all"])
-def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
+def test_a_call_that_the_template_leaves_out_makes_a_bad_row_for_any_loss(
     targets: Callable[..., Any], loss: Loss
 ) -> None:
     messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
@@ -309,9 +309,7 @@ def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
         assert "tool calls" in targets(template, Conversation(messages=messages), loss)
 
 
-def test_the_whole_conversation_has_loss_where_all_is_asked_for(
-    targets: Callable[..., Any],
-) -> None:
+def test_the_whole_conversation_has_loss_on_request(targets: Callable[..., Any]) -> None:
     for template in ("plain", "collected", "marked"):
         (whole,) = targets(template, Conversation(messages=FOUR[:2]), "all")
         assert (
@@ -392,7 +390,7 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(
         ),
     ],
 )
-def test_a_row_whose_turns_are_not_known_says_why(
+def test_a_row_with_unknown_turns_gives_the_reason(
     targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
     assert targets(template, Conversation(messages=messages)) == reason
@@ -433,7 +431,7 @@ def test_a_message_that_looks_like_a_mark_is_a_bad_row(
         ),
     ],
 )
-def test_what_a_template_leaves_out_is_remarked(
+def test_a_remark_names_what_a_template_leaves_out(
     tokenizer_folder: Folder, template: str, conversation: Conversation, remark: str
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
@@ -447,7 +445,7 @@ def test_what_a_template_leaves_out_is_remarked(
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-def test_a_long_conversation_has_the_targets_of_its_text_at_once(
+def test_a_long_conversation_has_the_targets_of_its_whole_text(
     tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())

@@ -161,13 +161,13 @@ def test_a_pinned_name_reads_the_same_bytes_later_also_offline(hub: FakeHub) -> 
     assert hub.asked == []
 
 
-def test_offline_a_branch_is_what_it_was_when_last_asked(hub: FakeHub) -> None:
+def test_offline_a_branch_has_its_last_known_commit(hub: FakeHub) -> None:
     read("some/letters")
     hub.online = False
     assert read("some/letters") == [jsonl("a"), jsonl("b")]
 
 
-def test_without_a_network_one_line_says_so(hub: FakeHub) -> None:
+def test_without_a_network_the_error_is_one_line(hub: FakeHub) -> None:
     hub.online = False
     with pytest.raises(
         UserError, match=r"could not be fetched from the hub \(Cannot reach"
@@ -184,7 +184,7 @@ def test_without_a_network_one_line_says_so(hub: FakeHub) -> None:
         ("GatedRepoError", "access has to be asked for on its page; there is no token"),
     ],
 )
-def test_without_a_token_one_line_says_so(
+def test_without_a_token_the_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
     error = getattr(huggingface_hub.errors, kind)

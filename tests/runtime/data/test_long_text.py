@@ -188,7 +188,7 @@ TEXTS = st.lists(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once(
+def test_windows_have_the_ids_of_the_whole_text(
     tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
 ) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
@@ -197,7 +197,7 @@ def test_windows_have_the_ids_of_the_text_at_once(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10, deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 500), min_size=1, max_size=5))
-def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(
+def test_a_position_in_the_text_is_the_same_token_in_windows_and_in_the_whole(
     tokenizer: PreTrainedTokenizerFast, text: str, places: list[int]
 ) -> None:
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
@@ -222,7 +222,7 @@ def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once_500_times(
+def test_windows_have_the_ids_of_the_whole_text_500_times(
     tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
 ) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
@@ -268,7 +268,7 @@ def test_a_text_is_cut(
         "<r> ",
     ],
 )
-def test_one_thing_without_end_has_the_ids_of_the_text_at_once(
+def test_a_text_of_one_endless_word_has_the_ids_of_the_whole_text(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     for begin in ("", "the x ", "the"):
@@ -305,7 +305,7 @@ def test_windows_that_do_not_meet_become_one(monkeypatch: pytest.MonkeyPatch) ->
     assert piece.ids.tolist() == at_once(tokenizer, "hello the world\n" * 100)
 
 
-def test_other_things_stand_where_they_stood() -> None:
+def test_tokens_between_texts_keep_their_position() -> None:
     found = list(
         LongText(KINDS["gpt2"]()).encode(
             [("the", True), 1, ("", True), ("x", False), (" x", True), 2]
@@ -352,7 +352,7 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
         ),
     ],
 )
-def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
+def test_a_row_of_64_mib_takes_a_few_bytes_of_memory_per_byte(
     tokenizer_folder: Callable[..., Path],
     tmp_path: Path,
     name: str,

@@ -192,7 +192,7 @@ def test_the_markers_are_those_of_transformers(
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_loop_in_a_block_that_takes_text_has_the_labels_of_markers(
+def test_a_loop_in_a_block_that_captures_text_has_the_labels_of_markers(
     encode: Callable[..., Any], name: str, kind: str
 ) -> None:
     assert encode(TEMPLATES[name], CONVERSATIONS[kind]) == encode(MARKED, CONVERSATIONS[kind])
@@ -219,7 +219,7 @@ def test_a_filter_may_change_letters(encode: Callable[..., Any], tokenizer_folde
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("block", CHANGED)
-def test_text_that_is_changed_after_a_block_took_it_is_refused_by_the_blocks_name(
+def test_text_that_is_changed_after_a_block_captured_it_is_refused_by_the_block_s_name(
     encode: Callable[..., Any], block: str, kind: str
 ) -> None:
     first = "{% for m in messages[:1] %}" + HEAD + BODY + "{{ '\n' }}{% endfor %}"

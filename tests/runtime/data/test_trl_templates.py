@@ -158,7 +158,7 @@ def runs(
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -> None:
+def test_a_released_template_has_loss_where_its_training_variant_has(name: str, kind: str) -> None:
     messages, tools = CONVERSATIONS[kind], TOOLS if "call" in kind else None
     tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
     (found,) = Chat(tokenizer, "assistant", name).encode(

@@ -103,7 +103,7 @@ def test_the_loss_is_the_reference_s(
 
 
 @pytest.mark.parametrize("policy", names())
-def test_it_needs_no_memory_that_the_step_has_not(
+def test_an_evaluation_needs_no_more_memory_than_a_step(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
     plan = executable(policy, accumulation=2)

@@ -88,7 +88,7 @@ def test_another_system_is_refused_by_name(make_plan: Callable[..., Plan], polic
 
 
 @pytest.mark.usefixtures("nothing_allocated")
-def test_a_kernel_that_the_machine_has_not_is_refused(executable: Callable[..., Plan]) -> None:
+def test_a_kernel_that_the_machine_lacks_is_refused(executable: Callable[..., Plan]) -> None:
     plan = executable(attention="cudnn")
     with pytest.raises(UserError, match=r"workload: attention: found cudnn on cpu"):
         Executor(plan, config_of(plan.model), AdamW(), CPU)
@@ -131,7 +131,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
     assert "\n" not in str(refusal.value)
 
 
-def test_memory_that_the_machine_does_not_give_is_one_line(
+def test_memory_that_the_machine_lacks_gives_a_one_line_error(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> torch.UntypedStorage:
@@ -202,7 +202,7 @@ def test_buffers_of_a_pool_do_not_overlap(
     "changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str
 )
 @pytest.mark.parametrize("policy", EXECUTABLE)
-def test_what_a_slot_held_before_changes_no_bit(
+def test_old_contents_of_a_slot_change_no_bit(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     policy: str,
@@ -324,7 +324,7 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
 @pytest.mark.parametrize("clipping", get_args(Clipping))
-def test_a_loss_that_is_no_number_is_an_error(
+def test_a_nan_loss_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
     def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -378,7 +378,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("clipping", get_args(Clipping))
 @pytest.mark.parametrize("policy", policies.names())
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
+def test_a_step_that_is_not_finite_changes_no_state(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
     """If activations become NaN in a step, the error names the step and its loss, and none of its

@@ -33,7 +33,7 @@ ON_LANES = [
 
 
 @pytest.mark.parametrize(("policy", "op", "lane"), ON_LANES)
-def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
+def test_the_error_of_a_full_device_names_op_lane_pools_and_remedy(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, op: str, lane: str
 ) -> None:
     with session(executable(policy, chunk_bytes=2**20)) as running:
@@ -73,7 +73,7 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         another.step(1)
 
 
-def test_a_host_without_room_is_told_likewise(
+def test_a_full_host_is_refused_like_a_full_device(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     """A failed allocation on the host is refused in the same way as on the device. The test really
@@ -91,7 +91,7 @@ def test_a_host_without_room_is_told_likewise(
             running.step(1)
 
 
-def test_another_error_stays_what_it_is(
+def test_another_error_is_passed_on_unchanged(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     with session(executable("overlapped")) as running:
@@ -101,7 +101,7 @@ def test_another_error_stays_what_it_is(
         assert isinstance(failure.value.__cause__, RuntimeError)
 
 
-def test_flushing_an_update_without_room_is_refused_in_one_line(
+def test_a_deferred_update_on_a_full_device_is_refused_in_one_line(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.runtime.optimizer import adamw as optimizer

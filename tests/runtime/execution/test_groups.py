@@ -59,7 +59,7 @@ def by_element(settings: AdamW) -> list[ParamGroup]:
 
 
 @given(SETTINGS, st.data())
-def test_stretches_cover_a_chunk_once_and_none_could_be_joined(
+def test_ranges_cover_a_chunk_once_and_no_two_could_be_joined(
     settings: AdamW, data: st.DataObject
 ) -> None:
     units = LAYER.elements // ALIGNMENT
@@ -77,7 +77,7 @@ def test_stretches_cover_a_chunk_once_and_none_could_be_joined(
     assert all(before[1] != after[1] for before, after in itertools.pairwise(cut))
 
 
-def test_without_decay_a_layer_is_one_stretch() -> None:
+def test_without_decay_a_layer_is_one_range() -> None:
     assert group_slices(AdamW(), LAYER, 0, LAYER.elements) == [
         (slice(0, LAYER.elements), ParamGroup(0.0, 1.0))
     ]

@@ -91,7 +91,7 @@ def test_no_layer_of_gemma_3n_reads_a_value(run: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])
-def test_documents_told_by_lengths_wait_for_nothing(
+def test_attention_with_document_lengths_does_not_wait(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -123,7 +123,7 @@ def _read(name: str) -> None:
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("name", READS)
-def test_one_that_does_is_found(
+def test_an_op_that_reads_a_value_is_found(
     executable: Callable[..., Plan], session: Callable[..., Any], name: str
 ) -> None:
     with session(executable()) as running:
@@ -135,7 +135,7 @@ def test_one_that_does_is_found(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(
+def test_without_kernels_a_nan_coefficient_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """An update with a coefficient of NaN changes no bit, not even of a negative zero or with an

@@ -89,7 +89,7 @@ def test_reading_between_steps_changes_no_bit(
     assert found == [found[0]] * 4
 
 
-def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_saw(
+def test_the_checksum_of_a_step_with_a_deferred_update_is_of_the_weights_that_it_used(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -103,7 +103,7 @@ def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_s
             assert executor.checksum() != before
 
 
-def test_what_is_loaded_is_not_overwritten_by_an_owed_update(
+def test_loaded_weights_are_not_overwritten_by_a_deferred_update(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any
 ) -> None:
     with session(executable("overlapped", layers=3, clipping="global")) as running:

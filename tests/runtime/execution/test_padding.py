@@ -16,7 +16,7 @@ from megatrain.simulator.schedule.plan import Plan
 @pytest.mark.parametrize(
     "policy", ["sequential", "double_buffer", "k_buffer", "resident", "overlapped"]
 )
-def test_what_lay_in_gradient_buffers_changes_nothing(
+def test_old_contents_of_gradient_buffers_change_nothing(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
     """Old contents of gradient buffers change no result. The model's norms have 36 elements and are

@@ -101,7 +101,7 @@ def test_a_tensor_that_the_description_lacks_is_named(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_transformers_cannot_run_is_one_line(
+def test_a_model_that_transformers_cannot_run_gives_a_one_line_error(
     make_model: Callable[..., ModelSpec], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -109,7 +109,7 @@ def test_what_transformers_cannot_run_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_layer_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_fails_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are those of the plan, and the parts before and after the layers can run."""
 
     def fail(*_: object) -> None:
@@ -122,7 +122,7 @@ def test_a_layer_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         refuse_unlike_transformers(model_of("llama", initializer_factor=5.0))
 
 
-def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
+def test_a_config_that_transformers_cannot_write_gives_a_one_line_error(
     make_model: Callable[..., ModelSpec],
 ) -> None:
     """A config that transformers reads but cannot write gives an error of one line. A damaged
@@ -255,7 +255,7 @@ def test_every_refusal_runs_once_where_an_executor_is_made_directly(
         assert calls == ONCE
 
 
-def test_a_run_that_will_be_deterministic_is_refused_what_is_not(
+def test_a_deterministic_run_is_refused_a_nondeterministic_kernel(
     executable: Callable[..., Plan],
 ) -> None:
     """A run that will be deterministic is refused a kernel that is not, although the process is not

@@ -127,7 +127,7 @@ def test_a_dependency_removed_is_reported_and_changes_bits(
         {"tied": True, "clipping": "none"},
     ],
 )
-def test_no_dependency_can_be_spared(
+def test_no_dependency_is_superfluous(
     executable: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:
     """Removing any one dependency causes a race, because policies derive the fewest. `sequential`

@@ -67,7 +67,7 @@ def tied(make_model: Callable[..., ModelSpec]) -> ModelSpec:
     return make_model(hidden=32, head_dim=8, tied=True)
 
 
-def test_a_whole_file_is_read_whatever_an_index_says(
+def test_a_whole_file_is_read_even_if_there_is_an_index(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
     """If a model was saved again as one file, that file is read, and the old shards and their index
@@ -105,7 +105,7 @@ def test_shards_are_read_by_their_index_and_one_that_is_missing_is_named(
     )
 
 
-def test_a_pickle_that_transformers_reads_is_refused_though_another_safetensors_file_is_there(
+def test_a_pickle_that_transformers_reads_is_refused_even_next_to_a_safetensors_file(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
     model = make_model(hidden=32, head_dim=8)
@@ -144,7 +144,7 @@ def test_a_file_that_the_config_names_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_equals_the_embedding_is_tied(
+def test_a_head_that_equals_the_embedding_counts_as_tied(
     tied: ModelSpec, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     save(tied, tmp_path)
@@ -153,7 +153,9 @@ def test_a_head_that_equals_the_embedding_is_tied(
     assert not compare(tied, tmp_path)
 
 
-def test_a_head_alone_is_the_embedding_too(tied: ModelSpec, tmp_path: Path) -> None:
+def test_a_tied_head_without_an_embedding_is_read_as_the_embedding(
+    tied: ModelSpec, tmp_path: Path
+) -> None:
     save(tied, tmp_path)
     change(tmp_path, **{HEAD: load_file(tmp_path / WHOLE)[EMBEDDING] + 1, EMBEDDING: None})
     assert not compare(tied, tmp_path)
@@ -203,7 +205,7 @@ def test_a_tensor_that_is_missing_is_named(
 # ---- what is not the model's ----
 
 
-def test_what_is_not_the_model_s_is_named(
+def test_tensors_that_are_not_the_model_s_are_named(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
     model = make_model(hidden=32, head_dim=8, layers=2)
@@ -227,7 +229,7 @@ def test_what_is_not_the_model_s_is_named(
     )
 
 
-def test_a_summary_counts_and_stops() -> None:
+def test_a_summary_counts_tensors_and_is_cut() -> None:
     assert (
         summary([f"mtp.layers.0.{name}" for name in "abc"] + ["head"]) == "mtp.layers.0.* (3), head"
     )

@@ -87,7 +87,7 @@ def test_an_export_has_the_logits_of_what_was_loaded(
         assert torch.equal(exported(ids).logits, expected(ids).logits)
 
 
-def test_trained_weights_are_what_is_exported(
+def test_trained_weights_are_exported(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan = executable(dtype="fp32")
@@ -124,7 +124,7 @@ def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
         assert torch.equal(exported.get_parameter(name), parameter)
 
 
-def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
+def test_random_weights_depend_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
     shape, stack = (8, 8), make_plan().model.stack
     names = [
         (layer.name, tensor.name)
@@ -142,7 +142,7 @@ def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Pla
 # ---- failures ----
 
 
-def test_an_export_into_something_is_refused(
+def test_an_export_into_a_folder_with_content_is_refused(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -190,7 +190,7 @@ def test_an_export_that_fails_leaves_nothing_behind(
         assert "\n" not in str(error.value)
 
 
-def test_an_export_below_a_file_is_one_line(
+def test_an_export_below_a_file_gives_a_one_line_error(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -210,7 +210,7 @@ def load(plan: Plan, folder: Path, session: Callable[..., Any]) -> None:
         pass
 
 
-def test_a_folder_without_weights_is_one_line(
+def test_a_folder_without_weights_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     plan, folder = saved
@@ -226,7 +226,7 @@ def test_a_folder_without_weights_is_one_line(
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 20_000])
-def test_a_truncated_file_is_one_line(
+def test_a_truncated_file_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any], keep: int
 ) -> None:
     plan, folder = saved
@@ -256,7 +256,7 @@ def test_a_truncated_file_is_one_line(
         ),
     ],
 )
-def test_a_tensor_missing_or_of_another_shape_is_one_line(
+def test_a_tensor_missing_or_of_another_shape_gives_a_one_line_error(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     change: Callable[[dict[str, torch.Tensor]], object],

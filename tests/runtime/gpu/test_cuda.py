@@ -468,7 +468,7 @@ WORK = Workload(batch=8, sequence=1024)
         ("overlapped", 1, 4, 4),
     ],
 )
-def test_the_device_s_peak_is_foretold(
+def test_the_peak_of_device_memory_is_predicted(
     machine: HardwareSpec,
     make_plan: Callable[..., Plan],
     policy: str,

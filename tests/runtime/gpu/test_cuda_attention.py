@@ -60,7 +60,7 @@ def both_ways(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (28, 4)])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
+def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
     kernel: Any, heads: int, kv_heads: int
 ) -> None:
     """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads. The backward
@@ -117,7 +117,7 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chosen", [None, "flash"])
-def test_keeping_it_changes_no_bit(
+def test_keeping_attention_in_a_layer_changes_no_bit(
     make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool
 ) -> None:
     results = [
@@ -139,7 +139,7 @@ def test_keeping_it_changes_no_bit(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cudnn_trains_a_step_with_and_without_keeping(
+def test_cudnn_trains_with_and_without_kept_attention(
     make_plan: Callable[..., Plan], compiled: bool
 ) -> None:
     """cuDNN may sum in any order, so the losses are close but not equal."""

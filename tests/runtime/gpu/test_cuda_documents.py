@@ -209,7 +209,7 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
         ]
 
 
-def test_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
+def test_the_kernel_of_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
     """This machine's kernel takes lengths. Otherwise the tests below would compare the mask with
     itself.
     """
@@ -267,7 +267,7 @@ def gradients(plan: Plan) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_lengths_are_as_near_to_fp32_as_the_mask_is(
+def test_attention_with_lengths_is_as_near_to_fp32_as_with_a_mask(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     compiled: bool,
@@ -300,7 +300,7 @@ def test_lengths_are_as_near_to_fp32_as_the_mask_is(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS[:2])
-def test_nothing_waits_and_nothing_is_compiled_anew(
+def test_no_step_waits_or_compiles_again(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     placement: Placement,

@@ -44,7 +44,7 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
     assert still_copying, "the mirror waited for the copies that were enqueued after it"
 
 
-def test_what_was_enqueued_before_is_what_lands() -> None:
+def test_a_copy_contains_the_work_that_was_enqueued_before_it() -> None:
     """The copied values include work that was enqueued earlier on the current stream, here after
     10**8 cycles or some 50 ms. Sending does not wait for it.
     """

@@ -100,7 +100,7 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
 @pytest.mark.parametrize(("policy", "changes"), PLANS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
+def test_no_step_waits_for_a_value_and_no_steady_step_allocates(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
@@ -130,7 +130,7 @@ def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
 
 
 @pytest.mark.usefixtures("waiting_is_an_error")
-def test_one_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
+def test_a_step_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("overlapped", **SIZES, **LIMITS)
     with opened(plan) as executor:
         for number in (1, 2):
@@ -161,7 +161,9 @@ def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[.
             executor.step(batches(plan, last), rate=1e-3, number=last)
 
 
-def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[..., Plan]) -> None:
+def test_a_full_device_is_reported_and_all_memory_is_released(
+    make_plan: Callable[..., Plan],
+) -> None:
     """If the pools fit but the activations do not, the step is refused in one line and all memory
     is released. Another tensor fills the device here. Afterwards the same process trains again.
     """
@@ -219,7 +221,7 @@ def test_a_checksum_is_the_same_on_both_sides(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(checksums._words(words[:9999]), checksums._words(words[:9999].cuda()).cpu())
 
 
-def test_plans_tell_the_same_checksum_step_by_step(make_plan: Callable[..., Plan]) -> None:
+def test_all_plans_report_the_same_checksum_in_each_step(make_plan: Callable[..., Plan]) -> None:
     """All plans report the same checksums, with weights on the host or on the device and updates at
     once or deferred.
     """

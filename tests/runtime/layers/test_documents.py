@@ -299,7 +299,7 @@ def test_rows_of_one_document_have_the_causal_kernel(
 
 
 @pytest.mark.parametrize("kept", ["", "all"])
-def test_documents_told_by_lengths_make_no_mask(
+def test_documents_given_by_lengths_have_no_mask(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     """Documents that are given by lengths have no mask, also with windows. The number of lengths is
@@ -325,7 +325,7 @@ def test_documents_told_by_lengths_make_no_mask(
         )
 
 
-def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_documents_each_row_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without documents, each row is one document, as in the timing of a layer. With windows,
     lengths say so instead of a mask. Without windows, the causal kernel needs neither.
     """
@@ -347,7 +347,7 @@ def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.Mon
 @given(
     st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.data()
 )
-def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
+def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     """The bounds are the starts of the documents, and the unused rest is empty. Documents are
@@ -372,7 +372,7 @@ def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)
-def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
+def test_the_simulator_knows_which_families_write_out_scores(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in UNFUSED_ATTENTION)
     assert model.document_attention("fp32") == "mask"
@@ -422,7 +422,7 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
         among=("gemma3_text", "qwen3_5_text"),
     ),
 )
-def test_compiled_there_is_one_graph_for_any_number_of_documents(
+def test_one_graph_serves_any_number_of_documents(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """A compiled model has one graph for each kind of layer. Another layer, another micro-batch or
@@ -474,7 +474,7 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(
 
 @pytest.mark.parametrize("left", [-1, 127])
 @pytest.mark.parametrize("pairs", [4, 8])
-def test_the_kernel_takes_what_it_is_given(left: int, pairs: int) -> None:
+def test_the_kernel_accepts_the_arguments(left: int, pairs: int) -> None:
     """The forward and backward ops exist and return tensors of the stated shapes. The tensors have
     no memory here.
     """

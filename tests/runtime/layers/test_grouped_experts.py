@@ -105,7 +105,7 @@ def test_experts_of_dbrx_are_those_of_transformers(tokens: int) -> None:
         ),
     ],
 )
-def test_what_dbrx_does_not_train_is_refused_by_its_key(
+def test_unsupported_settings_of_dbrx_are_refused_by_their_key(
     changes: dict[str, Any], message: str
 ) -> None:
     config = dict(model_of("dbrx").config)
@@ -115,7 +115,7 @@ def test_what_dbrx_does_not_train_is_refused_by_its_key(
         ModelSpec.from_config(config, "config.json")
 
 
-def test_dbrx_with_its_own_theta_named_twice_is_trained() -> None:
+def test_dbrx_with_its_theta_given_twice_is_trained() -> None:
     """A published DBRX has it in `attn_config` alone, where transformers does not read it."""
     config = dict(model_of("dbrx").config)
     config["attn_config"] = {**config["attn_config"], "rope_theta": 500000.0}
@@ -133,7 +133,9 @@ def test_dbrx_with_its_own_theta_named_twice_is_trained() -> None:
         ({"output_router_logits": True}, "output_router_logits: found True; allowed: false, since"),
     ],
 )
-def test_what_is_not_trained_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_by_their_key(
+    changes: dict[str, Any], message: str
+) -> None:
     config = {**model_of("jetmoe").config, **changes}
     with pytest.raises(UserError, match=message):
         ModelSpec.from_config(config, "config.json")

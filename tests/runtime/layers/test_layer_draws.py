@@ -50,7 +50,7 @@ def test_every_plan_draws_the_same(
         assert running.bits().results != found[0].results
 
 
-def test_each_step_draws_anew_and_the_same_when_it_is_repeated(run: Callable[..., Any]) -> None:
+def test_each_step_has_draws_of_its_own_which_a_repetition_repeats(run: Callable[..., Any]) -> None:
     with run(model_of("phimoe"), accumulation=2) as running:
         batches = drawn(running.plan)
         before = torch.get_rng_state()
@@ -139,7 +139,7 @@ def test_draws_of_run_step_micro_batch_and_layer_differ() -> None:
     assert len(seeds) > 9_990
 
 
-def test_what_is_drawn_is_no_dropout() -> None:
+def test_jitter_noise_does_not_count_as_dropout() -> None:
     model = model_of("phimoe", router_jitter_noise=0.01, input_jitter_noise=0.02)
     refuse_unsupported(model, Workload(batch=2, sequence=16, no_dropout=True))
     refuse_unsupported(model, Workload(batch=2, sequence=16))
@@ -159,7 +159,7 @@ def test_what_is_drawn_is_no_dropout() -> None:
         ),
     ],
 )
-def test_what_it_cannot_be_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_invalid_noise_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
     config = {**model_of("phimoe").config, **changes}
     with pytest.raises(UserError, match=message):
         ModelSpec.from_config(config, "config.json")

@@ -94,7 +94,7 @@ def test_a_row_of_one_document_is_a_row_without_documents(layer: Any) -> None:
     assert torch.allclose(one, plain, rtol=0, atol=1e-6 * float(plain.abs().max()))
 
 
-def test_what_is_kept_for_the_backward_pass_is_as_much_as_without_documents(layer: Any) -> None:
+def test_the_backward_pass_keeps_no_more_memory_than_without_documents(layer: Any) -> None:
     """The backward pass keeps as much memory as without documents, so that predictions of memory
     are right.
     """
@@ -114,7 +114,7 @@ def test_what_is_kept_for_the_backward_pass_is_as_much_as_without_documents(laye
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
 
 
-def test_taking_over_twice_is_taking_over_once(layer: Any) -> None:
+def test_installing_twice_changes_nothing(layer: Any) -> None:
     import sys
 
     file = sys.modules[type(layer).__module__]

@@ -20,7 +20,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
+def test_a_router_s_bias_is_that_of_the_model_folder_also_after_a_resume(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
     """A checkpoint does not hold a router's bias, because training does not change it. Resuming is

@@ -137,7 +137,7 @@ def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[
             assert torch.equal(found, torch.cat(expected, 1))
 
 
-def test_a_token_knows_how_long_its_document_is() -> None:
+def test_each_token_has_the_length_of_its_document() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
     assert document_lengths(positions).tolist() == [[3, 3, 3, 1, 2, 2], [6] * 6]
 

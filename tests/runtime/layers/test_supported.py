@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_cannot_be_executed_is_refused_before_anything_is_read(
+def test_plans_that_cannot_be_executed_are_refused_before_anything_is_read(
     make_plan: Callable[..., Plan],
     make_model: Callable[..., ModelSpec],
     tmp_path: Path,

@@ -78,7 +78,7 @@ def fill(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_layer_is_transformers_own(
+def test_a_decoder_layer_computes_what_transformers_computes(
     make_plan: Callable[..., Plan], family: str, dtype: torch.dtype
 ) -> None:
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
@@ -131,7 +131,7 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 31, 32, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
+def test_the_head_in_chunks_has_the_gradients_of_the_whole_head(
     make_plan: Callable[..., Plan], chunk: int, dtype: torch.dtype
 ) -> None:
     """The head in chunks has the gradients of the whole head. The tolerance is 1e-5 in fp32 and
@@ -261,7 +261,7 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
 
 
-def test_backward_reads_the_slot_that_it_is_told(
+def test_backward_reads_the_slot_that_it_is_given(
     make_plan: Callable[..., Plan], slots: Arenas
 ) -> None:
     """The backward pass uses the weights in its slot and not those of recompute. With another layer

@@ -106,7 +106,7 @@ def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept:
     assert "sh" not in flags
 
 
-def test_a_kernel_that_takes_no_advice_gives_memory_all_the_same(
+def test_memory_is_allocated_without_advice_about_huge_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Memory is allocated although the kernel has no huge pages (EINVAL) or the system lacks the
@@ -161,7 +161,7 @@ def test_all_host_memory_is_registered_once_and_no_step_adds_to_it(
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_progress_goes_up_to_all_of_it(
+def test_progress_reaches_the_total(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
@@ -295,7 +295,7 @@ def test_a_retried_allocation_is_an_error_at_once(watched: Callable[..., None]) 
         watched(retried=1)
 
 
-def test_device_memory_taken_again_and_again_is_an_error(
+def test_device_memory_that_grows_in_many_steps_is_an_error(
     watched: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every steady step that takes device memory is logged and counts once, however many bytes it
@@ -402,7 +402,7 @@ def held_bytes() -> int:
         ("overlapped", {"placement": Placement(moments="all")}),
     ],
 )
-def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradient(
+def test_a_layer_s_state_is_stored_once_in_12_bytes_per_parameter_without_its_gradient(
     executable: Callable[..., Plan],
     policy: str,
     changes: dict[str, Any],

@@ -23,7 +23,7 @@ def kept_bytes(memory: ReusablePinnedPool) -> int:
     return sum(region.nbytes for _, region in memory._regions)
 
 
-def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
+def test_the_next_executor_gets_the_same_pages_zeroed() -> None:
     memory, ready = ReusablePinnedPool(registered=False), list[int]()
     memory.reserve(2**20)
     first = torch.empty(0, dtype=torch.uint8).set_(memory.allocate([4096, 100], ready.append))
@@ -43,9 +43,7 @@ def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
     assert kept_bytes(memory) == 0
 
 
-def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(
-    executable: Callable[..., Plan],
-) -> None:
+def test_an_executor_on_kept_memory_computes_the_same_bits(executable: Callable[..., Plan]) -> None:
     """Executors on reused pages compute the same bits as on new ones, also if their plans use the
     pages differently.
     """

@@ -31,7 +31,7 @@ def touch(size: int) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
+def test_growth_is_the_peak_of_a_block_even_if_its_memory_is_released() -> None:
     """The growth of a block is the most memory that it took, even if it was released. Memory that
     was taken before does not count.
     """
@@ -45,13 +45,13 @@ def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
     assert grown[0] <= 16 * MIB
 
 
-def test_an_error_comes_through() -> None:
+def test_an_error_in_the_block_is_passed_on() -> None:
     with pytest.raises(ZeroDivisionError), growth():
         raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_where_the_mark_cannot_be_reset_nothing_is_told(
+def test_nothing_is_reported_if_the_peak_cannot_be_reset(
     monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> int:
@@ -63,7 +63,7 @@ def test_where_the_mark_cannot_be_reset_nothing_is_told(
     assert grown == []
 
 
-def test_where_the_peak_is_not_told_neither_is_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_peak_no_growth_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (host_peak_bytes() or 0) > MIB
     monkeypatch.setattr(Path, "read_text", lambda *_: "Name:\tpython\n")
     assert process_memory.host_peak_bytes() is None

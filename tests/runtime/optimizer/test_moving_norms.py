@@ -76,7 +76,7 @@ def expected(
     return factors, kept
 
 
-def test_it_is_the_authors_rule_for_each_tensor() -> None:
+def test_clipping_follows_the_authors_rule_for_each_tensor() -> None:
     settings = AdamW(adagc_warm_up=10, max_norm=1.0)
     sizes = torch.rand(40, 6, generator=torch.Generator().manual_seed(1)).mul_(2).add_(0.01)
     factors, kept = expected(sizes.tolist(), settings)
@@ -259,7 +259,7 @@ def test_a_step_that_is_not_finite_leaves_the_moving_norms(
     assert all(after[name] == before[name] for name in before if name.startswith("1."))
 
 
-def test_it_stores_no_gradient_and_costs_what_clipping_by_layer_does(
+def test_adagc_stores_no_gradient_and_costs_as_much_as_clipping_by_layer(
     make_plan: Callable[..., Plan],
 ) -> None:
     for policy, knobs in PLANS:

@@ -276,7 +276,7 @@ def test_gradients_are_written_first_and_added_then() -> None:
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 12_288, 50_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
+def test_the_sum_of_squares_is_right_and_does_not_depend_on_blocks(
     monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(count)
@@ -390,7 +390,7 @@ def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float)
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_second_moment_that_is_no_number_is_seen() -> None:
+def test_a_nan_second_moment_gives_nan() -> None:
     """A second moment of NaN gives NaN, and does not count as smaller than epsilon^2."""
     second, sums = torch.ones(64), torch.empty(1)
     second[5] = math.nan
@@ -410,7 +410,7 @@ def test_a_gradient_of_zeros_is_not_scaled() -> None:
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_ratios_hang_on_no_block(
+def test_sums_of_ratios_do_not_depend_on_blocks(
     monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -59,7 +59,7 @@ class Recorder(Callback):
         self.told.append(("end", error))
 
 
-def test_a_library_user_needs_few_lines(place: Path) -> None:
+def test_training_from_python_needs_few_lines(place: Path) -> None:
     config = Config(
         training=TrainingSettings(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1)
     )
@@ -140,7 +140,7 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
     ("evaluate", "evaluated"),
     [(0, "only after the last step"), (2, "every 6 steps and after the last step"), (3, "")],
 )
-def test_which_checkpoints_can_be_the_best_is_said(
+def test_a_note_says_which_checkpoints_can_be_the_best(
     place: Path, prepare: Any, evaluate: int, evaluated: str
 ) -> None:
     """A note says which checkpoints `keep_best` can choose from. A checkpoint without an evaluation
@@ -171,7 +171,7 @@ def test_which_checkpoints_can_be_the_best_is_said(
 
 
 @pytest.mark.parametrize(("evaluated", "best"), [([], 2), ([3.0, 2.0, 1.0, 4.0], 3)])
-def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the_least_loss(
+def test_the_best_checkpoint_has_the_least_evaluation_loss_or_without_evaluations_the_least_loss(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, evaluated: list[float], best: int
 ) -> None:
     step = Trainer._step
@@ -212,7 +212,7 @@ def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the
     }
 
 
-def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(
+def test_callbacks_draw_the_same_random_numbers_with_the_same_seed(
     place: Path, prepare: Any
 ) -> None:
     class Draw(Callback):
@@ -315,7 +315,7 @@ def test_a_checkpoint_by_the_clock_changes_no_bit_and_has_every_update(
     assert models[0] == models[1]
 
 
-def test_or_it_is_said_and_the_training_goes_on(
+def test_with_on_failure_go_on_a_failed_save_is_noted_and_training_continues(
     place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
 ) -> None:
     monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
@@ -358,7 +358,7 @@ def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -
     assert seen == [False, False, False, True]
 
 
-def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
+def test_a_callback_may_set_the_first_step(place: Path, prepare: Any, run: Any) -> None:
     """A callback may set the first step, as one that restores a checkpoint does. The remaining
     steps have the same numbers and data as in a whole run.
     """
@@ -404,7 +404,7 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
     )
 
 
-def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
+def test_callbacks_get_the_progress_of_allocation(place: Path, prepare: Any) -> None:
     reports: list[tuple[int, int]] = []
     recorder: Any = Recorder()
     recorder.on_allocate = lambda done, total: reports.append((done, total))
@@ -455,7 +455,7 @@ def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
     assert len(exported) == 1
 
 
-def test_too_little_free_memory_is_said(
+def test_a_note_warns_of_too_little_free_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
 ) -> None:
     notes: list[str] = []

@@ -126,7 +126,7 @@ def planned(place: Path, executable: Callable[..., Plan]) -> Callable[[dict[str,
     MEANINGS,
     ids=[",".join(changes) for _, changes, _ in MEANINGS],
 )
-def test_another_meaning_is_refused_before_anything_is_written(
+def test_a_changed_meaning_is_refused_before_anything_is_written(
     planned: Callable[[dict[str, Any]], Path],
     prepare: Any,
     run: Any,
@@ -161,7 +161,7 @@ def test_another_meaning_is_refused_before_anything_is_written(
     MEANINGS,
     ids=[",".join(changes) for _, changes, _ in MEANINGS],
 )
-def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
+def test_a_checkpoint_of_a_model_with_another_meaning_is_refused(
     planned: Callable[[dict[str, Any]], Path],
     run: Any,
     executable: Callable[..., Plan],
@@ -193,7 +193,7 @@ def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
         ).fit()
 
 
-def test_what_decides_nothing_may_change(
+def test_keys_that_do_not_affect_training_may_change(
     planned: Callable[[dict[str, Any]], Path], run: Any
 ) -> None:
     place = planned(GIVEN)
@@ -254,7 +254,7 @@ def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
         ) == (50.0, 30.0, 0)
 
 
-def test_a_value_that_transformers_refuses_is_one_line() -> None:
+def test_a_value_that_transformers_refuses_gives_a_one_line_error() -> None:
     model = ModelSpec.from_config(
         {
             **GIVEN,

@@ -67,7 +67,7 @@ def test_on_a_disk_that_is_full_training_stops(
     verify(small_disk / "run" / "checkpoints" / "step-00000001")
 
 
-def test_little_room_is_told_before_the_first_step(
+def test_a_nearly_full_disk_is_reported_before_the_first_step(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two that are kept and the one that is written, one is missing."""
@@ -86,7 +86,7 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_or_goes_on_and_saves_again_when_there_is_room(
+def test_with_on_failure_go_on_training_continues_and_saves_when_there_is_room(
     place: Path, small_disk: Path, prepare: Any
 ) -> None:
     filler = Filler(small_disk)

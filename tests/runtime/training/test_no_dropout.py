@@ -39,7 +39,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_without_it_the_refusal_names_the_option_and_with_it_nothing_is_drawn(family: str) -> None:
+def test_dropout_is_refused_unless_no_dropout_is_set(family: str) -> None:
     model = model_of(family, **PUBLISHED[family])
     message = (
         rf"model {family}: ({'|'.join(PUBLISHED[family])}): found 0\.\d+; allowed: 0; fix: make the"
@@ -93,7 +93,7 @@ def trained(place: Path, executable: Callable[..., Plan]) -> Callable[..., Path]
     return make
 
 
-def test_it_trains_as_a_config_without_dropout_and_goes_out_with_it(
+def test_no_dropout_trains_like_a_config_without_dropout_and_exports_the_dropout(
     trained: Callable[..., Path], place: Path
 ) -> None:
     none = trained("none", False, **dict.fromkeys(PUBLISHED["gpt2"], 0.0))
@@ -107,7 +107,7 @@ def test_it_trains_as_a_config_without_dropout_and_goes_out_with_it(
         assert {key: config[key] for key in PUBLISHED["gpt2"]} == PUBLISHED["gpt2"]
 
 
-def test_a_plan_without_it_says_nothing_of_it(
+def test_a_plan_without_no_dropout_does_not_write_the_key(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
     """A plan without `no_dropout` does not write the key, so that its file is the same as before

@@ -24,7 +24,7 @@ def lines(place: Path, prepare: Any, progress: Progress, **fields: Any) -> None:
     prepare(place, callbacks=[progress], steps=8, export=False, **fields).fit()
 
 
-def test_the_first_steps_the_last_one_and_what_lies_between_are_printed(
+def test_the_first_three_steps_the_last_and_events_between_are_printed(
     place: Path, prepare: Any
 ) -> None:
     told: list[str] = []
@@ -43,14 +43,14 @@ def test_the_first_steps_the_last_one_and_what_lies_between_are_printed(
     assert "learning rate 1e-5, constant, 2 warm-up steps" in told, "notes are printed too"
 
 
-def test_every_step_is_printed_when_its_time_has_come(place: Path, prepare: Any) -> None:
+def test_every_step_is_printed_if_the_interval_is_zero(place: Path, prepare: Any) -> None:
     told: list[str] = []
     lines(place, prepare, Progress(every_seconds=0, write=told.append))
     assert sum(line.startswith("step ") for line in told) == 8
 
 
 @pytest.mark.parametrize("printed", [True, False])
-def test_a_trainer_prints_its_progress_unless_told_not_to(
+def test_a_trainer_prints_its_progress_unless_disabled(
     place: Path, prepare: Any, capsys: pytest.CaptureFixture[str], printed: bool
 ) -> None:
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_after_another_plan_the_time_left_is_that_of_its_own_steps(
 
 
 @pytest.mark.parametrize("module", [learning_rate, progress])
-def test_the_examples_in_the_docstrings_hold(module: types.ModuleType) -> None:
+def test_the_examples_in_docstrings_are_right(module: types.ModuleType) -> None:
     failed, attempted = doctest.testmod(module)
     assert failed == 0
     assert attempted

@@ -83,7 +83,7 @@ def straight(run: Prepare, place: Path) -> Path:
     return place
 
 
-def test_a_training_goes_there_and_back_with_the_same_bits(
+def test_a_training_switches_there_and_back_with_the_same_bits(
     prepare: Prepare, straight: Path
 ) -> None:
     first, second = straight / "plan.toml", other(straight)
@@ -103,7 +103,7 @@ def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Pa
 
 
 @pytest.mark.parametrize("where", ["step", "operation", "opening", "activations"])
-def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
+def test_a_plan_that_fails_in_its_first_step_is_abandoned(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     error: Exception = UserError("memory", found="too little", allowed="more", fix="none")
@@ -139,7 +139,7 @@ def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
 
 
-def test_if_the_former_plan_fails_too_the_error_says_how_to_go_on(
+def test_if_the_former_plan_fails_too_the_error_says_how_to_continue(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an error of the GPU that outlasts its plan. The run folder has the former plan."""
@@ -211,7 +211,7 @@ def test_the_memory_of_a_plan_that_fails_is_free_when_the_former_one_opens(
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "go on"])
-def test_without_a_checkpoint_the_plan_stays(
+def test_without_a_checkpoint_the_plan_is_not_switched(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str
 ) -> None:
     write, calls = checkpoint.write_tensors, []
@@ -234,7 +234,7 @@ def test_without_a_checkpoint_the_plan_stays(
     assert_same(straight, "run", "straight")
 
 
-def test_what_cannot_be_switched_to_is_refused(prepare: Prepare, place: Path) -> None:
+def test_a_switch_to_an_unsuitable_plan_is_refused(prepare: Prepare, place: Path) -> None:
     longer = msgspec.structs.replace(Plan.load(place / "plan.toml").workload, sequence=8)
     for plan, match in (
         (other(place, "resident", workload=longer), "another workload"),

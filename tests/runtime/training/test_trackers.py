@@ -152,7 +152,7 @@ class Remembering:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
+def test_a_resumed_training_continues_its_tracker_s_run(
     name: str, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, installed = Remembering(name), types.ModuleType(name)
@@ -205,7 +205,7 @@ def test_with_a_gpu_device_memory_is_its_peak(
         (Logging(tensorboard=True), "tensorboard", "tensorboard"),
     ],
 )
-def test_a_package_that_is_not_installed_is_said_at_once(
+def test_a_tracker_that_is_not_installed_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: Logging, field: str, package: str
 ) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)

@@ -104,18 +104,18 @@ def test_adding_may_have_a_curve_of_its_own() -> None:
     )
 
 
-def test_a_single_point_stands_for_a_proportion() -> None:
+def test_a_curve_of_one_point_is_proportional() -> None:
     """A curve of one point gives durations in proportion to the size."""
     assert interpolate(((1000, 50),), 1000) == (50, False)
     assert interpolate(((1000, 50),), 3000) == (150, True)
 
 
-def test_a_measured_shape_is_taken_as_it_is() -> None:
+def test_the_time_of_a_measured_shape_is_used_unchanged() -> None:
     costs = Calibrated(table())
     assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
 
 
-def test_without_a_datasheet_rows_packed_the_other_way_take_as_long_and_are_flagged() -> None:
+def test_without_a_datasheet_costs_without_documents_predict_documents_and_are_flagged() -> None:
     """Without a datasheet, costs measured without documents also predict documents, and are
     flagged.
     """
@@ -219,7 +219,7 @@ def test_heads_of_a_cost_table_are_checked(points: Any, found: str) -> None:
         table(heads={SHAPE.format(8): points})
 
 
-def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
+def test_the_time_that_saved_attention_saves_is_interpolated_between_measured_lengths() -> None:
     """The time that saved attention saves is interpolated between the measured sequence lengths.
 
     For 8,192 tokens, it saves 80 us at 1,024 tokens a sequence, 240 us at 2,048, and so 160 us
@@ -328,7 +328,7 @@ def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
     assert shares == pytest.approx([2 * 128 * (2 * 4096 - 128) / 4096**2, 2], rel=1e-6)
 
 
-def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
+def test_a_summed_gradient_costs_the_additional_bytes_that_it_moves() -> None:
     """A gradient that is summed takes longer by the additional bytes that it moves.
 
     For each parameter of a decoder layer, that is 2 bytes for the first contribution and 6 for each
@@ -388,7 +388,7 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
     assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
 
 
-def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
+def test_a_head_of_one_chunk_does_not_predict_a_head_of_several() -> None:
     """A head of one chunk is not used to interpolate the workspace of several chunks.
 
     The numbers are an H200's, measured with 1, 3 and 6 chunks. The workspace of two chunks is on
@@ -407,7 +407,7 @@ def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
     )
 
 
-def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_formula() -> None:
+def test_the_workspace_of_a_head_with_another_number_of_chunks_follows_the_formula() -> None:
     """The workspace of a head with another number of chunks follows from the formula.
 
     The model has 151,936 words and a hidden size of 2,048. A token fewer saves 12 bytes for each
@@ -465,7 +465,7 @@ def test_the_same_model_is_nearer_than_the_same_flops() -> None:
         forward(SHAPE.format(8).replace("bf16", "fp32")),
     ],
 )
-def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
+def test_a_shape_that_was_not_measured_is_refused_with_a_fix(op: Op) -> None:
     with pytest.raises(UserError, match=r"; fix: .*`megatrain calibrate") as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
@@ -527,7 +527,7 @@ def test_layers_that_differ_are_looked_up_apart(
         ),
     ],
 )
-def test_a_shape_that_was_not_measured_is_told_in_words(
+def test_the_error_describes_a_shape_that_was_not_measured_in_words(
     suffix: str, how: str, options: str
 ) -> None:
     layer = "qwen2-3584x18944-28:4x128-v152064"

@@ -76,7 +76,7 @@ def reached(*lanes: str) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_what_was_measured_on_machine_b_comes_out_of_the_engine(
+def test_the_engine_gives_the_rates_measured_on_machine_b(
     lanes: tuple[str, ...], measured: dict[str, float]
 ) -> None:
     """The simulated rates are those measured in h200.md, 2026-11-21.
@@ -171,7 +171,7 @@ def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
     )
 
 
-def test_nothing_is_shared_where_nothing_is_named() -> None:
+def test_only_lanes_that_contention_names_share_memory() -> None:
     """An op only has a demand if contention concerns its lane and it takes time."""
     assert ContentionModel({}).demand("h2d", 2**20, 1000) is None
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
@@ -181,7 +181,7 @@ def test_nothing_is_shared_where_nothing_is_named() -> None:
     )
 
 
-def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
+def test_without_a_rate_of_host_memory_measured_pairs_are_used() -> None:
     """Without a rate of host DRAM, lanes slow each other by the measured factors."""
     pairs = {"h2d": {"cpu": 0.5, "compute": 0.9}, "cpu": {"compute": 0.8, "d2h": 0.5}}
     table = CostTable(
@@ -206,7 +206,7 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
     ), "shared DRAM replaces the factors between lanes that use it"
 
 
-def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
+def test_a_rate_measured_with_three_lanes_replaces_the_product_of_pairs() -> None:
     """A rate that was measured with three busy lanes replaces the product of the pairs.
 
     A small copy is also slowed by the other direction as the curve says, and by the cores as a
@@ -249,7 +249,7 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
     assert without.rates((Demand("h2d"), Demand("d2h"), Demand("cpu")))[2] == 480_000
 
 
-def test_a_calibrated_machine_with_host_memory_asks_for_what_its_ops_touch() -> None:
+def test_on_a_calibrated_machine_ops_demand_the_bytes_that_they_touch() -> None:
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), duplex_curve=())
     curves = {
         "load_weights": ((10**9, 20 * 10**6),),
@@ -307,7 +307,7 @@ def busy_of(sharing: ContentionModel, alone: dict[str, int]) -> tuple[Demand, ..
 
 
 @given(factors, memories, speeds)
-def test_sharing_exceeds_nothing_and_wastes_nothing(
+def test_sharing_uses_the_memory_fully_and_no_more(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int]
 ) -> None:
     """Lanes together use at most the memory's rate, and are only slowed if all of it is used."""

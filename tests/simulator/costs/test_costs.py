@@ -62,7 +62,7 @@ def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float
     assert not costs.extrapolated(op)
 
 
-def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
+def test_a_copy_beyond_the_curve_is_extrapolated_from_its_end_and_flagged() -> None:
     costs = datasheet("h200")
     ends = [(2**18 - 1, 2**18), (2**31, 2**31 + 1)]
     assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [
@@ -111,7 +111,7 @@ def test_nothing_is_copied_where_memory_is_unified(
     )
 
 
-def test_two_memories_are_not_unified_however_fast_the_link() -> None:
+def test_two_memories_with_a_fast_link_are_not_unified() -> None:
     for name in ("gh200-96", "gh200-144", "gb200"):
         assert not HardwareSpec.load(name).unified
         assert datasheet(name).duration_ns(load(2**30)) > 10**6
@@ -388,7 +388,7 @@ def test_scores_that_are_written_out_cost_the_same_with_documents() -> None:
 
 
 @pytest.mark.parametrize("measured_with", [False, True])
-def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(
+def test_costs_with_and_without_documents_predict_each_other_and_are_flagged(
     measured_with: bool,
 ) -> None:
     """Costs measured with documents predict a plan without them, and the reverse.

@@ -65,7 +65,7 @@ def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     )
 
 
-def test_a_recompute_without_the_mlp_moves_no_less_than_nothing() -> None:
+def test_a_recompute_without_the_mlp_moves_a_positive_number_of_bytes() -> None:
     """What is left out has the share of what it is left out of."""
     model = ModelSpec.load("qwen2.5-7b")
     work = Workload(batch=1, sequence=64, loss_chunk=64, compiled=True, token_piece=32)
@@ -134,7 +134,7 @@ def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3_text", "gemma3n_text", "nanochat", "vaultgemma"]
 )
-def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: str) -> None:
+def test_a_soft_cap_missing_in_config_json_is_that_of_transformers(family: str) -> None:
     config = tiny_config(family).to_dict()
     usual = config.pop("final_logit_softcapping")
     assert ModelSpec.from_config(config, "config.json").caps_logits == (usual is not None)

@@ -188,7 +188,7 @@ def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: Hardware
         assert (verdict.step_seconds_low, verdict.step_seconds_high) == (None, None)
 
 
-def test_a_datasheets_range_is_what_it_was() -> None:
+def test_the_range_of_a_datasheet_has_not_changed() -> None:
     work = Workload(batch=1, sequence=128)
     verdict = judge(small_model.SMALL, HardwareSpec.load("h200"), work, advise=False)
     assert verdict.uncertainty == 0.10

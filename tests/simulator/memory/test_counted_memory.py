@@ -56,7 +56,7 @@ def shares(family: str) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("family", others_nightly(STORED, among=SAMPLE))
-def test_the_peak_of_a_layer_is_predicted_as_closely_as_before(family: str) -> None:
+def test_the_predicted_share_of_the_counted_peak_has_not_changed(family: str) -> None:
     assert list(shares(family)) == [pytest.approx(known, abs=0.4) for known in STORED[family]]
 
 
@@ -129,7 +129,7 @@ def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family:
 
 
 @pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
-def test_what_a_layer_with_a_mask_takes_is_predicted(family: str) -> None:
+def test_the_memory_of_a_layer_with_a_mask_is_predicted(family: str) -> None:
     """Each layer saves a mask in the compute dtype, and copies of keys and values."""
     spec = wide_model(family)
     work = Workload(batch=4, sequence=spec.window("0"))

@@ -361,7 +361,7 @@ They have norms, caps, sinks, experts, linear and latent attention, written scor
         for dtype in ("bf16", "fp32")
     ],
 )
-def test_saved_bytes_are_what_autograd_keeps(
+def test_saved_bytes_are_those_kept_by_autograd(
     family: str, changes: dict[str, Any], dtype: Dtype
 ) -> None:
     config = config_of(family, **changes)
@@ -426,7 +426,7 @@ def test_saved_bytes_are_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
+def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
     """The predicted FLOPs of matrix products are those that torch counts on the CPU.
 
     There it counts no kernel of attention. Experts run one by one, because it does not count
@@ -485,7 +485,7 @@ def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> N
     )
 
 
-def test_each_element_of_a_convolution_is_multiplied_once_a_token() -> None:
+def test_each_element_of_a_convolution_is_multiplied_once_per_token() -> None:
     """torch's count above leaves convolutions out. Queries, keys and values pass through it."""
     tokens, channels = 64, 2 * 2 * 32 + 4 * 16
     short, long = (

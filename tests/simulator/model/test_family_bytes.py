@@ -178,7 +178,7 @@ def one_kernel_attention() -> None:
 
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES))
-def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
+def test_the_predicted_share_of_counted_bytes_has_not_changed(family: str) -> None:
     """Predicted over counted bytes are those in `family_bytes.toml`."""
     assert list(shares(family)) == [
         pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]

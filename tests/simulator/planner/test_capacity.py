@@ -51,7 +51,7 @@ CASES = (
 @pytest.mark.parametrize(
     ("name", "machine", "work", "shares", "most"), CASES, ids=[case[0] for case in CASES]
 )
-def test_the_most_that_fits(
+def test_the_largest_batch_that_fits(
     name: str, machine: str, work: Workload, shares: tuple[float, float], most: int
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)

@@ -49,7 +49,7 @@ def test_no_other_chunk_is_faster_under_a_full_search(seed: int) -> None:
     assert seconds(chosen.loss_chunk) <= 1.01 * best
 
 
-def test_memory_that_a_plan_needs_is_worth_more_than_a_faster_head() -> None:
+def test_memory_for_the_plan_counts_more_than_a_faster_head() -> None:
     """With 2,048 tokens, the lowest bound of all placements is lower, but no plan comes near it."""
     model, machine = ModelSpec.load("gemma-2-9b"), HardwareSpec.load("rtx4090")
     work = Workload(batch=16, sequence=1024, documents=True)
@@ -117,7 +117,7 @@ def test_a_chunk_that_was_measured_is_preferred_to_a_derived_one() -> None:
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.9, 1024), (1.1, 2048)])
-def test_of_two_measured_chunks_the_faster_is_chosen(factor: float, expected: int) -> None:
+def test_the_faster_of_two_measured_chunks_is_chosen(factor: float, expected: int) -> None:
     """The measurement counts, and not what the datasheet says of the head."""
     model, hardware = ModelSpec.load("qwen2.5-3b"), calibrated(2048)
     work = Workload(batch=12, sequence=2048)
@@ -136,7 +136,7 @@ def test_a_calibration_that_does_not_say_its_chunk_keeps_the_default() -> None:
     assert with_loss_chunk(model, calibrated(0), work) == work
 
 
-def test_of_a_short_micro_batch_the_chunk_is_the_whole() -> None:
+def test_a_short_micro_batch_is_one_chunk() -> None:
     work = Workload(batch=1, sequence=100)
     assert with_loss_chunk(HALF, H200, work).loss_chunk == work.loss_chunk >= work.tokens
 

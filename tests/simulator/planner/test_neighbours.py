@@ -37,7 +37,7 @@ CASES = (
 @pytest.mark.parametrize(
     ("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES]
 )
-def test_no_plan_that_is_mentioned_and_fits_is_faster(
+def test_no_neighbour_that_fits_is_faster_than_the_choice(
     name: str, machine: str, work: Workload, limits: dict[str, int]
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
@@ -60,7 +60,7 @@ def test_no_plan_that_is_mentioned_and_fits_is_faster(
     )
 
 
-def test_what_is_bought_by_one_more_gib_is_taken_where_it_fits_already() -> None:
+def test_a_change_that_one_more_gib_would_suggest_is_made_if_it_fits_already() -> None:
     """The choice already includes a change that another GiB would suggest if it fits now.
 
     Here the gradients of one more layer take the place of the slots that gradients stream through.

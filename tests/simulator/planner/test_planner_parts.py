@@ -285,9 +285,7 @@ def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) ->
             assert sum(len(fill.placed(name)) for name in CLASSES) == most
 
 
-def test_another_weight_slot_takes_the_place_of_as_little_state_as_it_needs(
-    make_plan: MakePlan,
-) -> None:
+def test_another_weight_slot_moves_as_little_state_as_it_needs(make_plan: MakePlan) -> None:
     """Moments and low halves leave the device, and no more of them than are needed."""
     layers = "e,0-4"
     plan = with_knobs(
@@ -385,7 +383,9 @@ def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: 
 
 
 @pytest.mark.parametrize("policy", ["k_buffer", "double_buffer", "sequential"])
-def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy: str) -> None:
+def test_bytes_of_slots_computed_for_a_short_model_hold_for_the_whole_plan(
+    make_plan: MakePlan, policy: str
+) -> None:
     """The search adds the bytes of gradient slots and staging buffers, as computed for a short
     model, to those of the whole model. The sums are those of the lowered plans.
     """
@@ -491,7 +491,7 @@ def test_host_updates_of_all_and_of_every_second_layer_are_tried(
 
 @pytest.mark.parametrize("clipping", ["global", "none"])
 @pytest.mark.parametrize("spare", [100_000, 200_000])
-def test_a_small_search_ends_with_the_faster_plan(
+def test_a_small_search_returns_the_faster_plan(
     make_plan: MakePlan, clipping: str, spare: int
 ) -> None:
     """The runner-up is not faster, and neither is a neighbour by more than a tie."""

@@ -65,7 +65,7 @@ def test_timelines_are_drawn_with_a_panel_each(
     )
 
 
-def test_a_picture_depends_on_its_timeline_and_on_nothing_else(
+def test_a_picture_depends_only_on_its_timeline(
     make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
     shown = timeline(make_plan())
@@ -199,7 +199,7 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a folder that can be written"):
         loss_png(tmp_path / "file" / "loss.png", [1], [1.0], [1e-5], [None], [1.0], "a run")

@@ -139,7 +139,7 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(
     ("policy", "forwards"),
     [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)],
 )
-def test_flops_a_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
+def test_flops_per_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
     """A step computes 8 N FLOPs a token with one recompute, and 10 N with two.
 
     N is the number of parameters. A forward pass is 2 N and a backward pass is 4 N.
@@ -179,13 +179,13 @@ def test_nothing_overlaps_the_optimizer(policy: str, model: ModelSpec) -> None:
         ("fsdp2_offload", {"weights": 4, "gradients": 4, "moments": 8}),
     ],
 )
-def test_host_bytes_a_parameter(policy: str, pools: dict[str, int]) -> None:
+def test_host_bytes_per_parameter(policy: str, pools: dict[str, int]) -> None:
     account = choice(policy, SEVEN, B).account
     for name, size in pools.items():
         assert account.pools[f"host.{name}"] / SEVEN.parameters == pytest.approx(size, rel=1e-3)
 
 
-def test_the_published_code_keeps_the_decoder_twice_and_twelve_slabs() -> None:
+def test_the_published_code_keeps_the_decoder_twice_and_twelve_staging_buffers() -> None:
     pools, decoder = choice("megatrain_code", SEVEN, B).account.pools, SEVEN.stack["0"].elements
     assert pools["host.flats"] == pytest.approx(
         2 * SEVEN.layers * decoder, rel=1e-4
@@ -240,7 +240,7 @@ def pool_bytes(schedule: Schedule, pool: str) -> int:
     return sum(buffer.bytes for buffer in schedule.buffers if buffer.pool == pool)
 
 
-def test_the_published_codes_versions_and_ablations() -> None:
+def test_versions_and_ablations_of_the_published_code() -> None:
     """Each ablation of the published code changes its buffers or its order of ops."""
     whole = ablated()
     assert whole == schedule_of("megatrain_code")
@@ -301,7 +301,7 @@ def test_a_search_leaves_them_out_unless_they_are_named() -> None:
     assert choice("zero3_offload", THREE, A).plan.policy == "zero3_offload"
 
 
-def test_what_does_not_fit_says_why_and_names_no_knob() -> None:
+def test_the_error_if_another_system_does_not_fit_names_no_knob() -> None:
     found = choice("zero3_offload", SEVEN, B, device_limit=24 * GIB)
     assert not found.feasible
     assert found.account.binding == "device.logits"
@@ -374,7 +374,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.policy}-{row.model.name}")
-def test_against_what_was_measured(row: Measured) -> None:
+def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     """The predicted parts of a step are within their bounds of the measured ones.
 
     The forward pass ends with the loss. That of DeepSpeed and FSDP2 includes a third of the head.

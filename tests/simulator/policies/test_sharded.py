@@ -59,7 +59,7 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=40)
 @given(drawn())
-def test_any_plan_is_proved_and_does_each_part_of_a_step_once(
+def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
     make_plan: Make, changes: dict[str, Any]
 ) -> None:
     plan = make_plan("overlapped", **changes)
@@ -211,7 +211,7 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ({"sum_group": 3}, "workload: sum_group: found 3; allowed: a divisor of the accum.* 4"),
     ],
 )
-def test_what_several_gpus_cannot_do_is_refused_by_name(
+def test_unsupported_plans_for_several_gpus_are_refused_by_name(
     make_plan: Make, changes: dict[str, Any], refused: str
 ) -> None:
     with pytest.raises(UserError, match=refused):

@@ -179,7 +179,7 @@ def test_removing_any_one_dependency_is_a_race(
 
 
 @pytest.mark.parametrize("changes", VARIATIONS, ids=str)
-def test_sequential_keeps_no_dependency_in_vain(
+def test_sequential_needs_every_dependency(
     make_plan: Callable[..., Plan], changes: dict[str, Any]
 ) -> None:
     """Without any one dependency, two neighboring ops of `sequential` could overlap.
@@ -238,7 +238,7 @@ def but(op: Op, **changes: Any) -> Op:
     return msgspec.structs.replace(op, **changes)
 
 
-def test_the_sound_schedule_behind_the_broken_ones() -> None:
+def test_the_schedule_that_the_broken_ones_are_made_from_is_valid() -> None:
     schedule_of(LOAD, USE, AGAIN).check()
 
 

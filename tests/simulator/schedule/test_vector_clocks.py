@@ -57,7 +57,7 @@ def conflicts(program: Program, index: int) -> set[int]:
 
 
 @given(programs())
-def test_waiting_for_the_named_conflicts_is_waiting_for_all(program: Program) -> None:
+def test_waiting_for_the_returned_conflicts_is_waiting_for_all(program: Program) -> None:
     """Waiting for the conflicts that `touch` returns is waiting for all conflicts.
 
     It returns only the last reader of a lane, and earlier readers of that lane have ended too.

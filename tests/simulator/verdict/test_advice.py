@@ -73,7 +73,7 @@ def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: 
 
 
 @pytest.mark.parametrize("limits", [(8, 64), (12, 6)], ids=str)
-def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> None:
+def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int, int]) -> None:
     """Each suggestion that fits does so in a search. Host memory is the least that suffices, in
     whole MiB.
     """
@@ -124,7 +124,7 @@ def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: 
         assert [options for options in found if "memory" in str(options)] == [short]
 
 
-def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
+def test_suggestions_that_gain_are_listed_with_their_gain(model: ModelSpec) -> None:
     """The best suggestion is the first. Each gains at least 1 %."""
     held = {"device_limit": 12 * MIB, "host_limit": 64 * MIB}
     verdict = judged(model, advise=True, **held)
@@ -178,7 +178,7 @@ def test_one_more_gib_is_used_by_plans_that_need_it(
     assert (found["host"].knobs is None) == (host == 64)
 
 
-def test_nothing_is_gained_where_nothing_is_short(model: ModelSpec) -> None:
+def test_more_memory_gains_nothing_where_none_is_short(model: ModelSpec) -> None:
     costs = cost_model(H200, model, WORK)
     for policy in ("overlapped", "k_buffer"):
         choice = candidates(model, H200, WORK, policies=[policy])[0]
@@ -226,9 +226,7 @@ def test_another_state_format_is_tried_with_the_chosen_plan() -> None:
 
 
 @pytest.mark.parametrize(("host", "wanted"), [(64, "master24"), (26, "bf16-sr"), (20, "")])
-def test_a_model_that_does_not_fit_is_told_the_format_in_which_it_does(
-    host: int, wanted: str
-) -> None:
+def test_advice_names_the_state_format_in_which_a_model_fits(host: int, wanted: str) -> None:
     """Of several formats that fit, the one with the most bytes is named, after all exact changes.
     If none fits, its shortage is named.
     """
@@ -296,7 +294,7 @@ def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
     assert some._speed(small, some._least(small, device_limit_bytes=1)) is None
 
 
-def test_where_no_whole_row_fits_a_shorter_one_is_suggested(
+def test_if_no_whole_row_fits_a_shorter_one_is_suggested(
     make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = adviser(make_model, "h200")
@@ -307,7 +305,7 @@ def test_where_no_whole_row_fits_a_shorter_one_is_suggested(
 
 
 @pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
-def test_the_memory_to_add_is_what_the_limits_lack(
+def test_the_memory_to_add_is_that_missing_in_both_limits(
     make_model: Callable[..., ModelSpec], machine: str, options: int
 ) -> None:
     """One memory for both places is as large as both need together, and counts once."""

@@ -156,7 +156,7 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
         assert not small(larger, **limits).feasible
 
 
-def test_what_fits_is_among_the_most_that_fits() -> None:
+def test_a_plan_that_fits_is_within_the_largest_that_fits() -> None:
     """The batch and the sequence of a plan that fits are at most the largest that fit.
 
     The placement of that plan may take less memory than the smallest plan of a policy with slots.
@@ -220,7 +220,7 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
         assert getattr(found, peak) == pytest.approx(getattr(expected, peak), abs=4096 * 64)
 
 
-def test_what_the_host_cannot_hold_is_placed_on_the_device() -> None:
+def test_state_that_the_host_cannot_hold_is_placed_on_the_device() -> None:
     plan = Plan(
         policy="overlapped",
         hardware="h200",
@@ -302,7 +302,7 @@ def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
             assert judge(ModelSpec.load(entry.model), hardware, work, advise=False).feasible
 
 
-def test_a_suggestion_that_promises_speed_keeps_it() -> None:
+def test_a_suggestion_gains_the_speed_that_it_states() -> None:
     """A suggestion's gain is what a search with its options finds."""
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB, advise=True)
@@ -345,7 +345,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
         ),
     ],
 )
-def test_more_micro_batches_gain_what_is_said(
+def test_more_micro_batches_gain_the_stated_speed(
     model: str, machine: str, work: Workload, change: str, gain: float | None
 ) -> None:
     """Advice on accumulation gives the gain that a search with it finds.
@@ -364,7 +364,7 @@ def test_more_micro_batches_gain_what_is_said(
         assert entry.gain == pytest.approx(gain, abs=0.02)
 
 
-def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
+def test_advice_for_a_unified_machine_counts_no_offloading() -> None:
     """Advice for a unified machine does not count on offloading to the host."""
     work = Workload(batch=32, sequence=8192, accumulation=4, dtype="fp32", loss_chunk=256)
     model, hardware = ModelSpec.load("qwen3-1.7b"), HardwareSpec.load("apple-m4-max")
@@ -409,7 +409,7 @@ def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
     assert verdict.multi_gpu.speedup == pytest.approx(4)
 
 
-def test_gpus_that_a_host_has_not_are_refused() -> None:
+def test_more_gpus_than_the_host_has_are_refused() -> None:
     with pytest.raises(UserError, match=f"allowed: 1 to {MOST_GPUS}"):
         small(gpus=MOST_GPUS + 1)
     with pytest.raises(UserError, match="one memory"):
@@ -462,12 +462,12 @@ def test_counts_as_people_write_them(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1B", "1Q", "nan", "1e9", "B"])
-def test_what_is_no_count(text: str) -> None:
+def test_texts_that_are_no_counts(text: str) -> None:
     with pytest.raises(UserError, match="--tokens: found "):
         parse_count(text, "--tokens")
 
 
-def test_a_policy_that_is_left_out_of_the_search_would_have_lost() -> None:
+def test_a_policy_that_the_search_leaves_out_is_not_faster() -> None:
     for limits in ({"device_limit": 4 * GIB}, {}):
         found = candidates(SMALL, H200, WORK, **limits)
         everything = search(SMALL, H200, WORK, policies=contenders(), **limits)

@@ -144,13 +144,13 @@ def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
     assert (refused.binding, refused.reason) == (short.account.binding, short.account.advice)
 
 
-def test_the_host_s_memory_is_assumed_where_nobody_stated_it(make_plan: MakePlan) -> None:
+def test_the_host_s_memory_is_assumed_if_it_is_not_given(make_plan: MakePlan) -> None:
     for limit, assumed in ((H200.host_bytes, True), (H200.host_bytes - 1, False)):
         plan = make_plan("k_buffer", host_limit_bytes=limit)
         assert summarize(chosen(plan), H200).host_memory_assumed is assumed
 
 
-def test_what_is_lacking_is_said_for_each_memory(make_plan: MakePlan) -> None:
+def test_the_missing_bytes_are_given_for_each_memory(make_plan: MakePlan) -> None:
     verdict = summarize(chosen(make_plan("k_buffer")), H200)
 
     def lacking(device: int, host: int) -> str:
@@ -200,7 +200,7 @@ def test_a_mask_between_documents_is_named_where_it_costs(
     assert not _documents(make_model(family="gemma2"), masked)
 
 
-def test_several_gpus_train_sooner_and_take_the_energy_of_all(make_plan: MakePlan) -> None:
+def test_several_gpus_take_less_time_and_the_energy_of_all(make_plan: MakePlan) -> None:
     verdict = summarize(chosen(make_plan("k_buffer")), H200)
     several = MultiGpu(
         gpus=4,
@@ -277,7 +277,7 @@ def test_a_gpu_with_a_host_memory_of_its_own_shares_no_link(make_plan: MakePlan)
 
 
 @pytest.mark.parametrize(("machine", "share"), [("h200", 1), ("gh200-96", 4)])
-def test_the_cores_of_a_host_work_for_all_of_its_gpus(
+def test_the_cores_of_a_host_are_shared_by_its_gpus(
     make_plan: MakePlan, machine: str, share: int
 ) -> None:
     """Where updates on the host limit the step, it takes as long as with one GPU, or a part of that
@@ -353,7 +353,7 @@ def test_another_machine_has_the_least_memory_that_suffices(
     assert not list(library._another_machine(plan, small))
 
 
-def test_a_smaller_model_is_the_largest_of_the_series_or_else_of_all(
+def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ModelSpec.load("qwen3-4b")

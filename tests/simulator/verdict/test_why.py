@@ -51,7 +51,7 @@ def margins(choice: Choice) -> dict[str, MarginalMemory]:
     }
 
 
-def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
+def test_a_model_that_fits_is_not_streamed_and_the_reason_says_so() -> None:
     choice = candidates(HALF, H200, Workload(batch=4, sequence=1024))[0]
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choice.plan).ops)
     verdict = explain(choice, H200, advise=False)
@@ -84,7 +84,7 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     assert f"Second policy {second.policy}, " in text
 
 
-def test_of_many_micro_batches_the_engine_s_time_decides_which_plan_comes_second() -> None:
+def test_with_many_micro_batches_the_engine_s_time_decides_which_plan_is_second() -> None:
     """The search times two of them."""
     work = Workload(batch=4, sequence=512, accumulation=6)
     choice = PlacementSearch(
@@ -98,7 +98,7 @@ def test_of_many_micro_batches_the_engine_s_time_decides_which_plan_comes_second
     assert second.step_seconds >= choice.step_seconds
 
 
-def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_faster() -> None:
+def test_policies_that_recompute_are_not_searched_where_saving_is_faster() -> None:
     """Policies that recompute many micro-batches are not searched if saving activations is faster.
 
     The bound is the compute of all micro-batches, not of two.
@@ -136,7 +136,7 @@ def test_another_policy_may_come_second() -> None:
         Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
     ],
 )
-def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
+def test_a_policy_that_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
     """The bound by which a policy is left out is not above the policy's best step."""
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
@@ -147,7 +147,7 @@ def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None
 
 
 @pytest.mark.parametrize("limit", [7, 9])
-def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) -> None:
+def test_one_more_gib_of_device_memory_gains_what_a_new_search_finds(limit: int) -> None:
     choice = chosen(device_limit=limit * GIB)
     margin = margins(choice)["device"]
     again = chosen(device_limit=(limit + 1) * GIB)
@@ -191,7 +191,7 @@ def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short()
 @pytest.mark.parametrize(
     ("limit", "tokens"), [(12, 16384), pytest.param(7, 32768, marks=pytest.mark.nightly)]
 )
-def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it(
+def test_the_split_of_a_step_s_tokens_is_within_2_percent_of_the_fastest(
     limit: int, tokens: int
 ) -> None:
     """The chosen split of a step's tokens into micro-batches is within 2 % of the fastest."""
@@ -207,7 +207,7 @@ def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it(
     assert found.step_seconds <= 1.02 * min(choice.step_seconds for choice in every)
 
 
-def test_many_micro_batches_are_not_planned_like_two() -> None:
+def test_a_plan_for_many_micro_batches_differs_from_one_for_two() -> None:
     """A plan for many micro-batches differs from a plan for two.
 
     The update runs once a step, so with many micro-batches saved activations are worth more than
@@ -237,7 +237,7 @@ def test_the_tokens_are_split_for_a_policy_of_fixed_places_too(policy: str) -> N
     assert found.plan.workload.step_tokens == 32768
 
 
-def test_tokens_that_are_no_whole_sequences_are_refused() -> None:
+def test_a_number_of_tokens_that_is_not_whole_sequences_is_refused() -> None:
     with pytest.raises(UserError, match="use 33792"):
         splits(Workload(batch=1, sequence=1024), 33_500)
 
