@@ -1,4 +1,4 @@
-"""Tests of README.md, CONTRIBUTING.md and docs/: links, named files, and the README's length.
+"""Tests of README.md, CONTRIBUTING.md and docs/: links, file names, and the README's length.
 
 `make docs` checks the links too, and those of the results' pages.
 """

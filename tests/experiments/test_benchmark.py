@@ -174,14 +174,15 @@ def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> Non
 
 
 def test_the_settings_of_deepspeed(make_plan: Callable[..., Plan]) -> None:
-    told = zero3.settings(make_plan(batch=3, accumulation=4).workload)
+    settings = zero3.settings(make_plan(batch=3, accumulation=4).workload)
     assert (
-        told["train_micro_batch_size_per_gpu"],
-        told["gradient_accumulation_steps"],
-        told["gradient_clipping"],
+        settings["train_micro_batch_size_per_gpu"],
+        settings["gradient_accumulation_steps"],
+        settings["gradient_clipping"],
     ) == (3, 4, 1.0)
     assert {
-        told["zero_optimization"][f"offload_{what}"]["device"] for what in ("param", "optimizer")
+        settings["zero_optimization"][f"offload_{what}"]["device"]
+        for what in ("param", "optimizer")
     } == {"cpu"}
     assert zero3.settings(make_plan(clipping="none").workload)["gradient_clipping"] == 0
 

@@ -61,8 +61,8 @@ def test_the_memory_of_the_process_is_stored_and_zero_in_files_without_it(
 
 def test_every_section_has_a_comment(tmp_path: Path) -> None:
     hardware = HardwareSpec.load(str(RESULTS / "h200-qwen2.5-7b-batches" / "hardware.toml"))
-    write_hardware(tmp_path / "told.toml", hardware, "megatrain calibrate")
-    lines = (tmp_path / "told.toml").read_text().splitlines()
+    write_hardware(tmp_path / "machine.toml", hardware, "megatrain calibrate")
+    lines = (tmp_path / "machine.toml").read_text().splitlines()
     assert "`megatrain calibrate`" in lines[0]
     above = {line: lines[number - 1] for number, line in enumerate(lines) if number}
     parts = [

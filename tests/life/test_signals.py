@@ -1,6 +1,6 @@
 """Tests of commands that a signal ends: they leave no half-written files.
 
-A command that is killed may leave some. The next command with the same target removes them.
+A killed command may leave such files. The next command with the same target removes them.
 """
 
 from __future__ import annotations

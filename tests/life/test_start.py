@@ -1,6 +1,6 @@
 """Tests of the folder of a run that ended early: the run can be started again or resumed.
 
-This holds also when the run was killed between the first files that it writes.
+This also holds for a run that was killed while it wrote its first files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_run_killed_between_its_first_files_can_be_started_again(
 ) -> None:
     """A run that is killed while it writes one of its first four files can be started again.
 
-    The first call of each function belongs to the token cache, so file N belongs to call N + 1.
+    The first call of each function writes the token cache, so call N + 1 writes file N.
     """
     killed = driver.run(
         workplace, *NEW, "--data-cache", "cache", "--out", "run", at=(function, file + 1, "SIGKILL")

@@ -91,10 +91,10 @@ def test_offloaded_attention_stays_in_host_memory_until_recompute(
     schedule = policies.lower(plan)
     schedule.check()
     size = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype).bytes
-    for layer, parked in (("0", True), ("1", False), ("2", True), ("3", True)):
+    for layer, offloaded in (("0", True), ("1", False), ("2", True), ("3", True)):
         for micro in range(2):
             around = [schedule.by_id.get(f"{kind}{layer}.m{micro}") for kind in ("T", "TL")]
-            if not parked:
+            if not offloaded:
                 assert around == [None, None]
                 continue
             down, up = around
@@ -278,10 +278,10 @@ def test_saved_attention_that_does_not_fit_the_device_is_offloaded() -> None:
     plan = chosen(LONG, 40 * GIB)
     placement = plan.knobs.placement
     assert placement.offloaded_inputs == "all"
-    parked = plan.placed("offloaded_attention")
-    assert parked < plan.placed("saved_attention")
-    assert len(parked) > 3
-    others = plan.placed("saved_attention") - parked
+    offloaded = plan.placed("offloaded_attention")
+    assert offloaded < plan.placed("saved_attention")
+    assert len(offloaded) > 3
+    others = plan.placed("saved_attention") - offloaded
     here = msgspec.structs.replace(
         placement, saved_attention=",".join(others), offloaded_attention=""
     )

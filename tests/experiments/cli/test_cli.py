@@ -175,15 +175,15 @@ def test_a_second_calibration_says_whether_it_agrees(
 def test_without_a_model_a_default_set_is_measured(
     command: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], points: list[Any]
 ) -> None:
-    heard: list[Any] = []
+    calls: list[Any] = []
 
-    def calibrate(*told: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
-        heard.append(([told[1].name, *(other.model.name for other in others)], [told[2], *grid]))
+    def calibrate(*args: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
+        calls.append(([args[1].name, *(other.model.name for other in others)], [args[2], *grid]))
         return HardwareSpec.load("h200")
 
     monkeypatch.setattr("megatrain.runtime.calibration.calibrate.calibrate", calibrate)
     assert command("calibrate", "--device", "cpu", *options, "--out", "new.toml").status == 0
-    (names, workloads), *more = heard
+    (names, workloads), *more = calls
     assert (names, more) == (["llama-256", "llama-512", "llama-768"], [])
     assert [(work.batch, work.sequence, work.dtype) for work in workloads] == points
 
@@ -210,10 +210,10 @@ def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(
     points: list[Any],
     said: str,
 ) -> None:
-    heard: list[Workload] = []
+    calls: list[Workload] = []
 
-    def calibrate(*told: Any, grid: list[Workload], **_: Any) -> HardwareSpec:
-        heard.extend([told[2], *grid])
+    def calibrate(*args: Any, grid: list[Workload], **_: Any) -> HardwareSpec:
+        calls.extend([args[2], *grid])
         return HardwareSpec.load("h200")
 
     monkeypatch.setattr("megatrain.runtime.calibration.calibrate.calibrate", calibrate)
@@ -222,7 +222,7 @@ def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(
     monkeypatch.setattr(HardwareSpec, "load", lambda _: rates)
     outcome = command("calibrate", "tiny", "--device", "cpu", *options, "--out", "new.toml")
     assert outcome.status == 0, outcome.err
-    assert [(work.batch, work.sequence, work.dtype) for work in heard] == points
+    assert [(work.batch, work.sequence, work.dtype) for work in calls] == points
     assert said in outcome.out
     assert outcome.out.startswith("micro-batches of " if said else "wrote")
 

@@ -216,7 +216,7 @@ MISTAKES = {
         "one policy, or best",
         "leave --gpus out",
     ),
-    "GPUs beside one memory": Mistake(
+    "several GPUs on a machine with one memory": Mistake(
         ("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"),
         "2",
         "one memory",

@@ -442,7 +442,7 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"),
@@ -455,14 +455,14 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
     ],
 )
 def test_an_unexpected_error_of_a_path_is_reported_in_one_line(
-    capsys: pytest.CaptureFixture[str], error: OSError, told: str
+    capsys: pytest.CaptureFixture[str], error: OSError, expected: str
 ) -> None:
     def fail() -> int:
         raise error
 
     assert run_program("heldout", fail) == 2
     said = capsys.readouterr().err
-    assert said.startswith(told)
+    assert said.startswith(expected)
     assert said.count("\n") == 1
 
 

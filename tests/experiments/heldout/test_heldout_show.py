@@ -192,7 +192,7 @@ def test_a_case_is_compared_op_by_op(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--case", "tiny"], "cases with 'tiny' in their name"),
         (["--case", BEST], "cases with 'best' in their name"),
@@ -200,11 +200,11 @@ def test_a_case_is_compared_op_by_op(
     ],
 )
 def test_showing_an_unknown_case_or_folder_gives_a_one_line_error(
-    folder: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show.main([str(folder), *words]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert error.count("\n") == 1
 
 

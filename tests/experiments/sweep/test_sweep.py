@@ -53,8 +53,8 @@ def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
 def test_work_that_plans_share_changes_no_number(policy: str, make_plan: Any) -> None:
     """A plan has the same numbers in a sweep as when it is assessed alone."""
     able = policies.find(policy).places_state
-    parked = Placement(saved_attention="0-1", offloaded_attention="0") if able else Placement()
-    base = make_plan(policy, layers=5, dtype="bf16", heads=4, placement=parked)
+    placement = Placement(saved_attention="0-1", offloaded_attention="0") if able else Placement()
+    base = make_plan(policy, layers=5, dtype="bf16", heads=4, placement=placement)
     placed = (
         {"placement__saved_activations": ["", "3-4"], "placement__offloaded_inputs": ["", "all"]}
         if able
@@ -294,15 +294,15 @@ def test_two_processes_give_the_results_of_one(make_plan: Any, tmp_path: Path) -
     entries, stores = [SweepEntry(plan, keys.of(plan)) for plan in found], []
     for jobs in (1, 2):
         with Store(tmp_path / f"{jobs}.jsonl") as store:
-            heard = Counter[str]()
+            counts = Counter[str]()
             simulate(
                 entries,
                 H200,
                 store,
-                lambda rows, heard=heard: heard.update(row.key for row in rows),
+                lambda rows, counts=counts: counts.update(row.key for row in rows),
                 jobs=jobs,
             )  # type: ignore[misc]
-            assert set(heard.values()) == {1}
+            assert set(counts.values()) == {1}
             stores.append(store.rows)
         assert len((tmp_path / f"{jobs}.jsonl").read_bytes().splitlines()) == len(found)
     assert stores[0] == stores[1]

@@ -129,11 +129,11 @@ def test_a_long_context_is_computed_in_pieces_as_check_does(
     parts = answer(Question.read(values))
     name, outlook = next(parts)
     assert (name, outlook and outlook["shown"]["answer"]) == ("outlook", "YES")
-    _, told = next(parts)
-    assert told
+    _, full = next(parts)
+    assert full
     words = ("qwen2.5-0.5b", "--hardware", "rtx3080-10gb", "--seq", "131072")
     expected = checked(capsys, *words)
-    found = json.loads(json.dumps(told["verdict"]))
+    found = json.loads(json.dumps(full["verdict"]))
     same = ("workload", "batch_chosen", "step_seconds", "knobs")
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 

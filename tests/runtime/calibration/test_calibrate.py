@@ -229,7 +229,7 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
     plan, closed = executable(), list[str]()
     monkeypatch.setattr(module, "_measure_optimizer", lambda *_: 1 / 0)
     for name, kind, method in (
-        ("slabs", module.ReusablePinnedPool, "free"),
+        ("pool", module.ReusablePinnedPool, "free"),
         ("parts", module.ChunkUpdates, "close"),
     ):
         usual = getattr(kind, method)
@@ -246,7 +246,7 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
             host_bytes=2**33,
             device_bytes=2**33,
         )
-    assert sorted(closed) == ["parts", "slabs"]
+    assert sorted(closed) == ["parts", "pool"]
 
 
 def test_the_link_is_measured_next_to_host_updates_of_whole_layers(

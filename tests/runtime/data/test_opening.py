@@ -246,8 +246,8 @@ def test_a_note_names_text_that_is_left_out(
     _, _, notes = opened(
         tmp_path / "texts", folder=tmp_path / "model", packing="plain", vocabulary=257
     )
-    told = "only the first 1.00 KiB of the text are read; the rest is left out"
-    assert (told in notes) == left_out
+    note = "only the first 1.00 KiB of the text are read; the rest is left out"
+    assert (note in notes) == left_out
 
 
 def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(

@@ -37,10 +37,10 @@ PLACEMENTS = [
     Placement(
         saved_attention=layers,
         offloaded_attention=away,
-        saved_activations=stored,
-        offloaded_inputs=parked,
+        saved_activations=saved,
+        offloaded_inputs=offloaded,
     )
-    for layers, away, stored, parked in (
+    for layers, away, saved, offloaded in (
         ("", "", "", ""),
         ("all", "", "", ""),
         ("0-2", "0-1", "3", "all"),

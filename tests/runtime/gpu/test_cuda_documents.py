@@ -41,8 +41,8 @@ SIZES = {
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 PLACEMENTS = [
-    Placement(saved_attention=layers, saved_activations=stored, offloaded_inputs=parked)
-    for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
+    Placement(saved_attention=layers, saved_activations=saved, offloaded_inputs=offloaded)
+    for layers, saved, offloaded in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
 ]
 CUTS = [
     [(100, 1, 99, 56), (256,)],

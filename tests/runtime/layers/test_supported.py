@@ -119,8 +119,8 @@ def test_a_plan_alone_rebuilds_the_model(
         "rope_theta", config.rope_parameters["rope_theta"]
     )
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    assert model.parameters == sum(parameter.numel() for parameter in skeleton.parameters())
+        meta_model = AutoModelForCausalLM.from_config(config)
+    assert model.parameters == sum(parameter.numel() for parameter in meta_model.parameters())
 
 
 def test_a_multimodal_folder_is_refused_by_name(

@@ -37,26 +37,26 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.loaded: list[int] = []
-        self.told: list[tuple[str, Any]] = []
+        self.events: list[tuple[str, Any]] = []
 
     def on_load(self, parameters: int) -> None:
         self.loaded.append(parameters)
 
     def on_start(self, trainer: Trainer) -> None:
-        self.told.append(("start", trainer.first_step))
+        self.events.append(("start", trainer.first_step))
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
         self.steps.append(step)
-        self.told.append(("step", step.number))
+        self.events.append(("step", step.number))
 
     def on_evaluation(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
-        self.told.append(("evaluation", evaluation.number))
+        self.events.append(("evaluation", evaluation.number))
 
     def on_save(self, trainer: Trainer, number: int) -> None:
-        self.told.append(("save", number))
+        self.events.append(("save", number))
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        self.told.append(("end", error))
+        self.events.append(("end", error))
 
 
 def test_training_from_python_needs_few_lines(place: Path) -> None:
@@ -78,7 +78,7 @@ def test_training_from_python_needs_few_lines(place: Path) -> None:
         None,
         "",
     )
-    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
+    assert recorder.events == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
     assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], (
         "a folder was made although no run folder was asked for"
     )
@@ -110,7 +110,7 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
         ("save", 5),
         ("end", None),
     ]
-    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), *between]
+    assert recorder.events == [("start", 1), ("step", 1), ("step", 2), *between]
     rows = [
         json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_training(
         ),
     ):
         prepare(place, callbacks=[recorder], **{"saving.every_steps": 2}).fit()
-    assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
+    assert recorder.events[-2:] == [("step", 2), ("end", recorder.events[-1][1])]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_model(
@@ -337,7 +337,7 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     stop = Stop()
     fitted = prepare(place, callbacks=[stop], **{"saving.every_steps": 10}).fit()
     assert (fitted.steps, fitted.stopped) == (2, "enough")
-    assert stop.told[-2:] == [("save", 2), ("end", None)]
+    assert stop.events[-2:] == [("save", 2), ("end", None)]
     assert (place / "run" / "model" / "model.safetensors").exists()
 
 
@@ -399,7 +399,7 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
         trainer.fit()
     assert trainer.executor._arenas._place == {}
     assert threading.active_count() == threads
-    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), (
+    assert event == "on_load" or isinstance(recorder.events[-1][1], CallbackError), (
         "the other callbacks must get the end of the run"
     )
 

@@ -243,8 +243,8 @@ def test_a_note_warns_of_conversations_that_attend_to_each_other(
     notes: list[str] = []
     plan, options = Plan.load(place / "plan.toml"), DataOptions(data="corpus", packing="plain")
     assert opening.find_data(options, plan, None, 0, notes.append) == (corpus, None)
-    told = [note.startswith("each conversation attends to those before it") for note in notes]
-    assert told == [True] * (conversations and not apart)
+    flags = [note.startswith("each conversation attends to those before it") for note in notes]
+    assert flags == [True] * (conversations and not apart)
 
 
 def test_a_run_with_a_decaying_rate_may_become_longer_with_a_note(place: Path, run: Any) -> None:

@@ -110,10 +110,10 @@ def test_several_gpus_share_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone_ms", "beside_ms", "kept"),
+    ("alone_ms", "next_to_ms", "kept"),
     [(0.11, 1.673, 0.980), (0.235, 1.996, 0.879), (0.922, 2.644, 0.683), (1.483, 3.211, 0.568)],
 )
-def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
+def test_compute_and_update_take_turns(alone_ms: float, next_to_ms: float, kept: float) -> None:
     """An update during a forward pass slows both as measured on an H200, 2026-11-21.
 
     The update is AdamW, and the forward pass is a layer of a 7B model.
@@ -132,11 +132,11 @@ def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: 
     assert forward is not None
     assert update is not None
     assert backward is not None
-    beside, updating = sharing.rates((forward, update))
-    assert alone_ms * PARTS / updating == pytest.approx(beside_ms, rel=0.12)
-    assert beside / PARTS == pytest.approx(kept, abs=0.05)
+    next_to_update, updating = sharing.rates((forward, update))
+    assert alone_ms * PARTS / updating == pytest.approx(next_to_ms, rel=0.12)
+    assert next_to_update / PARTS == pytest.approx(kept, abs=0.05)
     assert sharing.rates((backward, update))[0] == pytest.approx(
-        PARTS - (PARTS - beside) / 2, abs=1
+        PARTS - (PARTS - next_to_update) / 2, abs=1
     )
     assert sharing.rates((forward,)) == sharing.rates((update,)) == (PARTS,)
 

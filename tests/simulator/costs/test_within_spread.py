@@ -158,13 +158,13 @@ def test_the_range_of_large_groups_is_that_of_the_whole_step(
 def test_mfu_is_of_the_datasheet_s_peak_and_not_of_the_measured_product(
     plan: Plan, machine: HardwareSpec
 ) -> None:
-    told, sheet = summarize(chosen(plan, machine), machine), HardwareSpec.load("h200")
+    verdict, sheet = summarize(chosen(plan, machine), machine), HardwareSpec.load("h200")
     peaks = [each.peak_tflops["bf16"] for each in (sheet, machine)]
     assert peaks[1] < 0.9 * peaks[0]
-    expected = [mfu(plan.model, plan.workload, told.step_seconds, peak) for peak in peaks]
-    assert [told.mfu, told.matmul_rate_share] == expected
-    assert told.machine == "H200"
-    assert not told.host_memory_assumed
+    expected = [mfu(plan.model, plan.workload, verdict.step_seconds, peak) for peak in peaks]
+    assert [verdict.mfu, verdict.matmul_rate_share] == expected
+    assert verdict.machine == "H200"
+    assert not verdict.host_memory_assumed
     assert machine.costs is not None
     elsewhere = msgspec.structs.replace(
         machine, costs=msgspec.structs.replace(machine.costs, measured_on="NVIDIA TITAN X")

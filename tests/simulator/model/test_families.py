@@ -209,7 +209,7 @@ NAMES = [
 ]
 
 
-def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
+def meta_model_of(config: transformers.PretrainedConfig) -> torch.nn.Module:
     """Returns the model without memory for its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -276,7 +276,7 @@ def test_tensors_are_those_of_transformers_in_its_order(
     }
     if None in changes.values():
         given |= changes  # null is a value of its own for these keys
-    model = skeleton(config)
+    model = meta_model_of(config)
     for content in (
         config.to_dict(),
         given,

@@ -162,16 +162,16 @@ def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> Non
     limit = 4 * GIB
     chosen = find(SMALL, work, device_limit=limit, policies=["k_buffer"])[0]
     costs, best = cost_model(H200, SMALL, work), float("inf")
-    for slots, gradients, slabs, interval in itertools.product(
+    for slots, gradients, staging, interval in itertools.product(
         (1, 2, 4), (1, 2), (0, 2), (1, 2, 4)
     ):
-        if slabs == 0 and work.accumulation > 1:
+        if staging == 0 and work.accumulation > 1:
             continue
         knobs = msgspec.structs.replace(
             chosen.plan.knobs,
             weight_slots=slots,
             gradient_slots=gradients,
-            gradient_staging=slabs,
+            gradient_staging=staging,
             checkpoint_interval=interval,
         )
         other = assess(msgspec.structs.replace(chosen.plan, knobs=knobs), costs)

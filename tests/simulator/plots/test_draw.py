@@ -31,13 +31,13 @@ USAGE = {
 }
 
 
-def timeline(plan: Plan, name: str = "predicted", stretch: int = 1) -> Timeline:
+def timeline(plan: Plan, name: str = "predicted", factor: int = 1) -> Timeline:
     schedule = lower(plan)
     spans: list[Span] = []
     end: dict[str, int] = {}
     for number, op in enumerate(schedule.ops):
         start = max([end.get(op.lane, 0), *(end[other] for other in op.after)])
-        end[op.id] = end[op.lane] = start + stretch * (100_000 + 7_000 * (number % 13))
+        end[op.id] = end[op.lane] = start + factor * (100_000 + 7_000 * (number % 13))
         spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end[op.id]))
     return Timeline(name=name, digest=schedule.digest, spans=tuple(spans))
 

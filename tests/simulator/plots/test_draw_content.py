@@ -45,13 +45,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-def timeline(name: str, stretch: int = 1) -> Timeline:
+def timeline(name: str, factor: int = 1) -> Timeline:
     spans = [
         Span(
             op=op,
             lane=lane,
-            start_ns=start * stretch * MILLISECOND,
-            end_ns=end * stretch * MILLISECOND,
+            start_ns=start * factor * MILLISECOND,
+            end_ns=end * factor * MILLISECOND,
         )
         for op, lane, start, end in SPANS
     ]

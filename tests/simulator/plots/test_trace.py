@@ -20,7 +20,7 @@ from megatrain.simulator.schedule.timeline import Span, Timeline
 POLICIES = ("sequential", "double_buffer", "resident")
 
 
-def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
+def play(schedule: Schedule, name: str, factor: int = 1) -> Timeline:
     """Returns a timeline in which every op starts as early as its lane and dependencies allow.
 
     An op's duration follows from its place in the schedule.
@@ -30,7 +30,7 @@ def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
     spans = []
     for number, op in enumerate(schedule.ops):
         start = max([free.get(op.lane, 0), *(end[other] for other in op.after)])
-        end[op.id] = free[op.lane] = start + stretch * (1_000 + 37 * (number % 11))
+        end[op.id] = free[op.lane] = start + factor * (1_000 + 37 * (number % 11))
         spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end[op.id]))
     return Timeline(name=name, digest=schedule.digest, spans=tuple(spans))
 

@@ -190,12 +190,12 @@ def test_the_published_code_keeps_the_decoder_twice_and_twelve_staging_buffers()
     assert pools["host.flats"] == pytest.approx(
         2 * SEVEN.layers * decoder, rel=1e-4
     )  # rounded to whole pages
-    slabs = [
+    staging = [
         buffer
         for buffer in schedule_of("megatrain_code").buffers
         if buffer.pool == "host.gradient_staging"
     ]
-    assert [buffer.bytes for buffer in slabs] == 12 * [2 * decoder]
+    assert [buffer.bytes for buffer in staging] == 12 * [2 * decoder]
     assert choice(
         "megatrain_code", SEVEN, B
     ).account.host_peak_bytes / SEVEN.parameters == pytest.approx(15.5, rel=0.01)  # measured
@@ -215,12 +215,12 @@ def test_only_deepspeed_fetches_ahead_on_one_gpu(policy: str) -> None:
     loads = [
         spans[op.id] for op in schedule.ops if op.kind == "load_weights" and op.layer.isdigit()
     ]
-    beside = [
+    overlapping = [
         load
         for load in loads
         if any(load.start_ns < span.end_ns and span.start_ns < load.end_ns for span in computing)
     ]
-    assert bool(beside) == (policy == "zero3_offload")
+    assert bool(overlapping) == (policy == "zero3_offload")
 
 
 @pytest.mark.parametrize("policy", PEERS)

@@ -182,7 +182,7 @@ def test_a_plan_that_fits_is_within_the_largest_that_fits() -> None:
 )
 def test_a_footprint_is_the_account_of_the_lowered_plan(
     policy: str,
-    parked: str,
+    offloaded: str,
     batch: int,
     sequence: int,
     accumulation: int,
@@ -197,7 +197,7 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
     knobs = Knobs(
         checkpoint_interval=interval,
         chunk_bytes=chunk * 2**20,
-        placement=Placement(offloaded_inputs=parked),
+        placement=Placement(offloaded_inputs=offloaded),
     )
     plan = Plan(
         policy=policy,

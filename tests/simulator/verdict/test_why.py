@@ -43,11 +43,11 @@ def chosen(work: Workload = WORK, **more: Any) -> Choice:
     return candidates(SMALL, H200, work, **more)[0]
 
 
-def margins(choice: Choice) -> dict[str, MarginalMemory]:
+def marginal_memory(choice: Choice) -> dict[str, MarginalMemory]:
     plan = choice.plan
     return {
-        margin.place: margin
-        for margin in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))
+        marginal.place: marginal
+        for marginal in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))
     }
 
 
@@ -59,7 +59,7 @@ def test_a_model_that_fits_is_not_streamed_and_the_reason_says_so() -> None:
     assert "; everything stays on the GPU, nothing is copied" in flat(verdict_text.text(verdict))
     why = flat(verdict_text.text(verdict, why=True))
     assert "Plan policy overlapped: do not stream, everything stays on the device, " in why
-    assert {margin.gain for margin in verdict.one_more_gib} == {0.0}
+    assert {marginal.gain for marginal in verdict.one_more_gib} == {0.0}
     streamed = explain(
         candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0],
         H200,
@@ -149,13 +149,13 @@ def test_a_policy_that_is_not_searched_could_not_have_been_faster(work: Workload
 @pytest.mark.parametrize("limit", [7, 9])
 def test_one_more_gib_of_device_memory_gains_what_a_new_search_finds(limit: int) -> None:
     choice = chosen(device_limit=limit * GIB)
-    margin = margins(choice)["device"]
+    marginal = marginal_memory(choice)["device"]
     again = chosen(device_limit=(limit + 1) * GIB)
-    assert margin.gain > 0.003
-    assert margin.gain == pytest.approx(choice.step_seconds / again.step_seconds - 1, abs=0.02)
-    assert margin.knobs is not None
+    assert marginal.gain > 0.003
+    assert marginal.gain == pytest.approx(choice.step_seconds / again.step_seconds - 1, abs=0.02)
+    assert marginal.knobs is not None
     wider = msgspec.structs.replace(
-        choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
+        choice.plan, knobs=marginal.knobs, device_limit_bytes=(limit + 1) * GIB
     )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
     text = flat(verdict_text.text(explain(choice, H200, advise=False), why=True))
@@ -165,17 +165,20 @@ def test_one_more_gib_of_device_memory_gains_what_a_new_search_finds(limit: int)
 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:
     roomy = chosen(device_limit=7 * GIB)
-    assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
+    assert (marginal_memory(roomy)["host"].gain, marginal_memory(roomy)["host"].knobs) == (
+        0.0,
+        None,
+    )
     host = 15 * GIB // 2
     tight = chosen(device_limit=7 * GIB, host_limit=host)
-    margin = margins(tight)["host"]
+    marginal = marginal_memory(tight)["host"]
     assert tight.feasible
-    assert margin.gain > 0.05
-    assert margin.knobs is not None
-    wider = msgspec.structs.replace(tight.plan, knobs=margin.knobs, host_limit_bytes=host + GIB)
+    assert marginal.gain > 0.05
+    assert marginal.knobs is not None
+    wider = msgspec.structs.replace(tight.plan, knobs=marginal.knobs, host_limit_bytes=host + GIB)
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
     assert chosen(device_limit=7 * GIB, host_limit=host + GIB).step_seconds < tight.step_seconds / (
-        1 + margin.gain
+        1 + marginal.gain
     )
 
 
@@ -183,9 +186,9 @@ def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short()
     """A policy without placements gains nothing by one more GiB if its memory is not short."""
     choice = candidates(SMALL, H200, WORK, device_limit=round(6.3 * GIB), policies=["k_buffer"])[0]
     assert choice.feasible
-    assert margins(choice)["host"].knobs is None
+    assert marginal_memory(choice)["host"].knobs is None
     roomy = candidates(SMALL, H200, WORK, policies=["k_buffer"])[0]
-    assert all(margin.knobs is None for margin in margins(roomy).values())
+    assert all(marginal.knobs is None for marginal in marginal_memory(roomy).values())
 
 
 @pytest.mark.parametrize(
