@@ -1,5 +1,6 @@
-"""Tests of batches: one that is not int64 of shape [batch, sequence] with ids of the vocabulary is
-refused in one line, before anything runs.
+"""Tests of batches that are refused in one line before anything runs.
+
+A batch must be int64 of shape [batch, sequence] with ids of the vocabulary.
 """
 
 from __future__ import annotations

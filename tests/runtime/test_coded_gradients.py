@@ -1,6 +1,4 @@
-"""Tests of gradients that are stored in 8 bits: their codes, steps under several plans, what they
-save, and where they are refused.
-"""
+"""Tests of gradients that are stored in 8 bits: codes, steps, savings and refusals."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def planned(executable: Callable[..., Plan], knobs: dict[str, Any], **work: Any)
 def test_every_plan_has_the_reference_s_bits(
     executable: Callable[..., Plan], session: Callable[..., Any], work: dict[str, Any]
 ) -> None:
-    """Chunks, slots, places and the device that updates do not change a bit."""
+    """Chunks, slots, placements and the place of updates change no bit."""
     reference: Reference | None = None
     wanted: list[tuple[float, float | None]] = []
     first: dict[str, bytes] = {}
@@ -163,7 +161,7 @@ def test_every_plan_has_the_reference_s_bits(
 def test_the_first_update_is_near_that_of_exact_gradients(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """And the norm is that of the gradient before it is encoded."""
+    """The norm is that of the gradients before they are encoded."""
     coded = planned(executable, {})
     exact = executable("overlapped", layers=3)
     found = []
@@ -269,7 +267,7 @@ def test_coded_gradients_are_suggested_where_exact_ones_do_not_fit(
 def test_a_plan_with_them_gets_advice_that_it_can_follow(
     make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has one micro-batch, and other clipping stores no gradients."""
+    """The plan has one micro-batch, and other clipping stores no gradients."""
     monkeypatch.setattr(advice, "alternatives", lambda *_, **__: [])
     model = make_model(layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024)
     work = Workload(batch=8, sequence=64, loss_chunk=512, gradients="8bit")

@@ -1,5 +1,6 @@
-"""Tests of every family: the executor's loss and gradients are those of transformers' whole model
-under plain autograd.
+"""Tests of every family: the executor's loss and gradients are those of transformers' whole model.
+
+The whole model uses plain autograd.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ KINDS = {
     "hy_v3": 2,
 }
 COMPILED = ("llama", "qwen3_moe", "deepseek_v3", "mistral", "qwen2", "qwen3", "nanochat")
-"""families of which the graphs are counted"""
+"""families for which compiled graphs are counted"""
 ROUTED = (
     "granitemoe",
     "gpt_oss",
@@ -123,8 +124,9 @@ ROUTED = (
 def test_loss_and_gradients_are_those_of_the_whole_model(
     run: Callable[..., Any], family: str, dtype: str
 ) -> None:
-    """Loss and gradients match the whole model with accumulation, a head in chunks, and recomputed
-    blocks of three layers.
+    """Loss and gradients match those of the whole model.
+
+    The plan has accumulation, a head in chunks, and recomputed blocks of three layers.
     """
     with run(model_of(family), dtype=dtype, accumulation=2) as running:
         model, batches = (
@@ -172,8 +174,9 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 def test_the_routers_loss_is_part_of_a_step_s_loss(
     run: Callable[..., Any], family: str, padded: bool
 ) -> None:
-    """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
-    layer's graph is kept from the forward pass, and the others' are not.
+    """The routers' loss is the mean over the micro-batches of that of the whole model.
+
+    One layer keeps its graph from the forward pass, and the other layers do not.
     """
     if padded and family in CANNOT_SEPARATE_DOCUMENTS:
         pytest.skip("this family cannot separate documents")
@@ -242,8 +245,9 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
 ) -> None:
-    """A model that transformers saved is loaded and exported with the same names and bits. After a
-    step and an export, transformers' model has the same loss and gradients.
+    """A model that transformers saved is loaded and exported with the same names and bits.
+
+    After a step and an export, transformers' model has the same loss and gradients.
     """
     model_spec = model_of(family)
     with run(model_spec, dtype=dtype) as running:
@@ -329,8 +333,9 @@ def test_a_meta_model_has_the_buffers_of_the_loaded_model(family: str) -> None:
 def test_compiled_layers_have_one_graph_for_each_kind(
     monkeypatch: pytest.MonkeyPatch, family: str, documents: bool
 ) -> None:
-    """A compiled model has one graph for each kind of layer and one for the head. No graph is
-    broken, and another layer, another micro-batch or other documents need no other graph.
+    """A compiled model has one graph for each kind of layer and one for the head.
+
+    No graph is broken. Another layer, another micro-batch or other documents need no other graph.
     """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
@@ -383,7 +388,7 @@ def test_compiled_layers_have_one_graph_for_each_kind(
 def test_a_padded_vocabulary_gives_the_same_head(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Whatever a family does with its logits, and whether embedding and head are tied."""
+    """This holds for every treatment of logits, with tied and untied embeddings."""
     model = model_of(family, vocab_size=251)
     work = Workload(batch=2, sequence=SEQUENCE, loss_chunk=20)
     assert (model.vocabulary, model.projected_rows(work)) == (251, 256)
@@ -464,9 +469,9 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
 def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(
     make_plan: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """A Llama 4 model whose layers without positions scale queries by position is refused with
-    documents. It is accepted with shorter rows, with positions in all layers, or without the
-    scaling.
+    """A Llama 4 model that scales queries by their position in a row is refused with documents.
+
+    It is accepted with shorter rows, with positions in all layers, or without the scaling.
     """
     plan = make_plan("resident", model=model_of("llama4_text", floor_scale=4), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)

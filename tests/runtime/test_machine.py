@@ -1,4 +1,4 @@
-"""Tests of what the runtime asks of the machine and sets on it."""
+"""Tests of the settings of the allocator and the number of threads."""
 
 from __future__ import annotations
 

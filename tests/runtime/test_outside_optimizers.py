@@ -1,6 +1,7 @@
-"""Tests of optimizers from files: with no, one and two moments every plan has the reference's bits
-and can be saved and resumed. An optimizer that cannot be used is refused before anything is
-allocated.
+"""Tests of optimizers from files with no, one and two moments.
+
+Every plan has the reference's bits and can be saved and resumed. An optimizer that cannot be used
+is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Returns a function that saves an optimizer with the given body of `update`, by default
-    without moments, and returns its path.
+    """Returns a function that saves an optimizer with the given body of `update`.
+
+    It returns the path of the file. By default, the optimizer has no moments.
     """
 
     def saved(body: str, moments: int = 0) -> str:

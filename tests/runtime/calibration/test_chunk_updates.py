@@ -1,6 +1,4 @@
-"""Tests of the timing of chunk updates: which sizes are timed, on which data, and that real updates
-run.
-"""
+"""Tests of the timing of chunk updates: the sizes, the data, and that real updates run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of the default set of calibration: which layers are measured if no model is named, that
-they fit, and that the help lists them.
+"""Tests of the default set of calibration, which is measured if no model is named.
+
+Its layers fit the machine, and the help lists them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def test_a_small_model_has_the_proportions_of_a_large_one() -> None:
 def test_the_chosen_layers_fit(
     make_plan: Callable[..., Plan], chosen: CalibrationPreset, policy: str, device: int, host: int
 ) -> None:
-    """The chosen layers fit the smallest machine that gets them. The device holds the pools, a
-    layer's saved activations and its temporaries, and the host the optimizer of the first model
-    with gradients of two micro-batches.
+    """The chosen layers fit the smallest machine for which they are chosen.
+
+    The device holds the pools, and the saved activations and temporaries of a layer. The host holds
+    the optimizer state of the first model, with gradients of two micro-batches.
     """
     points = [(chosen.batch, chosen.sequence), *chosen.grid]
     for name in chosen.models:

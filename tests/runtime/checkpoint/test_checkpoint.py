@@ -1,5 +1,6 @@
-"""Tests of checkpoints: resuming gives the bits of a run that never stopped, under any plan of the
-workload; and which checkpoints are kept.
+"""Tests of checkpoints: resuming under any plan of the workload, and which checkpoints are kept.
+
+A resumed run has the bits of a run that never stopped.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def test_a_resume_under_another_plan_equals_a_run_that_never_stopped(
 def test_a_running_executor_can_go_back_to_a_checkpoint(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """Restoring into a running executor discards its deferred update."""
+    """Restoring a checkpoint into a running executor discards its deferred update."""
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder)
@@ -168,8 +169,9 @@ def test_the_newer_of_two_equally_good_checkpoints_is_kept(
 def test_later_checkpoints_are_removed_after_the_run_went_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """After a run goes back to an earlier step, its next checkpoint replaces those that it left
-    behind. Otherwise the next resume would take one of them.
+    """If a run goes back to an earlier step, its next checkpoint replaces all later ones.
+
+    Otherwise the next resume would use one of the later ones.
     """
     plan, folder = saved
     with session(plan) as running:

@@ -1,5 +1,6 @@
-"""Tests of refused checkpoints: one that is damaged or belongs to another run is refused by name,
-and nothing is changed.
+"""Tests of refused checkpoints: damaged ones and those of another run.
+
+The error names the checkpoint, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -170,8 +171,9 @@ def test_no_checkpoint_is_suggested_if_all_are_damaged(
 def test_an_earlier_checkpoint_is_not_suggested_if_a_resume_would_refuse_it(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """The error names only earlier checkpoints that can be resumed. A link to a file outside the
-    folder is never read, even if its bytes are right.
+    """The error suggests only earlier checkpoints that can be resumed.
+
+    A link to a file outside the folder is never read, even if its bytes are right.
     """
     plan, folder = saved
     flip(state_file(folder / "step-00000002"), -1)
@@ -272,7 +274,7 @@ def test_a_manifest_stores_the_run_and_the_optimizer(saved: tuple[Plan, Path]) -
 def test_a_checkpoint_from_before_a_setting_was_added_is_resumed(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """The setting had its default then."""
+    """A setting that the checkpoint lacks has its default."""
     plan, folder = saved
     reseal(folder / "step-00000002", lambda content: content["optimizer"].pop("adagc_decay"))
     with session(plan) as running:
@@ -307,7 +309,7 @@ def test_a_read_error_of_the_disk_gives_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch,
     in_parts: bool,
 ) -> None:
-    """Whether the file has parts of tensors or whole ones, and also where it is only verified."""
+    """This holds for files with parts of tensors and with whole ones, also in verification."""
     plan, folder = saved
     newest = folder / "step-00000002"
 

@@ -1,6 +1,4 @@
-"""Tests of writing a checkpoint: in which order it reaches the disk, and what a crash, a full disk
-or an interruption leaves.
-"""
+"""Tests of writing a checkpoint: the order of writes, crashes, full disks and interruptions."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A checkpoint is on the disk before it is renamed to its final name. First each file is
-    synced, then the folder, and after the rename the folder above.
+    """A checkpoint is on the disk before it is renamed to its final name.
+
+    First each file is synced, then the folder, and after the rename the parent folder.
     """
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
@@ -92,9 +91,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_unchanged(
     monkeypatch: pytest.MonkeyPatch,
     foreseen: bool,
 ) -> None:
-    """A save that does not fit leaves earlier checkpoints unchanged, and training may go on. It is
-    refused before writing if the disk reports its free space, and otherwise fails at the byte that
-    does not fit.
+    """A save that does not fit leaves earlier checkpoints unchanged, and training may continue.
+
+    It is refused before writing if the disk reports its free space. Otherwise it fails at the byte
+    that does not fit.
     """
     plan, _ = saved
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)

@@ -1,4 +1,4 @@
-"""Tests of bad rows: the list of their kinds stays short, and all rows are counted."""
+"""Tests of bad rows: the list of kinds stays short, and all rows are counted."""
 
 from __future__ import annotations
 

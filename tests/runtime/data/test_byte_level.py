@@ -1,5 +1,6 @@
-"""Tests of text as bytes: each file is a document, the corpus is cut at its maximum of bytes,
-documents are packed without borders, and errors are one line.
+"""Tests of text as bytes: documents, packing, the limit of bytes, and errors of one line.
+
+Each file is a document. Documents are packed without borders.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests of the token cache: what was written is read back as a memory map, a file that is changed
-or cut anywhere is not used, and no partial file is left.
+"""Tests of the token cache: tokens are read back as a memory map, and no partial file is left.
+
+A file that is changed or cut anywhere is not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that cached tokens change nothing: a cache is used for the same input only."""
+"""Tests that cached tokens change no results: a cache is only used for the same input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tests of chat data: which tokens of a conversation have loss. Their templates treat earlier
-turns, ends of turns, thoughts and tools as templates of released models do.
+"""Tests of chat data: which tokens of a conversation have loss.
+
+The templates here treat earlier turns, ends of turns, thoughts and tools as those of released
+models do.
 """
 
 from __future__ import annotations
@@ -162,9 +164,7 @@ FOUR = [
 
 @pytest.fixture
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
-    """Returns a function that gives the text of each run of targets, or the reason why there are
-    none.
-    """
+    """Returns a function that returns the text of each run of targets, or the reason for none."""
 
     def find(
         template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = ""
@@ -251,7 +251,7 @@ def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(
 
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
-    """A token across the end of the prompt belongs to the answer, as with transformers' markers."""
+    """A token across the end of the prompt belongs to the answer, as in transformers."""
     assert targets("blank", Conversation(messages=[user("hello"), answer("world")])) == [
         " world<|end|>"
     ]

@@ -1,6 +1,4 @@
-"""Tests of columns: which layout a row's columns have, which of them are used, and why a row cannot
-be used.
-"""
+"""Tests of columns: the layout of a row, the columns that are read, and rows that are refused."""
 
 from __future__ import annotations
 

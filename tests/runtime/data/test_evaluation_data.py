@@ -1,6 +1,4 @@
-"""Tests of evaluation data: a fraction of the documents, the last ones, a separate file, or a
-separate split.
-"""
+"""Tests of evaluation data: a fraction of the documents, the last ones, a file, or a split."""
 
 from __future__ import annotations
 

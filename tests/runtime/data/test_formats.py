@@ -1,5 +1,6 @@
-"""Tests of readers: rows carry their file and line in every format, a broken file gives an error of
-one line, and broken rows are counted with their position.
+"""Tests of readers: in every format, rows have their file and line.
+
+A broken file gives a one-line error, and broken rows are counted with their position.
 """
 
 from __future__ import annotations

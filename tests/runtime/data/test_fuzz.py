@@ -139,7 +139,7 @@ def check(path: Path, content: bytes) -> None:
 
 
 def extracted(row: dict) -> None:
-    """Extracts the row by the layout that is recognized, and by all others."""
+    """Extracts the row by its recognized layout, and by all other layouts."""
     for layout in (recognize(row), *LAYOUTS):
         if layout:
             with contextlib.suppress(Unusable):

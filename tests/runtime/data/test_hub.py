@@ -1,4 +1,4 @@
-"""Tests of data sets on the hub by name, with a hub that is a folder."""
+"""Tests of data sets on the hub, with a fake hub in a folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of LongText: a text that is tokenized in overlapping windows has the ids of the whole text,
-for any tokenizer and any window ends, and memory stays bounded.
+"""Tests of LongText: tokenizing a text in overlapping windows gives the ids of the whole text.
+
+This holds for any tokenizer and any window ends, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def metaspace(scheme: str, *, split: bool = True) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose normalizer writes blanks as ▁ and that splits nothing, so a whole
-    text is one word.
+    """Returns a tokenizer like Llama 2's: blanks become ▁ and nothing is split.
+
+    A whole text is therefore one word.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -360,9 +362,10 @@ def test_a_row_of_64_mib_takes_a_few_bytes_of_memory_per_byte(
     end: str,
     limit: int,
 ) -> None:
-    """A text row of 64 MiB takes at most 4 bytes of memory per byte, and a conversation 16. This
-    is in addition to the memory of a row of 8 MB, which fills every batch. A conversation is in
-    memory as its row, its messages, and its text with and without marks.
+    """A text row of 64 MiB takes at most 4 bytes of memory per byte, and a conversation 16.
+
+    The memory of a row of 8 MB, which fills every batch, is subtracted. A conversation is in memory
+    as its row, its messages, and its text with and without marks.
     """
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:

@@ -1,4 +1,4 @@
-"""Tests of open_data, from files to batches: what it reports, and what it refuses."""
+"""Tests of open_data, from files to batches: its notes and its errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_note_gives_what_was_found_and_counted(opened: Callable[..., Any], jso
 def test_the_summary_counts_rows_documents_and_tokens_with_loss(
     opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers are those of the batches of an epoch, and of what a user wrote."""
+    """The numbers agree with the batches of an epoch and with the data files."""
     monkeypatch.setattr("megatrain.runtime.data.documents._BLOCK", 7)
     long = [CHAT[0], {"role": "assistant", "content": "one " * 60}]
     never = [{"role": "user", "content": "one " * 60}, CHAT[1]]
@@ -64,7 +64,7 @@ def test_the_summary_counts_rows_documents_and_tokens_with_loss(
     corpus, held_out, _ = opened(path, evaluation_documents=2, on_summary=summaries.update)
     training, evaluation = summaries["training"], summaries["evaluation"]
     assert (training.rows, training.unusable, training.empty) == (23, 1, 0)
-    assert evaluation.rows is None, "they are counted in the training data"
+    assert evaluation.rows is None, "those rows are counted in the training data"
     assert (evaluation.documents, evaluation.left_out, evaluation.cut) == (1, 1, 2)
     assert (training.documents, training.left_out, training.cut) == (20, 0, 0)
     for found, data in ((training, corpus), (evaluation, held_out)):

@@ -1,6 +1,4 @@
-"""Tests of best-fit packing against a simple search in Python, and of how much padding it
-leaves.
-"""
+"""Tests of best-fit packing against a simple search, and of the padding that it leaves."""
 
 from __future__ import annotations
 

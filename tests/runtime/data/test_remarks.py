@@ -1,5 +1,6 @@
-"""Tests of remarks and preview: a run begins with remarks on what is unexpected in the data, where
-there is anything, and shows the first document.
+"""Tests of remarks and preview: a run begins with remarks on unexpected data.
+
+It also shows the first document.
 """
 
 from __future__ import annotations

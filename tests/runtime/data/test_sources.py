@@ -1,6 +1,4 @@
-"""Tests of sources: which files of a path and a split are read, and that all other files are
-named.
-"""
+"""Tests of sources: which files of a path and a split are read, and that others are named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Templates whose loop over the messages stands in a block that takes its text, such as
-`{% set %}`: their labels are those of a template with `{% generation %}`.
+"""Tests of chat templates whose loop over the messages is in a block that captures its text.
+
+Such a block is `{% set %}`. The labels are those of a template with `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ CHANGED = {
     ),
     "filter": "{% filter wordwrap(9) %}" + LOOP + "{% endfilter %}",
 }
-"""Templates that write another text than their block took."""
+"""Templates that change the text which their block captured."""
 CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "the"}}}]
 
 

@@ -1,5 +1,6 @@
-"""Tests of tokenization: ids and targets of every layout, the same by markers and by prefixes, and
-errors that name what a template or a tokenizer cannot do.
+"""Tests of tokenization: ids and targets of every layout, by markers and by prefixes.
+
+Errors name what a template or a tokenizer cannot do.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ def test_pieces_of_a_text_are_one_document(tokenizer_folder: Folder) -> None:
 def test_a_long_text_file_has_the_ids_of_its_whole_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long text file has the ids of the whole text. Metaspace adds a blank before a text, but not
-    before its later pieces.
+    """A long text file has the ids of the whole text.
+
+    Metaspace adds a blank before a text, but must not add it before later pieces.
     """
     monkeypatch.setattr(formats, "_PIECE_BYTES", 1000)
     backend = Tokenizer(models.BPE())
@@ -364,8 +366,9 @@ def test_the_digest_covers_the_files_of_the_tokenizer(
 def test_code_that_comes_with_a_tokenizer_is_not_run(
     tokenizer_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code that comes with a tokenizer is not run unless the options allow it. An answer to a
-    question on the terminal does not allow it.
+    """Code that comes with a tokenizer is only run if the options allow it.
+
+    Answering yes to a question on the terminal does not allow it.
     """
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder(), folder)

@@ -1,8 +1,8 @@
-"""Tests of the chat templates of released models that TRL contains: targets match those of their
-training variants, in which TRL's authors marked what the model generates.
+"""Tests of the chat templates of released models in TRL.
 
-Only TRL's files are read. If a training variant writes another text than the original, a pattern
-finds the turns in the original's text.
+Targets match those of TRL's training variants, in which its authors marked what the model
+generates. Only TRL's files are read. If a training variant writes another text than the original,
+a pattern finds the turns in the original's text.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ NULL_CALLS = ("deepseek_r1_distill",)
 are null"""
 
 NO_ENDS = ("glm4moe",)
-"""templates that do not end a turn: the last turn is followed by the token that would begin the
-next message, as in the training variant"""
+"""templates without a token at the end of a turn: the token that would begin the next message
+follows the last turn, as in the training variant"""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -124,9 +124,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each byte and for each special token of the
-    template.
-    """
+    """Returns a tokenizer with one token for each byte and each special token of the template."""
     vocabulary = {
         character: number
         for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))

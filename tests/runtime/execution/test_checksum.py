@@ -1,6 +1,4 @@
-"""Tests of the checksum: it is the same for the same weights wherever they are stored, and changes
-with any bit.
-"""
+"""Tests of the checksum: it depends on every bit of the weights, and not on their place."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ def deterministic() -> Iterator[None]:
 def test_every_plan_reports_the_same_checksum_in_each_step(
     executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
-    """All plans report the same checksums in every step, whether they update at once or defer the
-    update. The same holds after a flush, in the middle and at the end.
+    """All plans report the same checksums, whether they update at once or defer the update.
+
+    This also holds after a flush in the middle and at the end.
     """
     results = []
     for policy, knobs in PLANS:

@@ -1,5 +1,6 @@
-"""Tests of parameter groups: matrices decay, and other tensors only if a pattern says so. A chunk
-of a layer is split into the fewest ranges of one group each.
+"""Tests of parameter groups: matrices decay, and other tensors only if a pattern matches them.
+
+A chunk of a layer is split into the fewest ranges with one group each.
 """
 
 from __future__ import annotations
@@ -102,8 +103,10 @@ def test_norms_biases_and_embeddings_do_not_decay(
 
 
 def test_a_qwen2_layer_takes_few_launches(make_plan: Callable[..., Plan]) -> None:
-    """The twelve tensors of a Qwen2 layer need eight launches. Three projections alternate with
-    their biases. The other matrices need one launch, and so do the two norms.
+    """The twelve tensors of a Qwen2 layer need eight launches.
+
+    Three projections alternate with their biases, which needs six. The other matrices need one, and
+    the two norms need one.
     """
     layer = make_plan(family="qwen2").model.stack["0"]
     assert len(layer.tensors) == 12

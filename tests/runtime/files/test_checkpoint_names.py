@@ -1,5 +1,7 @@
-"""Tests of tensors that a checkpoint holds in parts: each is put together once, when its first part
-is written. All other tensors are streamed from where they are.
+"""Tests of model tensors that a transformers folder stores in several parts.
+
+Such a tensor is put together once, when its first part is written. All other tensors are streamed
+from their place.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests of the file lock: one process holds it at a time, its holder may enter it again, and it
-leaves no file behind.
+"""Tests of the file lock: one process holds it at a time, and no file is left.
+
+The process that holds it may enter it again.
 """
 
 from __future__ import annotations

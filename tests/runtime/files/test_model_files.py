@@ -1,5 +1,6 @@
-"""Tests of loading and exporting weights: a transformers folder loads, masters are exported to a
-folder that transformers loads, and failures leave nothing behind.
+"""Tests of loading weights from a transformers folder and exporting masters to such a folder.
+
+Failures leave nothing behind.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def test_an_export_has_the_logits_of_what_was_loaded(
     tied: bool,
     dtype: str,
 ) -> None:
-    """The logits of an export equal those of the loaded model exactly. In bf16 the expected model
-    is rounded with ties away from zero, unlike torch's conversion.
+    """The logits of an export exactly equal those of the loaded model.
+
+    In bf16, the expected model is rounded with ties away from zero, unlike in torch's conversion.
     """
     plan = executable(policy, family=family, tied=tied, dtype=dtype)
     model = save_model(plan, tmp_path / "in")

@@ -1,5 +1,6 @@
-"""Tests of which files of a model's folder are read and exported: only safetensors inside the
-folder, one shard at a time, no pickle and no code.
+"""Tests of the files of a model's folder that are read and exported.
+
+Only safetensors files inside the folder are read, one shard at a time, and no pickle and no code.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def test_an_export_has_the_requested_dtype(
     computed: str,
     dtype: Any,
 ) -> None:
-    """An export in fp32 has the masters, and one in bf16 the rounded masters, whatever dtype the
-    layers compute in. Its logits are those of these weights.
+    """An export in fp32 has the masters, and an export in bf16 has the rounded masters.
+
+    This does not depend on the compute dtype. The logits are those of these weights.
     """
     plan = executable("overlapped", dtype=computed)
     with session(plan) as running:
@@ -336,9 +338,7 @@ def test_a_revision_of_a_hub_name_is_fetched(
 
 
 def test_offline_only_the_cache_is_used(tmp_path: Path) -> None:
-    """Offline, a model in the cache is found without a network, and one that is not there gives an
-    error of one line.
-    """
+    """Offline, a model in the cache is found, and a missing one gives a one-line error."""
     snapshot = (
         tmp_path
         / "hub"
@@ -375,8 +375,10 @@ def test_offline_only_the_cache_is_used(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_gives_a_one_line_error(tmp_path: Path) -> None:
-    """A hub that cannot be reached gives an error of one line. No server listens at the port. The
-    test runs in a process of its own, because the library reads the address when it is imported.
+    """A hub that cannot be reached gives a one-line error.
+
+    No server listens on the port. The test runs in a separate process, because the library reads
+    the address on import.
     """
     program = (
         "from megatrain.runtime.files.model_folder import model_folder\ntry:\n   "
@@ -439,8 +441,9 @@ print(json.dumps({"peak": peak, "final": final, "written": size, "writing": writ
 def test_loading_takes_at_most_one_shard_of_extra_memory_and_saving_none(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """Loading uses at most one shard of memory besides the final state, and saving none. The fp32
-    model has 130 MB in shards of 24 MB, and mapped files count.
+    """Loading takes at most one shard of memory in addition to the final state, and saving none.
+
+    The fp32 model has 130 MB in shards of 24 MB. Mapped files count.
     """
     plan = executable(
         hidden=640,

@@ -1,5 +1,6 @@
-"""Tests of reading safetensors files from any source: a file that is not exactly valid is refused
-in one line, and a pickle is never opened.
+"""Tests of reading safetensors files from any source.
+
+A file that is not exactly valid is refused in one line, and a pickle is never opened.
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ def test_invalid_safetensors_files_are_refused(tmp_path: Path, bad: str) -> None
 
 
 def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path) -> None:
-    """A header of more than 100 MB is refused without reading it. The file is sparse, so it takes
-    no space on disk.
+    """A header of more than 100 MB is refused without reading it.
+
+    The file is sparse, so it takes no space on disk.
     """
     with (tmp_path / "f").open("wb") as file:
         file.write((LARGEST_HEADER_BYTES + 1).to_bytes(8, "little"))
@@ -272,9 +274,7 @@ HEADER = (
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """Draws random bytes, a valid or invalid header with about as much data as it states, or a good
-    file with some bytes changed.
-    """
+    """Draws random bytes, a random header with data, or a valid file with some bytes changed."""
     kind = draw(st.integers(0, 2))
     if kind == 0:
         return draw(st.binary(max_size=300))

@@ -1,5 +1,6 @@
-"""Tests on a GPU: each attention kernel computes what `scaled_dot_product_attention` does, and
-saving its output changes no bit. They are skipped on machines without a GPU.
+"""Tests on a GPU: each attention kernel computes what `scaled_dot_product_attention` does.
+
+Saving its output changes no bit. The tests are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def both_ways(
 def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
     kernel: Any, heads: int, kv_heads: int
 ) -> None:
-    """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads. The backward
-    pass from a kept output has the same gradients.
+    """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads.
+
+    The backward pass from a kept output has the same gradients.
     """
     torch.manual_seed(0)
     shapes = [(2, 512, count, 128) for count in (heads, kv_heads, kv_heads)]

@@ -1,6 +1,4 @@
-"""Tests of attention: kept attention outputs, compiled graphs, and refusals of what a machine or a
-model cannot do.
-"""
+"""Tests of attention: kept outputs, compiled graphs, and refused kernels."""
 
 from __future__ import annotations
 
@@ -122,8 +120,9 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(
 def test_a_kept_attention_is_used_and_not_computed(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recompute uses the kept output, so another output in its place changes the result. The
-    kernel's forward function is not called.
+    """Recompute uses the kept output, so replacing the output changes the result.
+
+    The kernel's forward function is not called.
     """
     plan = make_plan(dtype="fp32")
     functional_layers = made(plan)
@@ -261,9 +260,7 @@ def test_a_kernel_can_only_be_chosen_for_full_attention(make_plan: Callable[...,
 def test_a_kept_attention_does_not_change_the_masks_of_other_layers(
     executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]
 ) -> None:
-    """Layers 1 and 2 have a sliding window. Their masks are PyTorch's own, whether or not layer 0's
-    attention is kept.
-    """
+    """Layers 1 and 2 have a sliding window. Their masks are the same if layer 0 is kept."""
     bits = []
     for kept in ("", "0"):
         model = ModelSpec.from_config(
@@ -286,8 +283,10 @@ def test_a_kept_attention_does_not_change_the_masks_of_other_layers(
 def test_a_kind_of_layer_has_one_graph_for_each_way_of_calling_it(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiled layer has three graphs: one that returns its attention, one that takes a kept
-    attention, and one that does neither. No graph is broken, and other layers reuse them.
+    """A compiled layer has three graphs.
+
+    One returns its attention, one takes a kept attention, and one does neither. No graph is broken,
+    and other layers reuse them.
     """
     compiled, graphs = torch.compile, list[torch.fx.GraphModule]()
 
@@ -347,8 +346,9 @@ def test_with_documents_kernels_must_take_lengths(
     lengths: bool,
     found: str,
 ) -> None:
-    """With documents on a GPU, a chosen kernel and kept attention need kernels that take the
-    documents' lengths. The CPU's kernel takes a mask.
+    """With documents on a GPU, a chosen kernel and kept attention need kernels that take lengths.
+
+    The CPU's kernel takes a mask.
     """
     monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
     monkeypatch.setattr(attention, "kernel_of", lambda *_: None)

@@ -1,5 +1,7 @@
-"""A router that draws experts at random, and noise in its input: every plan draws the same, as does
-transformers with a generator that is seeded alike, and an evaluation draws nothing.
+"""Tests of routers that draw random numbers to choose experts or as noise in their input.
+
+Every plan draws the same numbers, and so does transformers with a generator of the same seed. An
+evaluation draws none.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30, "chunk_bytes":
 def test_every_plan_draws_the_same(
     executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
 ) -> None:
-    """Layers recomputed, stored, or with their weights in slots: losses and weights have the same
-    bits. Another seed gives others.
+    """Losses and weights have the same bits under every plan, and other bits with another seed.
+
+    Layers are recomputed, saved, or have their weights in slots.
     """
     plans = [
         executable(policy, model=model_of("phimoe"), accumulation=2, dtype=dtype, **LIMITS, **knobs)

@@ -1,5 +1,6 @@
-"""Tests of what the runtime refuses to execute, in one line and from `train` and `calibrate` alike,
-and that a plan alone rebuilds transformers' config.
+"""Tests of models that the runtime refuses, in one line from both `train` and `calibrate`.
+
+A plan alone is enough to rebuild transformers' config.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def test_a_plan_alone_rebuilds_the_model(
 def test_a_multimodal_folder_is_refused_by_name(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
-    """A multimodal folder is refused by name if its language model has not been compared with
-    transformers' inside the whole model.
+    """A multimodal folder is refused by name if its language model has not been tested.
+
+    A test compares the language model with the whole model of transformers.
     """
     text = make_model(family="llama")
     transformers.LlavaConfig(text_config=dict(text.config)).save_pretrained(tmp_path)
@@ -142,9 +144,7 @@ def test_a_multimodal_folder_is_refused_by_name(
 
 
 def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
-    """A dropout that config.json leaves out has the default of the family's class, which is 0.1 for
-    GPT-2.
-    """
+    """A dropout that config.json leaves out has the default of its class, 0.1 for GPT-2."""
     given = {
         "model_type": "gpt2",
         "n_embd": 64,
@@ -178,8 +178,9 @@ def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
 
 
 def test_a_dropout_of_null_is_refused_by_its_key() -> None:
-    """A dropout of null is refused by its key. Some config classes accept null, but no attention
-    function does.
+    """A dropout of null is refused by its key.
+
+    Some config classes accept null, but no attention function does.
     """
     given = {
         "model_type": "falcon_h1",

@@ -1,4 +1,4 @@
-"""Tests of plans that do not fit: they are refused by arithmetic before a weight is read."""
+"""Tests of plans that do not fit: they are refused before any weight is read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_plan_s_limit_is_compared_to_the_byte(
 
 
 def test_the_predicted_peak_is_compared_too(make_plan: Callable[..., Plan]) -> None:
-    """The predicted peak is checked too, because activations and workspace are not in the pools."""
+    """The predicted peak also has activations and workspace, which are not in the pools."""
     plan = make_plan("overlapped")
     prediction = Prediction(
         step_seconds=1,

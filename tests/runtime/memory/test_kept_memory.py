@@ -1,5 +1,6 @@
-"""Tests of memory that outlives an executor: the same pages are used again and zeroed, and new ones
-are allocated only if those do not suffice.
+"""Tests of memory that outlives an executor: its pages are zeroed and reused.
+
+New pages are allocated only if the kept ones do not suffice.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def test_the_next_executor_gets_the_same_pages_zeroed() -> None:
 
 
 def test_an_executor_on_kept_memory_computes_the_same_bits(executable: Callable[..., Plan]) -> None:
-    """Executors on reused pages compute the same bits as on new ones, also if their plans use the
-    pages differently.
+    """Executors on reused pages compute the same bits as on new pages.
+
+    This also holds if their plans use the pages differently.
     """
     memory, plans = (
         ReusablePinnedPool(registered=False),

@@ -1,5 +1,6 @@
-"""Tests of the memory that a process takes for a while, as the system counts it. The result is
-empty where the system does not count it.
+"""Tests of the temporary memory growth of a process, as counted by the system.
+
+The result is an empty list if the system does not count it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ def counted() -> None:
 
 
 def touch(size: int) -> None:
-    """Takes `size` bytes, writes to each, and releases them."""
+    """Allocates `size` bytes, writes to each, and releases them."""
     taken = b"\1" * size
     del taken
 
 
 @pytest.mark.usefixtures("counted")
 def test_growth_is_the_peak_of_a_block_even_if_its_memory_is_released() -> None:
-    """The growth of a block is the most memory that it took, even if it was released. Memory that
-    was taken before does not count.
+    """The growth of a block is its peak of memory, even if the memory was released.
+
+    Memory that was taken before the block does not count.
     """
     touch(256 * MIB)
     with growth() as grown:

@@ -1,5 +1,6 @@
-"""Tests of callbacks: they are called for every event in order. Evaluation, checkpoints and
-requests of callbacks come between steps.
+"""Tests of callbacks: they are called for every event in order.
+
+Evaluations, checkpoints and requests of callbacks come between steps.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
 def test_a_note_says_which_checkpoints_can_be_the_best(
     place: Path, prepare: Any, evaluate: int, evaluated: str
 ) -> None:
-    """A note says which checkpoints `keep_best` can choose from. A checkpoint without an evaluation
-    at its step has no loss to compare.
+    """A note says which checkpoints `keep_best` can choose from.
+
+    A checkpoint without an evaluation at its step has no loss to compare.
     """
     (place / "held-out.txt").write_text(TEXT[:300])
     notes: list[str] = []
@@ -229,9 +231,7 @@ def test_callbacks_draw_the_same_random_numbers_with_the_same_seed(
 
 
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
-    """An evaluation counts all labels of its data, also those of a row or a step that is not
-    full.
-    """
+    """An evaluation counts all labels of its data, even in rows or steps that are not full."""
     (place / "held-out.txt").write_text(TEXT[:200])
     evaluation = (
         prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0)
@@ -292,7 +292,7 @@ def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_model(
 def test_a_checkpoint_by_the_clock_changes_no_bit_and_has_every_update(
     place: Path, run: Any, executable: Any, policy: str
 ) -> None:
-    """Here the clock asks for one after each step. Of two runs, one is saved only at its end."""
+    """One run saves after each step, because of the clock. The other saves only at its end."""
     plan = executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
     plan.save(place / "plan.toml")
     every = {"saving.every_minutes": 1e-12, "keep_last": 9}
@@ -359,8 +359,9 @@ def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -
 
 
 def test_a_callback_may_set_the_first_step(place: Path, prepare: Any, run: Any) -> None:
-    """A callback may set the first step, as one that restores a checkpoint does. The remaining
-    steps have the same numbers and data as in a whole run.
+    """A callback may set the first step, for example after it has restored a checkpoint.
+
+    The remaining steps have the same numbers and data as in a whole run.
     """
     whole = Recorder()
     run(place, None, callbacks=[whole], rate=0.0)
@@ -418,8 +419,9 @@ def test_callbacks_get_the_progress_of_allocation(place: Path, prepare: Any) -> 
 def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
     place: Path, steps: int, executable: Any, prepare: Any
 ) -> None:
-    """The exported model and the weights that callbacks read have every update. This holds for
-    plans that defer a step's update, even if nothing is saved or evaluated.
+    """The exported model and the weights that callbacks read have every update.
+
+    This holds for plans that defer updates, even if nothing is saved or evaluated.
     """
 
     class Reader(Callback):

@@ -1,5 +1,7 @@
-"""Tests of a config.json that changes after planning: a key that affects training is refused by
-name, in a new run and in a resumed one, and any other key may change.
+"""Tests of a config.json that changes after planning.
+
+A changed key that affects training is refused by name, in a new run and in a resumed run. Any other
+key may change.
 """
 
 from __future__ import annotations
@@ -169,8 +171,9 @@ def test_a_checkpoint_of_a_model_with_another_meaning_is_refused(
     changes: dict[str, Any],
     message: str,
 ) -> None:
-    """A checkpoint is refused if its model differs from that of the plan, even if the folder agrees
-    with the plan.
+    """A checkpoint is refused if its model differs from that of the plan.
+
+    This holds even if the model folder agrees with the plan.
     """
     place = planned(config)
     run(place, "begun", steps=1, export=False, init="random", **{"saving.every_steps": 1})
@@ -231,8 +234,9 @@ def test_a_plan_s_file_keeps_all_of_the_model(
     ],
 )
 def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
-    """A key that is null in config.json stays null in a plan's TOML, and a missing one gets the
-    default of transformers' class.
+    """A key that is null in config.json stays null in a plan's TOML.
+
+    A missing key gets the default of transformers' class.
     """
     sizes = {
         "num_hidden_layers": 2,

@@ -1,5 +1,6 @@
-"""Tests of the config: one struct checks every field, whatever it is read from, and a mistake gives
-an error of one line.
+"""Tests of the config: every field is checked, whatever it is read from.
+
+A mistake gives a one-line error.
 """
 
 from __future__ import annotations
@@ -254,8 +255,7 @@ DEFAULTS: dict[str, Any] = {
     "logging.project": "megatrain",
     "logging.name": "",
 }
-"""the values that a run has if its config names none: no foreign code is run, and the model is
-written at the end"""
+"""the defaults of all fields: no foreign code is run, and the model is written at the end"""
 BOUNDS: dict[str, tuple[float, float]] = {
     "training.steps": (0, 2**40),
     "training.epochs": (0, 2**20),

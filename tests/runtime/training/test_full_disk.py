@@ -1,5 +1,6 @@
-"""Tests of a disk that really becomes full while a run saves: the earlier checkpoint stays, and
-training stops or goes on as the config says.
+"""Tests of a disk that really becomes full while a run saves.
+
+The earlier checkpoint stays, and training stops or continues according to the config.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from megatrain.simulator.base.errors import RunError
 
 
 class Filler(Callback):
-    """Leaves 100 KB free on the disk after the first checkpoint, and releases the rest after the
-    second.
-    """
+    """Fills the disk up to 100 KB after the first checkpoint, and frees it after the second."""
 
     def __init__(self, disk: Path) -> None:
         self.disk, self.notes = disk, list[str]()
@@ -70,7 +69,7 @@ def test_on_a_disk_that_is_full_training_stops(
 def test_a_nearly_full_disk_is_reported_before_the_first_step(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two that are kept and the one that is written, one is missing."""
+    """The disk has no room for one of three checkpoints: two that are kept and a new one."""
     for minutes, free, warned in ((30, 2**21, True), (0, 2**21, False), (29, 2**30, False)):
         monkeypatch.setattr(Checkpoints, "free_bytes", lambda _, free=free: free)
         filler = Filler(place)

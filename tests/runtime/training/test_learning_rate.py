@@ -1,5 +1,6 @@
-"""Tests of learning rates: after the warm-up they are transformers' values. The warm-up is one step
-ahead of transformers', so that the first step has a rate above zero.
+"""Tests of learning rates: after the warm-up they are those of transformers.
+
+The warm-up is one step ahead of transformers, so the first step has a rate above zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress: what a training prints where no bars are drawn."""
+"""Tests of the lines that a training prints without progress bars."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_log_that_cannot_be_written_or_lacks_a_character_is_no_failure(
 def test_the_time_left_is_that_of_the_steps_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step of a process, or of another plan, takes longer and is left out."""
+    """The first step of a process or of another plan takes longer and does not count."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     left, found = TimeLeft(), []

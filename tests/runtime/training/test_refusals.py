@@ -1,6 +1,4 @@
-"""Tests of what the trainer refuses: each refusal is one line and comes before anything is
-written.
-"""
+"""Tests of what the trainer refuses, in one line and before anything is written."""
 
 from __future__ import annotations
 
@@ -171,7 +169,7 @@ def test_an_out_that_is_in_use_is_not_changed(place: Path, taken: str, run: Any)
 
 
 def test_other_files_in_the_folder_of_a_killed_run_are_not_removed(place: Path, run: Any) -> None:
-    """The files that the killed run wrote first would be, if there were nothing else."""
+    """If there were no other files, the first files of the killed run would be removed."""
     folder = place / "run"
     folder.mkdir()
     (folder / ".lock").write_text("a process that died\n")

@@ -328,8 +328,9 @@ def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
 def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
     place: Path, run: Any
 ) -> None:
-    """Weights come from the folder by default, and from random values if asked. At rate 0 and
-    without decay, training does not change them.
+    """Weights come from the folder by default, and are random on request.
+
+    At rate 0 and without decay, training does not change them.
     """
     for out, random_init in (("from-folder", False), ("random", True)):
         run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
@@ -354,8 +355,9 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
 def test_a_run_that_fails_in_its_first_step_leaves_nothing(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]
 ) -> None:
-    """A run that fails in its first step leaves no file. One that fails later keeps its config,
-    environment, metrics and plan.
+    """A run that fails in its first step leaves no file.
+
+    A run that fails later keeps its config, environment, metrics and plan.
     """
     step = Executor.step
 
@@ -373,8 +375,9 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(
 def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line of the metrics is synced to the disk before the next step. Infinity and NaN are
-    written as null, because JSON lacks them.
+    """Each line of the metrics is synced to the disk before the next step.
+
+    Infinity and NaN are written as null, because JSON lacks them.
     """
     synced: list[str] = []
     monkeypatch.setattr(

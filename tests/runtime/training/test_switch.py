@@ -1,4 +1,4 @@
-"""Tests of `TrainingRun.switch`: another plan, from a callback, with the same bits."""
+"""Tests of `TrainingRun.switch`: a callback switches to another plan with the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Prepare = Callable[..., Trainer]
 
 
 class Switch(Callback):
-    """Switches to other plans after the steps that are named."""
+    """Switches to other plans after the given steps."""
 
     def __init__(self, **plans: Path) -> None:
         self._plans = {int(key.removeprefix("after_")): plan for key, plan in plans.items()}
@@ -78,7 +78,7 @@ def assert_same(place: Path, one: str, two: str) -> None:
 
 @pytest.fixture
 def straight(run: Prepare, place: Path) -> Path:
-    """Returns a place with a run `straight` that was never disturbed."""
+    """Returns a folder with an undisturbed run `straight`."""
     run(place, "straight", steps=5)
     return place
 
@@ -107,7 +107,7 @@ def test_a_plan_that_fails_in_its_first_step_is_abandoned(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     error: Exception = UserError("memory", found="too little", allowed="more", fix="none")
-    if where == "activations":  # the framework's own error, for what is outside of the pools
+    if where == "activations":  # PyTorch's error, for memory outside of the pools
         error = torch.OutOfMemoryError("memory: none left\nmore than one line")
     if where == "operation":
         error = OpFailed("F0.m0", "memory", ValueError("planted"))
@@ -142,7 +142,7 @@ def test_a_plan_that_fails_in_its_first_step_is_abandoned(
 def test_if_the_former_plan_fails_too_the_error_says_how_to_continue(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an error of the GPU that outlasts its plan. The run folder has the former plan."""
+    """An error of the GPU may affect both plans. The run folder has the former plan."""
     opened: list[str] = []
     step = Executor.step
 
