@@ -46,5 +46,5 @@ def test_no_module_of_the_simulator_loads_a_framework(tmp_path: Path) -> None:
 
 
 def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
-    """The check of the other tests finds a framework that is loaded."""
+    """The other tests would notice a framework that is loaded."""
     assert loaded_by(tmp_path, "safetensors") == ["safetensors"]

@@ -80,8 +80,9 @@ def test_forward_saves_attention_recompute_reads_it_and_backward_releases_it(
 def test_offloaded_attention_stays_in_host_memory_until_recompute(
     make_plan: Callable[..., Plan], interval: int, slots: int
 ) -> None:
-    """Forward releases the slot after a copy to the host, and recompute takes another after a copy
-    from there. Of a block, the attention of all layers is on the device at one time.
+    """Forward releases the slot after a copy to the host, and recompute loads it into another slot.
+
+    The attention of all layers of a block is on the device at the same time.
     """
     plan = make_plan(
         accumulation=2,
@@ -152,7 +153,7 @@ def test_a_layer_that_cannot_save_attention_is_named(make_plan: Callable[..., Pl
 
 
 def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
-    """A cost key only names the kernel of attention if the plan chooses one."""
+    """A cost key names the kernel of attention only if the plan chooses one."""
     work = Workload(batch=1, sequence=8)
     assert [
         msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")

@@ -1,6 +1,4 @@
-"""Tests of what the simulator knows of Muon: its state, chunks of whole matrices, the time of its
-matrix products, and plans that it cannot have.
-"""
+"""Tests of Muon in the simulator: state, chunks of whole matrices, time, and refused plans."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ H200 = HardwareSpec.load("h200")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[int, str]:
-    """Paths of optimizer files by their number of moments."""
+    """Number of moments -> path of an optimizer file."""
     for moments, text in TEXTS.items():
         (tmp_path / f"optimizer_{moments}.py").write_text(text, encoding="utf-8")
     return {moments: str(tmp_path / f"optimizer_{moments}.py") for moments in TEXTS}
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> dict[int, str]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterator[None]:
-    """An installed package with two optimizers, one with the name of the built-in one."""
+    """Installs two optimizers by entry points, one with the name of the built-in optimizer."""
     lion = type(find(files[1]))
     points = [
         importlib.metadata.EntryPoint(name, "somewhere:Lion", OPTIMIZERS.group)
@@ -96,7 +96,7 @@ def test_a_file_that_defines_no_optimizer_gives_a_one_line_error(
 def test_a_plan_with_adamw_does_not_name_its_optimizer(
     make_plan: Callable[..., Plan], files: dict[int, str], tmp_path: Path
 ) -> None:
-    """A plan only names its optimizer if it is not AdamW."""
+    """A plan names its optimizer only if it is not AdamW."""
     make_plan().save(tmp_path / "plan.toml")
     assert "optimizer" not in (tmp_path / "plan.toml").read_text()
     make_plan(optimizer=files[1]).save(tmp_path / "lion.toml")

@@ -46,7 +46,7 @@ Install = Callable[[str, str, str], None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """A function that installs an object of this module under a group and a name."""
+    """Returns a function that installs an object of this module under a group and a name."""
     points: list[importlib.metadata.EntryPoint] = []
 
     def found(*, group: str) -> list[importlib.metadata.EntryPoint]:

@@ -1,4 +1,4 @@
-"""Tests of atomic writes: a file is whole or absent, and what a dead writer left is removed."""
+"""Tests of atomic writes: a file is whole or absent, and files of dead writers are removed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_temporary_file_that_is_removed_before_it_is_locked_is_made_again(
 def test_a_file_is_written_even_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without locks, a file is written, and what others left stays because they may be alive."""
+    """Without locks, a file is written, and files of other writers stay: they may be alive."""
     die_while_writing(tmp_path / "out", folder=False)
 
     def refuse(*_: object) -> None:

@@ -1,5 +1,6 @@
-"""Names as people write them find the library's entry; others are refused with names that resemble
-them.
+"""Tests that names in various spellings find the library's entry.
+
+Other names are refused, and the error names similar ones.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_a_machine_as_people_write_it(written: str) -> None:
     "library", [specs.library(), machine.library()], ids=["models", "machines"]
 )
 def test_every_entry_is_found_by_any_spelling_of_its_name(library: dict[str, Path]) -> None:
-    """And by no other entry's."""
+    """No spelling finds another entry."""
     for name in library:
         for written in (name, name.upper(), name.replace("-", "_"), name.replace("-", " ")):
             others = [each for each in library if each != name]
@@ -123,7 +124,7 @@ def test_an_unknown_policy_is_refused_with_one_that_resembles_it() -> None:
     ],
 )
 def test_options_that_resemble_a_given_one(written: str, found: list[str]) -> None:
-    """One that it contains, one with which it begins, one of a similar spelling, and none."""
+    """The options are contained in the text, begin the text, are spelled similarly, or are none."""
     assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 

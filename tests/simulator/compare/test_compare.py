@@ -91,9 +91,8 @@ def test_error_of_each_kind() -> None:
 
 def test_a_kind_counts_as_much_as_an_exact_prediction_of_it_changes_the_step() -> None:
     """A kind's part of the step's error is how much its measured durations change the step."""
-    kinds = {
-        kind.kind: kind for kind in report().kinds
-    }  # 90 ms predicted and 100 measured; 95 with measured forward, 90 with backward
+    kinds = {kind.kind: kind for kind in report().kinds}
+    # measured backward ops.
     assert kinds["forward"].of_step == pytest.approx(-0.05)
     assert kinds["backward"].of_step == 0
     assert kinds["load_weights"].of_step == pytest.approx(0.02), (
@@ -196,7 +195,7 @@ def test_busy_idle_and_stalled_time_of_each_lane() -> None:
     assert compute.busy_error == pytest.approx(-5 / 85)
     assert (compute.predicted_idle_seconds, compute.measured_idle_seconds) == (0.01, 0.015)
     assert compute.measured_stalled_seconds == pytest.approx(0.007), (
-        "1 ms before F0 after its load, 6 ms before B1"
+        "1 ms from the load of F0 to F0, and 6 ms before B1"
     )
     assert (
         h2d.lane,

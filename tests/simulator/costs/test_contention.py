@@ -1,6 +1,6 @@
 """Tests of lanes that slow each other.
 
-The simulated rates are compared with those measured on H200 machines, and properties hold for any
+Simulated rates are compared with those measured on H200 machines. Properties are tested on any
 machine.
 """
 
@@ -81,8 +81,8 @@ def test_the_engine_gives_the_rates_measured_on_machine_b(
 ) -> None:
     """The simulated rates are those measured in h200.md, 2026-11-21.
 
-    With all three lanes busy, 18 to 22 GB/s were measured in each direction. The middle is
-    compared.
+    With all three lanes busy, 18 to 22 GB/s were measured in each direction. The test uses the
+    middle.
     """
     assert reached(*lanes) == {
         lane: pytest.approx(rate, rel=0.1) for lane, rate in measured.items()
@@ -209,8 +209,8 @@ def test_without_a_rate_of_host_memory_measured_pairs_are_used() -> None:
 def test_a_rate_measured_with_three_lanes_replaces_the_product_of_pairs() -> None:
     """A rate that was measured with three busy lanes replaces the product of the pairs.
 
-    A small copy is also slowed by the other direction as the curve says, and by the cores as a
-    large one is.
+    A small copy is also slowed by the other direction according to the curve, and by the cores like
+    a large copy.
     """
     pairs = {
         "cpu": {"h2d": 0.8, "d2h": 0.6, "h2d+d2h": 0.65},
@@ -220,7 +220,7 @@ def test_a_rate_measured_with_three_lanes_replaces_the_product_of_pairs() -> Non
     sharing = ContentionModel(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
 
     def rates(small: bool, *lanes: str) -> dict[str, int]:
-        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # GB/s are bytes a ns
+        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # 1 GB/s is 1 byte per ns
         demands = [
             sharing.demand(lane, size, round(size / alone)) or Demand(lane) for lane in lanes
         ]

@@ -1,4 +1,4 @@
-"""Tests of the range of a prediction, from the spreads of a machine's measurements."""
+"""Tests of the range of a prediction, which follows from the spreads of measurements."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MACHINES = [
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
-    """No op takes less time at the slow end of the range, and none more at the fast end.
+    """No op takes less time at the slow end of the range, and no op more at the fast end.
 
-    The sizes are between, below and above the measured ones. One policy is of another system, which
-    was not measured.
+    Sizes are between, below and above the measured ones. One policy is that of another system,
+    whose ops were not measured.
     """
     hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
     for policy in (*policies.names(), "zero3_offload"):
@@ -132,7 +132,7 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
 def test_the_range_of_large_groups_is_that_of_the_whole_step(
     plan: Plan, machine: HardwareSpec
 ) -> None:
-    """Two groups of 16 micro-batches are shortened, with the same shares of copies and compute."""
+    """Two groups of 16 micro-batches are shortened with the same shares of copies and compute."""
     config = {**plan.model.config, "tie_word_embeddings": False}
     grouped = msgspec.structs.replace(
         plan,

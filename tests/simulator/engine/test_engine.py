@@ -1,6 +1,6 @@
 """Tests of the discrete-event simulator: rates of busy lanes, deadlocks, and two anomalies.
 
-The anomalies are why the planner enumerates candidates instead of bisecting.
+Because of these anomalies, the planner enumerates candidates instead of bisecting.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_a_number_without_its_source_is_found() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_plausible(name: str) -> None:
-    """A machine has the ratios of all machines sold so far.
+    """The ratios of a machine's numbers are within the range of machines sold so far.
 
     A number in the wrong unit (GiB for GB, Gbit for GB, sparse for dense) breaks one of them.
     """

@@ -1,4 +1,4 @@
-"""Machines that others measured: what a file has, and what it replaces."""
+"""Tests of hardware files from others: what they contain, and what they replace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_file_replaces_the_library_s_estimates(put: Put, calibrated: HardwareS
     assert after.dispatch_ns == calibrated.costs.dispatch_ns
     assert (after.name, after.title, after.watts) == (before.name, before.title, before.watts)
     assert after.uncertainty == 0.1
-    # the peak stays the datasheet's, and the layers reach what was measured
+    # The peak stays that of the datasheet, and the layers reach the measured rate.
     assert after.peak_tflops == before.peak_tflops
     reached = calibrated.linear_efficiency * calibrated.peak_tflops["bf16"]
     assert after.linear_efficiency * after.peak_tflops["bf16"] == pytest.approx(reached)

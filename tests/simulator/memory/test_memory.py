@@ -190,11 +190,12 @@ def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> N
 
 
 def test_the_workspace_s_formula_in_figures() -> None:
-    """The workspace's formula gives these numbers.
+    """The formula of the workspace gives these numbers.
 
-    The head has 1024 x 152064 logits at 12 bytes and its norm, and with several chunks the gradient
-    of a 152064 x 3584 matrix at 2 bytes and its sum at 4. A layer has the gradient of its last
-    matrix, two rows of its MLP for each token, and tables of positions.
+    The head needs 12 bytes for each of 1024 x 152064 logits, and its norm. With several chunks, it
+    also needs the gradient of a 152064 x 3584 matrix at 2 bytes and its sum at 4 bytes per element.
+    A layer needs the gradient of its last matrix, two rows of its MLP for each token, and tables of
+    positions.
     """
     model = ModelSpec.load("qwen2.5-7b")
     assert (
@@ -237,9 +238,9 @@ def test_head_and_update_use_the_memory_of_the_saved_activations() -> None:
 def test_recomputed_layers_use_the_memory_of_saved_layers_that_are_done(
     make_plan: Callable[..., Plan], stored: str, interval: int
 ) -> None:
-    """The account has room for the most saved activations that are held at one time.
+    """The account has room for the most saved activations that exist at one time.
 
-    That follows from the order of the compute lane.
+    This number follows from the order of the compute lane.
     """
     plan = make_plan(
         "overlapped",

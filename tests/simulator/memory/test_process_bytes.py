@@ -1,6 +1,6 @@
 """Tests of the host memory that the process itself takes, outside its pools.
 
-It counts once if a plan has state on the host. The machine's file has the number.
+It counts once if a plan has state on the host. The hardware file has the number of bytes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def test_most_models_carry_the_hidden_states_alone() -> None:
 
 
 def test_layers_that_carry_more_have_other_costs() -> None:
-    """With more layers, each reads and writes more, so it is not measured by the other's."""
+    """In a deeper model, each layer reads and writes more, so its costs are different."""
     longer = ModelSpec.from_config(E4B, "config.json")
     shorter = {**E4B, "num_hidden_layers": 30, "num_kv_shared_layers": 10}
     signatures = [
@@ -51,7 +51,7 @@ def test_layers_that_carry_more_have_other_costs() -> None:
 def test_every_buffer_of_a_layer_s_input_has_room_for_what_is_carried(
     make_plan: Callable[..., Plan],
 ) -> None:
-    """So do the copies of a checkpoint to host memory and back."""
+    """Copies of a layer's input to host memory and back move as many bytes."""
     model = model_of()
     placement = Placement(offloaded_inputs="all")
     plan = make_plan("overlapped", model=model, checkpoint_interval=1, placement=placement)

@@ -1,4 +1,4 @@
-"""Tests of the outlook: it agrees with the search, whose time it saves."""
+"""Tests of the outlook: it agrees with the search, and takes less time."""
 
 from __future__ import annotations
 

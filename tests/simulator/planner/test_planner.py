@@ -72,7 +72,7 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path: Path)
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(2, 6), (1, 12)])
 def test_micro_batches_are_grouped_where_copies_are_slow(batch: int, accumulation: int) -> None:
-    """The choice is much faster than the same plan with one micro-batch at a time."""
+    """The choice is much faster than the same plan with single micro-batches."""
     work = Workload(batch=batch, sequence=1024, accumulation=accumulation)
     limits = {"device_limit": 4 * GIB, "policies": ["overlapped"]}
     choice = find(SMALL, work, **limits)[0]

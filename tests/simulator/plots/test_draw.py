@@ -130,7 +130,7 @@ def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> N
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every drawn figure is added; none is written, which takes longest."""
+    """A list to which every drawn figure is added. Files are not written, which takes longest."""
     figures: list[Figure] = []
     monkeypatch.setattr(canvas, "save", lambda figure, _: figures.append(figure))
     return figures

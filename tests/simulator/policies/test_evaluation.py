@@ -1,4 +1,4 @@
-"""Tests of evaluation schedules: valid under every policy, with a predicted time.
+"""Tests of evaluation schedules: they are valid under every policy and have a predicted time.
 
 They have one forward pass for each micro-batch, and load no weights that a slot still holds.
 """

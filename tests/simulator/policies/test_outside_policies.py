@@ -48,7 +48,7 @@ class Installed(KBuffer):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with two policies, one with the name of a built-in one."""
+    """Installs two policies by entry points, one with the name of a built-in policy."""
     value = f"{__name__}:Installed"
     points = [
         importlib.metadata.EntryPoint(name, value, POLICIES.group)
@@ -132,9 +132,9 @@ def test_a_policy_that_fails_does_not_stop_a_search_of_others(
 def test_the_search_skips_knobs_that_a_policy_refuses(
     make_plan: Callable[..., Plan], write: Callable[[str], str]
 ) -> None:
-    """The search skips knobs that a policy refuses.
+    """The search skips values of knobs that a policy refuses.
 
-    These can be checkpoint intervals, if a policy takes only one.
+    Here a policy accepts only one checkpoint interval.
     """
     path = write(
         """

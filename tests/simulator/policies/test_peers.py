@@ -1,9 +1,9 @@
-"""Tests of other systems as policies: their schedules, bytes and FLOPs, and that they are not run.
+"""Tests of other systems as policies: their schedules, bytes and FLOPs, and their refusal.
 
-They are compared with steps measured on H200 machines on 2026-11-21, with 32 x 1024 tokens and
-random weights and data. Machine A is `library/hardware/h200.toml`, and machine B has 64 cores and
-512 GiB. The predictions use the datasheet's rates, which are not fitted to these steps. Only the
-norm of the published code is: its time comes from this step.
+Predictions are compared with steps measured on H200 machines on 2026-11-21, with 32 x 1024 tokens
+and random weights and data. Machine A is `library/hardware/h200.toml`, and machine B has 64 cores
+and 512 GiB. The rates of the datasheet are not fitted to these steps. The only exception is the
+norm of the published code, whose time comes from this step.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(
     [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)],
 )
 def test_flops_per_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
-    """A step computes 8 N FLOPs a token with one recompute, and 10 N with two.
+    """A step computes 8 N FLOPs per token with one recompute, and 10 N with two.
 
-    N is the number of parameters. A forward pass is 2 N and a backward pass is 4 N.
+    N is the number of parameters. A forward pass takes 2 N and a backward pass 4 N.
     """
     layers = sum(
         op.flops
@@ -377,8 +377,8 @@ ROWS = [
 def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     """The predicted parts of a step are within their bounds of the measured ones.
 
-    The forward pass ends with the loss. That of DeepSpeed and FSDP2 includes a third of the head.
-    `--log-cli-level=INFO` shows predicted / measured of each part.
+    The forward pass ends with the loss. The forward pass of DeepSpeed and FSDP2 includes a third of
+    the head. `--log-cli-level=INFO` shows predicted / measured for each part.
     """
     found = choice(row.policy, row.model, row.hardware)
     schedule = policies.lower(found.plan)
@@ -412,4 +412,4 @@ def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     assert all(row.parts[0] <= part <= row.parts[1] for part in parts)
     assert row.whole[0] <= whole <= row.whole[1]
     assert device == pytest.approx(1, abs=0.035)
-    assert 0.95 <= host <= 1  # the process itself, 1.5 to 3 GiB, is not counted
+    assert 0.95 <= host <= 1  # without the process itself, which takes 1.5 to 3 GiB

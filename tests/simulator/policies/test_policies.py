@@ -1,4 +1,4 @@
-"""Tests of every policy: it lowers any knobs to a valid schedule that does all work of a step."""
+"""Tests that every policy lowers any knobs to a valid schedule that does all work of a step."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def test_an_update_comes_before_the_next_weights_or_right_after_them(
 ) -> None:
     """With `weights_ahead`, the next layer's weights are loaded before an update.
 
-    The recompute then does not wait for the copies of the update's state. With one slot they are
-    loaded after it, because the update reads the old weights from that slot.
+    Then the recompute does not wait for the copies of the update's state. With one slot, weights
+    are loaded after the update, because the update reads the old weights from that slot.
     """
     schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
@@ -232,7 +232,7 @@ def test_gradients_that_one_group_completes_take_no_host_memory(
 
 
 def test_sums_of_groups_take_two_slots(make_plan: Make) -> None:
-    """The sum of a group, and that of earlier groups."""
+    """One slot holds the sum of a group, and the other the sum of earlier groups."""
     groups: dict[str, Any] = {"sum_group": 2, "micro_batch_group": 2}
     for slots, changes in ((1, {}), (2, groups)):
         plan = make_plan("overlapped", accumulation=4, gradient_slots=1, **changes)

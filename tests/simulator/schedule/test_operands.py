@@ -1,4 +1,4 @@
-"""Tests that `Schedule.check` proves the class of data, the dtype and the size of operands."""
+"""Tests that `Schedule.check` verifies the class of data, the dtype and the size of operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFLOADED = Placement(
 
 
 def with_pool(schedule: Schedule, pool: str, **changes: Any) -> Schedule:
-    """Returns `schedule` with other fields of the buffers of `pool`."""
+    """Returns `schedule` with changed fields of the buffers of `pool`."""
     assert any(buffer.pool == pool for buffer in schedule.buffers)
     return msgspec.structs.replace(
         schedule,

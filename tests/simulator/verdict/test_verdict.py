@@ -191,7 +191,7 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
 ) -> None:
     """A footprint gives the account of the lowered plan.
 
-    It does so for other batch and sequence sizes than it was made with, too.
+    This also holds for other batch and sequence sizes than those it was made with.
     """
     work = Workload(batch=4, sequence=1024, accumulation=accumulation)
     knobs = Knobs(
@@ -287,7 +287,7 @@ def test_the_least_memory_that_fits_a_small_model_is_not_rounded_to_gib() -> Non
 
 
 def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
-    """Another machine and a smaller model are named in its place, and keep their word."""
+    """Another machine and a smaller model are suggested instead, and they do fit."""
     model, work = ModelSpec.load("llama-3.2-1b"), Workload(batch=64, sequence=4096)
     hardware = HardwareSpec.load("rtx3080-10gb")
     verdict = judge(model, hardware, work)
@@ -317,7 +317,7 @@ def test_a_suggestion_gains_the_speed_that_it_states() -> None:
         assert entry.tokens_per_second == pytest.approx(
             verdict.tokens_per_second * (1 + entry.gain)
         )
-        if not entry.compressed:  # a format is tried with the chosen plan alone
+        if not entry.compressed:  # A format is only tried with the chosen plan.
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
@@ -501,7 +501,7 @@ def _plan_fields(verdict: Verdict) -> dict[str, Any]:
 
 
 def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
-    """Nobody measured it, so the verdict says how much more than predicted would still fit."""
+    """This memory was never measured, so the verdict says how much more would still fit."""
     cut = ModelSpec.load("gpt-oss-20b").with_layers(4)
     work = Workload(batch=16, sequence=1024, compiled=True)
     found = judge(cut, H200, work, policies=["resident"], advise=False)

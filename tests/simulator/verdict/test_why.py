@@ -1,6 +1,6 @@
-"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, when not to stream.
+"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, and when not to stream.
 
-They are the same in every process.
+Reasons are the same in every process.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
 
 
 def test_with_many_micro_batches_the_engine_s_time_decides_which_plan_is_second() -> None:
-    """The search times two of them."""
+    """The search itself times only two micro-batches."""
     work = Workload(batch=4, sequence=512, accumulation=6)
     choice = PlacementSearch(
         chosen(work, device_limit=7 * GIB).plan, cost_model(H200, SMALL, work)
@@ -137,7 +137,7 @@ def test_another_policy_may_come_second() -> None:
     ],
 )
 def test_a_policy_that_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
-    """The bound by which a policy is left out is not above the policy's best step."""
+    """The bound that excludes a policy is not above the policy's best step."""
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
     bound = _least_seconds("k_buffer", best, H200)
