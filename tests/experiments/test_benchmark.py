@@ -1,4 +1,4 @@
-"""Tests of the benchmark: the systems it times, its result file, its table and its error messages.
+"""Tests of the benchmark: the timed systems, the result file, the table and the error messages.
 
 The systems `ours` and `ceiling` run by the real command on the CPU. A system that cannot run still
 has a line in the table.
@@ -37,7 +37,7 @@ WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--
 def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """Returns the standard output of the command and the content of its result file.
 
-    The device is too small for the training state, so layers are streamed.
+    Device memory is too small for the training state, so layers are streamed.
     """
     out = tmp_path_factory.mktemp("timed") / "result.json"
     words = [

@@ -1,7 +1,7 @@
 """Tests of the digest of source code.
 
-It changes with everything that may change a result. It does not change with comments, docstrings or
-the file that a function is in.
+The digest changes with all code that may change a result. It does not depend on comments,
+docstrings or the file of a function.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_a_mistake_in_the_update_is_found(
     right = optimizer.Scalars.of
     monkeypatch.setattr(
         compare_adamw, "SETTINGS", msgspec.structs.replace(compare_adamw.SETTINGS, weight_decay=2.0)
-    )  # twelve steps with a decay of 0.1 are below the noise
+    )  # A decay of 0.1 would be below the noise after twelve steps.
     monkeypatch.setattr(optimizer.Scalars, "of", lambda *given: right(*given)._replace(**mistake))
     status, result = compare()
     assert status == 1

@@ -72,8 +72,9 @@ def test_the_commands_of_a_demo_in_the_folder_of_an_earlier_one(
     capsys: pytest.CaptureFixture[str],
     make_model: Any,
 ) -> None:
-    """The demo's commands are valid, in their order, and name the files that the earlier ones
-    wrote. Each is parsed and not run.
+    """The demo's commands are valid in their order, and name files that earlier commands wrote.
+
+    Each command is parsed and not run.
     """
     out = tmp_path / "demo"
     given: list[Any] = []

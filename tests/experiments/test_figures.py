@@ -46,7 +46,7 @@ Command = Callable[..., tuple[int, str, str]]
 def test_an_installed_package_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """Where there is no repository, `--rerun` stores its results in a copy of the package's."""
+    """Without a repository, `--rerun` stores its results in a copy of the package's results."""
     package = tmp_path / "site-packages" / "megatrain"
     results = package / "experiments" / "results"
     shutil.copytree(stored.RESULTS / "figures", results / "figures")
@@ -59,7 +59,7 @@ def test_an_installed_package_is_not_written(
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
     copied = tmp_path / "drawn" / "results" / "figures" / "figure7.json"
     assert json.loads(copied.read_text())["data"] == json.loads(old)["data"]
-    assert copied.read_text() != old, "it has the date and the inputs of today"
+    assert copied.read_text() != old, "the result must have today's date and inputs"
 
 
 def test_machines_in_the_user_s_folder_change_no_figure(
@@ -181,7 +181,7 @@ def test_a_perturbation_changes_one_input() -> None:
 
 
 def test_every_conclusion_holds_as_predicted() -> None:
-    """The stored conclusions are those of the code, and each holds with unchanged inputs."""
+    """The stored conclusions are those of the code, and hold with unchanged inputs."""
     stored_one = json.loads((stored.RESULTS / "figures" / "robustness.json").read_text())["data"]
     names = [conclusion.name for conclusion in robustness.CONCLUSIONS]
     assert [found["name"] for found in stored_one["conclusions"]] == names

@@ -1,6 +1,6 @@
 """Tests of the validation against published numbers: its data, its errors and its report.
 
-Every row is predicted or says why not, and no row has assumptions of its own.
+Every row is predicted or has a reason why not, and no row has its own assumptions.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_no_row_has_an_assumption_of_its_own() -> None:
         allowed = set(Setting.__struct_fields__)
         assert all(
             set(setting) <= allowed for setting in tomllib.load(file).values()
-        )  # no efficiency factor, and no rate but that of a link in the source
+        )  # no efficiency factor, and no rates except that of a link in the source
 
 
 def test_out_of_memory_is_predicted_or_reported(results: list[ValidationResult]) -> None:
@@ -213,7 +213,7 @@ def test_the_host_memory_of_the_paper_s_runs_is_predicted_within_2_percent(
 ) -> None:
     """The host memory of the paper's runs is predicted within 2 %.
 
-    It is ten bytes per parameter, the slabs and two weight buffers, which is what stays resident
+    It is ten bytes per parameter, the staging buffers and two weight buffers. These stay resident
     when gradients are freed. The memory of the process itself is not counted.
     """
     depths = [
@@ -333,7 +333,7 @@ def test_the_papers_rows_and_our_own_are_summed_up_apart() -> None:
 
 
 def test_every_row_that_repeats_another_names_it() -> None:
-    """The named row counts, and no row that chose an assumption does."""
+    """The named row counts. Rows that were used to choose an assumption do not count."""
     rows = load_rows()
     counted = {f"{row.item}: {row.quantity}" for row in rows if not row.repeats}
     assert {row.repeats for row in rows if row.repeats} <= counted

@@ -1,6 +1,6 @@
 """Tests of the figures: every figure is drawn from the committed results.
 
-Its table has the paper's numbers, nothing is clipped or empty, and an error names a missing result.
+Tables have the paper's numbers, nothing is clipped or empty, and errors name missing results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCES = {
     "table7": ("paper Table 7",),
     "tables8_9": ("paper Table 8", "paper Table 9"),
 }
-"""the sources of the published rows of each figure"""
+"""figure -> sources of its published rows"""
 SIMULATED = sorted(path.stem for path in (EXPERIMENTS / "results" / "figures").glob("*.json"))
 
 
@@ -229,7 +229,7 @@ def test_deviations_are_signed_and_relative_to_the_papers_value() -> None:
 
 
 def link_all(tmp_path: Path) -> Path:
-    """Makes a results folder of links to the committed results, with a copy of `figures`."""
+    """Makes a results folder with links to the committed results, and a copy of `figures`."""
     folder = tmp_path / "results"
     folder.mkdir()
     for path in (EXPERIMENTS / "results").iterdir():

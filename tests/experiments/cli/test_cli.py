@@ -241,8 +241,7 @@ def test_the_workload_of_a_named_model_suits_the_gpu(gib: int, expected: Any) ->
 def test_another_model_is_predicted_from_the_default_set_and_flagged(command: Any) -> None:
     """Durations of the default set, scaled by FLOPs to another width, are right within 15 %.
 
-    The set's own durations come from the datasheet here, and so do those that the scaled ones are
-    compared with.
+    Here the datasheet gives both the durations of the set and the expected ones.
     """
     machine = HardwareSpec.load(
         str(
@@ -394,7 +393,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     check_model(run / "model")
 
     moved = Path("elsewhere")
-    run.rename(moved)  # a run folder does not depend on its place
+    run.rename(moved)  # A run folder can be moved.
     outcome = command("compare", moved)
     assert (outcome.status, outcome.err) == (0, "")
     assert set(os.listdir(moved)) == RUN_FILES | COMPARED
@@ -532,7 +531,7 @@ def test_check_of_a_model_that_fits(
 
 
 def flat(text: str) -> str:
-    """The text without its line breaks and columns."""
+    """Returns the text without line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -742,7 +741,7 @@ def test_one_more_gib_is_tried_only_where_it_is_shown(
 
 
 def answer_as_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    """Puts a program `nvidia-smi` first on the path that prints `answer`."""
+    """Puts a program `nvidia-smi` first on the path, which prints `answer`."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)

@@ -1,7 +1,7 @@
 """Tests of the error messages of the command line.
 
 Every mistake ends the command with status 2 and one line: the value found, the allowed values and
-the fix. Nothing is written. What fails after training has begun has status 1.
+the fix. Nothing is written. A failure after training has begun has status 1.
 """
 
 from __future__ import annotations
@@ -665,13 +665,13 @@ def test_a_training_that_diverges_says_so(
 
 
 def metrics_are_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the first line of the metrics fail, after the first step."""
+    """Makes writing the first line of the metrics fail, after the first step."""
     append = run_folder.append
     patched.setattr(run_folder, "append", lambda _, row: append(Path("/dev/full"), row))
 
 
 def picture_is_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the picture of the loss fail, after the last step."""
+    """Makes writing the picture of the loss fail, after the last step."""
 
     def fail(path: Path, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -680,7 +680,7 @@ def picture_is_full(patched: pytest.MonkeyPatch) -> None:
 
 
 def folder_is_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the run folder fail, before the training begins."""
+    """Makes creating the run folder fail, before the training begins."""
 
     def fail(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

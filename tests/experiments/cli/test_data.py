@@ -1,4 +1,4 @@
-"""Tests of `megatrain data`: what it recognizes, counts, and shows."""
+"""Tests of `megatrain data`: recognized layouts, counts, and shown documents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Wrong invocations of every verb, drawn at random: one line, status 2, nothing written, no PyTorch
-loaded. So each is reported within two seconds.
+"""Tests of random wrong invocations of every verb.
+
+Each gives one line and status 2 within two seconds, and writes nothing. PyTorch is not loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatrain.simulator.base.errors import UserError
 
 
 def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
-    """The outcomes of invocations, all in one process."""
+    """Returns the outcomes of invocations, which are all executed in one process."""
     done = subprocess.run(
         [sys.executable, drawn_mistakes.__file__],
         input="".join(json.dumps(words) + "\n" for words in invocations),
@@ -48,7 +49,7 @@ def check_line(words: list[str], status: int | None, out: str, err: str) -> None
 
 @pytest.fixture
 def place(workplace: Path) -> Path:
-    """The workplace, with broken files, a model without weights, and a run with a checkpoint."""
+    """Returns the workplace with broken files, a model without weights, and a saved run."""
     write_files(workplace / "plan.toml")
     (workplace / "weightless").mkdir()
     shutil.copy(workplace / "tiny" / "config.json", workplace / "weightless")
@@ -118,7 +119,7 @@ EXPENSIVE = {
     "chat without a model": ("chat", "corpus", "--prompt", "hello"),
     "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
 }
-"""Mistakes that need not wait for PyTorch."""
+"""Mistakes that are found without PyTorch, which takes seconds to load."""
 
 
 def test_mistakes_are_reported_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:

@@ -1,4 +1,4 @@
-"""`megatrain list`: every name with what one needs to choose it, as text and as JSON."""
+"""Tests of `megatrain list`: every name with its properties, as text and as JSON."""
 
 from __future__ import annotations
 

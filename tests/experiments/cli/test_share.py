@@ -1,4 +1,4 @@
-"""`megatrain calibrate --share`: a file for others, and what the command says of such a file."""
+"""Tests of `megatrain calibrate --share`, which writes a file for others, and of such files."""
 
 from __future__ import annotations
 

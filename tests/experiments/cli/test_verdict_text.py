@@ -1,4 +1,4 @@
-"""The text of a verdict: the whole of a YES and of a NO, its width, and what it leaves out."""
+"""Tests of the text of a verdict: a whole YES and NO, the width, and what is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = [
 
 
 def sizes(**gib: float) -> dict[str, int]:
-    """Bytes by class, from GiB."""
+    """Returns bytes by class, from GiB."""
     return {name: round(size * GIB) for name, size in gib.items()}
 
 
@@ -207,12 +207,12 @@ What would do
 
 
 def changed(**fields: Any) -> Verdict:
-    """What fits, with other fields."""
+    """Returns the verdict `FITS` with changed fields."""
     return msgspec.structs.replace(FITS, **fields)
 
 
 def flat(text: str) -> str:
-    """The text without its line breaks and columns."""
+    """Returns the text without line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -395,7 +395,7 @@ def test_the_suggested_fix_is_the_first_change_that_suffices() -> None:
 
 
 def test_an_empty_placement_is_described_in_words() -> None:
-    """Not as `activations of none saved`."""
+    """The text is not `activations of none saved`."""
     here = Knobs(placement=Placement(saved_activations="1-2"))
     margin = msgspec.structs.replace(FITS.one_more_gib[0], knobs=Knobs())
     changed = msgspec.structs.replace(

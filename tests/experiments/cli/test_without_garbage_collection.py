@@ -18,7 +18,7 @@ def test_the_collector_is_restored() -> None:
         assert not gc.isenabled()
         with without_garbage_collection():
             pass
-        assert not gc.isenabled(), "the inner block must leave the collector off, as it found it"
+        assert not gc.isenabled(), "the inner block must leave the collector off"
     assert gc.isenabled()
     with pytest.raises(KeyboardInterrupt), without_garbage_collection():
         raise KeyboardInterrupt

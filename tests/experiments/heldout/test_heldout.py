@@ -1,7 +1,7 @@
 """Tests of the held-out validation: its cases, its interrupted runs and the summary of its rows.
 
-No case may be a point of the calibration's grid. A validation that was interrupted continues where
-it stopped.
+No case may be a point of the calibration's grid. An interrupted validation continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_the_suite_has_the_stated_breadth() -> None:
 def test_every_case_lies_inside_the_grid() -> None:
     """Token counts and sequence lengths of all cases lie within the range of the grid.
 
-    Outside of it, a prediction would not rest on measurements.
+    Outside of the grid, a prediction would be an extrapolation.
     """
     chosen = suite("h200")
     points = [chosen.base, *chosen.points()]
@@ -81,8 +81,8 @@ def test_every_case_lies_inside_the_grid() -> None:
 def test_nothing_that_computes_lies_beyond_the_grid() -> None:
     """A cost table of only the grid's points covers all compute ops of the cases.
 
-    Kept attention has only points of 4,096 tokens, which lie between the sequence lengths where it
-    is measured.
+    Kept attention has only points of 4,096 tokens, between the sequence lengths where it is
+    measured.
     """
     chosen, hardware = suite("h200"), HardwareSpec.load("h200")
     ids = {
@@ -237,7 +237,7 @@ def test_an_interrupted_validation_continues(
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), (
         "complete lines stay as they are"
     )
-    # The first command adds a repetition of each case. The second one has nothing left to do.
+    # The first command adds a repetition of each case. The second command has nothing to do.
     for _ in range(2):
         assert heldout.main([*words, "--repetitions", "2"]) == 0
         assert "2 of the plans were executed again minutes later." in capsys.readouterr().out

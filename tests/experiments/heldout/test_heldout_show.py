@@ -64,7 +64,7 @@ def rows() -> list[HeldoutRow]:
 
 @pytest.fixture(scope="module")
 def folder(rows: list[HeldoutRow], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder as a validation leaves it, with a timeline for the case of k_buffer.
+    """Returns the folder of a finished validation, with a timeline for the case of k_buffer.
 
     Tests must not change it.
     """

@@ -1,7 +1,7 @@
 """Tests of sweeps: shared work, stored rows, policies in files of the user, and execution.
 
-Work that plans share changes no number. Stored rows are not computed again. A policy of the user
-needs only its file. `--execute` measures the plans.
+Sharing work between plans changes no number. Stored rows are not computed again. A policy of the
+user needs only its file. `--execute` measures the plans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def axes(**values: Any) -> grid.Axes:
 
 
 def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
-    """Returns the row of each plan by its index, simulated in the order that shares most work."""
+    """Returns the row of each plan by its index. The order of simulation shares most work."""
     work = Simulator(H200)
     return {
         index: work.row(plans[index], str(index))
@@ -147,7 +147,7 @@ def test_existing_rows_are_not_computed_again(
     rows = Path("swept/rows.jsonl")
     whole = rows.read_bytes()
     lines = whole.splitlines(keepends=True)
-    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # as an interrupted write leaves it
+    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # like after an interrupted write
     asked: list[str] = []
     row = Simulator.row
     monkeypatch.setattr(
@@ -221,8 +221,9 @@ def test_the_sources_are_part_of_a_key(
 def test_each_point_is_planned_unless_knobs_are_swept(
     command: Any, monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
-    """A planned point has the step time that `check` predicts for its policy. Sweeping a knob, or
-    `--default-knobs`, takes plans as they are given.
+    """A planned point has the step time that `check` predicts for its policy.
+
+    If a knob is swept, or with `--default-knobs`, plans are used as given.
     """
     over = ("--over", "policy", "overlapped", "--over", "batch", 1)
     words = ("sweep", "tiny", "--hardware", "h200", *WORK, *over, "--jobs", 1, "--out", "swept")
@@ -255,8 +256,9 @@ def test_each_point_is_planned_unless_knobs_are_swept(
 
 
 def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
-    """`rows.csv` and the DataFrame have one column for each axis and each result, and of a plan
-    that was simulated twice only the last row.
+    """`rows.csv` and the DataFrame have one column for each axis and each result.
+
+    If a plan was simulated twice, they have only the last row.
     """
     plans = [make_plan("k_buffer"), make_plan("k_buffer", device_limit_bytes=4096)]
     first, unfit = (Simulator(H200).row(plan, str(plan.device_limit_bytes)) for plan in plans)
@@ -426,8 +428,8 @@ def test_grids_of_a_file_are_joined(command: Any) -> None:
 def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep with `--execute` measures the plans that fit and can be executed.
 
-    Two plans run in this process, which saves two starts of torch. Some other plans can only be
-    predicted or do not fit.
+    Two plans run in this process, so torch is not started twice. Other plans can only be predicted,
+    or do not fit.
     """
     from megatrain.experiments.benchmarks import child
 

@@ -1,4 +1,7 @@
-"""`megatrain train --adapt` plans again from what was measured, and switches with the same bits."""
+"""Tests of `megatrain train --adapt`, which plans again from measurements and switches plans.
+
+A switch does not change the bits of the training.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 
 @pytest.fixture
 def counted(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the machine of `plan.toml` the one with counted costs."""
+    """Gives `plan.toml` a machine with counted costs (`counted_costs.py`)."""
     monkeypatch.setattr(adaptation, "LEAST_GAIN", adaptation.LEAST_GAIN)  # the machine changes it
     write_machine(workplace)
     plan = workplace / "plan.toml"
@@ -140,7 +143,7 @@ def test_a_damaged_hardware_file_does_not_stop_a_training(command: Callable[...,
 
 
 class Run:
-    """A training that records notes and switches. Steps take the seconds that a test gives."""
+    """A fake training that records notes and switches. A test gives the seconds of its steps."""
 
     def __init__(self, folder: Path | None, plan: Plan) -> None:
         self.out, self.origin, self.source, self.plan = folder, Path(), "small", plan
@@ -156,7 +159,7 @@ class Run:
         self.switched.append(plan)
 
     def steps(self, adaptation: Adaptation, seconds: float, count: int = 5) -> None:
-        """Does steps under the plan, and then the switch, if there is one."""
+        """Takes steps under the plan, and then makes the switch, if there is one."""
         before = len(self.switched)
         for number in range(self.first_step, self.first_step + count):
             step: Any = SimpleNamespace(number=number, seconds=seconds)
@@ -171,7 +174,7 @@ class Run:
 def run(
     make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Run]:
-    """Returns a run for which a plan is proposed whose steps would take a second and not two."""
+    """Returns a run with a proposed plan that would reduce its steps from two seconds to one."""
 
     def digested(policy: str) -> Plan:
         plan = make_plan(policy, hardware="h200")
@@ -248,7 +251,7 @@ def test_a_plan_that_is_refused_can_be_tried_when_the_run_is_resumed(
 
 @pytest.mark.parametrize("end", ["step", "stop", "kill", "signal"])
 def test_a_plan_that_was_chosen_but_never_used_can_be_tried_again(run: Run, end: str) -> None:
-    """The switch may not come, for want of a checkpoint, or because the run ends before it."""
+    """There is no switch if the checkpoint fails or the run ends before it."""
     adapting = Adaptation()
     adapting.on_start(run)  # type: ignore[arg-type]
     for number in range(1, 6):

@@ -1,4 +1,4 @@
-"""Tests of `megatrain train --ask`: answers of the trained model, and what prevents them."""
+"""Tests of `megatrain train --ask`: answers of the trained model, and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answers(run: str) -> list[dict[str, Any]]:
 
 
 def shown(answer: str) -> str:
-    """Returns what a terminal shows of an answer: no characters that control it."""
+    """Returns an answer as a terminal shows it: without control characters."""
     return "".join(each for each in answer if each.isprintable() or each in "\n\t")
 
 
@@ -51,7 +51,7 @@ def test_ask_gives_the_answers_of_chat(command: Any) -> None:
     outcome = command("train", "plan.toml", "--config", "run/config.toml", "--out", "again")
     assert (outcome.status, answers("again")) == (0, said)
 
-    # the report has them, and what they say is no tag
+    # The report has the answers, with escaped tags.
     assert command("report", "run").status == 0
     page = Path("run/report.html").read_text()
     assert "<h2>Samples</h2>" in page

@@ -1,4 +1,4 @@
-"""Tests of `megatrain convert`: a run goes on in another state format."""
+"""Tests of `megatrain convert`, which changes the state format of a run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_a_run_is_converted_to_another_format_and_back(command: Command, run: Pa
         command("convert", state, "--state", "exact", "--out", f"{state}-exact")
         again = tensors(Path(f"{state}-exact"))
         for layer, master in masters(made).items():
-            assert masters(again)[layer].equal(master), "exact holds every format"
+            assert masters(again)[layer].equal(master), (
+                "`exact` can store the values of every format"
+            )
             assert again[f"{layer}.moments"][0].equal(decoded_first(made[f"{layer}.moments"][0]))
     for folder in ("master24", "bf16-sr-exact"):
         outcome = command("train", "--resume", folder, "--steps", 4, "--device", "cpu")
@@ -96,7 +98,7 @@ def test_invalid_conversions_are_refused(
 
 
 def test_a_run_with_muon_is_converted_to_another_format(command: Command) -> None:
-    """The matrices of decoder layers have one moment, and all else two."""
+    """Matrices of decoder layers have one moment, and other tensors two."""
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--optimizer", "muon", "--out", "m.toml").status == 0
     words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)

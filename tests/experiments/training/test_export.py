@@ -73,7 +73,7 @@ def test_the_newest_checkpoint_has_the_weights_at_the_end_of_the_run(
 def test_a_run_with_default_settings_can_be_exported(
     finished: Path, tmp_path: Path, command: Command
 ) -> None:
-    """One that saved nothing names the model that it wrote."""
+    """The error for a run without checkpoints names the model that the run wrote."""
     outcome = command("export", finished, "--out", tmp_path / "out")
     assert (outcome.status, outcome.err) == (0, "")
     assert same(tensors(tmp_path / "out"), tensors(finished / "model"))

@@ -1,4 +1,4 @@
-"""Tests of a multimodal model from `plan` to `export`.
+"""Tests of training a multimodal model, from `plan` to `export`.
 
 Only its language model is trained. The other weights and files are copied unchanged.
 """

@@ -1,4 +1,4 @@
-"""Tests of --push-to-hub: what is checked first, what is uploaded, and uploads that fail."""
+"""Tests of --push-to-hub: early checks, uploaded files, and failed uploads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_public_upload_into_a_private_model_is_refused(
 def test_the_card_names_base_model_and_data_sets_on_the_hub(
     hub: FakeHub, run: Path, command: Any
 ) -> None:
-    """Base model and data sets are in the lines that the hub reads."""
+    """Base model and data sets are in the metadata that the hub reads."""
     config = run / "config.toml"
     hub.write("some/letters", {"train.jsonl": jsonl("a")})
     config.write_text(

@@ -25,7 +25,7 @@ from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
 Command = Callable[..., Any]
-# A process that a shell starts in the background ignores SIGINT. The handler is set again here.
+# A background process of a shell ignores SIGINT, so the handler is set again here.
 PROGRAM = (
     "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom"
     " megatrain.experiments.cli.main import main\nsys.exit(main())"
@@ -55,7 +55,7 @@ TIMES = ("seconds", "tokens_per_second", "check")
 
 @pytest.fixture(autouse=True)
 def small_workplace(workplace: Path) -> None:
-    """Shortens the corpus, half of which is evaluated several times a run."""
+    """Shortens the corpus, because half of it is evaluated several times in a run."""
     for path in (workplace / "corpus").iterdir():
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
 
@@ -236,7 +236,7 @@ def test_a_finished_run_is_resumed_for_more_steps_and_keeps_its_models(
     assert saved("run") == [2, 4]
     assert newest_model(Path("run")) == Path("run/model-4")
 
-    # a run with no step left is not exported again
+    # A run without further steps is not exported again.
     models = [*Path("run").glob("model*")]
     out = good(command("train", "--resume", "run", "--device", "cpu"))
     assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model-4")\n' in out
@@ -329,7 +329,7 @@ def test_deterministic_mode_reports_a_checksum_for_each_step_also_after_a_resume
 
 
 class Process:
-    """`megatrain WORDS` in a process of its own."""
+    """A separate process of `megatrain WORDS`."""
 
     def __init__(self, *words: object) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -371,7 +371,7 @@ def assert_as_if_never_stopped(
 @pytest.mark.nightly  # tests/life stops runs by every signal in the normal tests
 @pytest.mark.usefixtures("workplace")
 def test_a_run_saves_on_a_signal_and_can_be_resumed(command: Command) -> None:
-    """After SIGTERM, the last step in the metrics is saved. So no step is lost."""
+    """After SIGTERM, the last step in the metrics is saved, so no step is lost."""
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
     said = process.end(signal.SIGTERM, lambda: lines("run") >= 5)

@@ -1,4 +1,4 @@
-"""StepComparison: what a training says of its first steps against their prediction."""
+"""Tests of StepComparison, which compares the first steps of a training with the prediction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--no-expo
 def test_a_training_compares_its_third_to_fifth_step_with_the_prediction(
     command: Any, machine: str
 ) -> None:
-    """A machine's file with corrections and no calibration is no measured machine either."""
+    """A hardware file with corrections and no calibration does not count as measured."""
     text = library()["h200"].read_text()
     Path("corrected.toml").write_text(f"{text}\n[corrections]\ncompute = 1.0\n")
     plan = Path("plan.toml")
@@ -76,7 +76,7 @@ def prediction(prepared: Path) -> tuple[Plan, Any, Timeline]:
 
 
 def slower(timeline: Timeline, kinds: dict[str, str], kind: str, added_ns: int) -> Timeline:
-    """The timeline with ops of one kind that take longer and delay everything after them."""
+    """Returns the timeline with longer ops of one kind, which delay all later ops."""
     spans, shift = [], 0
     for span in sorted(timeline.spans, key=lambda each: each.start_ns):
         more = added_ns if kinds[span.op] == kind else 0
@@ -112,7 +112,7 @@ def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
 def test_an_error_has_the_same_sign_as_in_compare(
     prediction: tuple[Plan, Any, Timeline], share: float, text: str
 ) -> None:
-    """An error is predicted / measured - 1, everywhere."""
+    """An error is always predicted / measured - 1."""
     _, schedule, predicted = prediction
     seconds = {3: share * predicted.makespan_ns / 1e9}
     report = compare(predicted, predicted, schedule, step_seconds=seconds)

@@ -46,7 +46,7 @@ def jobs() -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def ask(jobs: Jobs) -> Ask:
-    """Returns a function that sends a question to the page's server, and returns the response."""
+    """Returns a function that sends a question to the server and returns the response."""
     pytest.importorskip("flask")
     from megatrain.experiments.web.server import make_app
 
@@ -123,7 +123,7 @@ def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
 def test_a_long_context_is_computed_in_pieces_as_check_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sequences would fit and be as fast, but pieces that were chosen are for one."""
+    """Two sequences would fit and be as fast, but chosen pieces are for one sequence."""
     monkeypatch.setattr(from_options, "PIECES", (16384,))
     values = {"model": "qwen2.5-0.5b", "hardware": "rtx3080-10gb", "seq": "131072"}
     parts = answer(Question.read(values))
@@ -194,7 +194,7 @@ def test_a_pasted_config_is_a_model_and_its_essentials_are_the_same_model(ask: A
 
 
 def refusal(question: dict[str, Any]) -> str:
-    """Returns the error of a question, which is read in this process and in its current folder."""
+    """Returns the error of a question, which is answered in this process."""
     try:
         read = Question.read(question)
         read.arguments()

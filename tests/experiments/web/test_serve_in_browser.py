@@ -57,8 +57,8 @@ def address() -> Iterator[str]:
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Yields a function that opens a page of 1280 pixels, or of another width.
 
-    An error of a script, a warning, and a request to another site fail the test. A refused question
-    is a message of the browser itself.
+    An error of a script, a warning, and a request to another site fail the test. Messages of the
+    browser about refused questions do not.
     """
     wrong: list[str] = []
     contexts = []
@@ -102,7 +102,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture
 def checked(capsys: pytest.CaptureFixture[str]) -> Checked:
-    """Returns a function that gives what `megatrain check --json` prints."""
+    """Returns a function that runs `megatrain check --json` and returns its output."""
 
     def run(*words: str) -> dict[str, Any]:
         capsys.readouterr()
@@ -347,7 +347,7 @@ CUT = """() => [...document.querySelectorAll('select')].filter((each) => {
   free.remove();
   return width > each.offsetWidth;
 }).map(({ id }) => id)"""
-"""The fields that cut the longest of their values."""
+"""JavaScript: the fields that are too narrow for their longest value."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -91,8 +91,9 @@ def test_error_of_each_kind() -> None:
 
 def test_a_kind_counts_as_much_as_an_exact_prediction_of_it_changes_the_step() -> None:
     """A kind's part of the step's error is how much its measured durations change the step."""
+    # The step takes 90 ms as predicted and 100 ms as measured. With measured durations of a single
+    # kind, it takes 95 ms (forward) or 90 ms (backward).
     kinds = {kind.kind: kind for kind in report().kinds}
-    # measured backward ops.
     assert kinds["forward"].of_step == pytest.approx(-0.05)
     assert kinds["backward"].of_step == 0
     assert kinds["load_weights"].of_step == pytest.approx(0.02), (

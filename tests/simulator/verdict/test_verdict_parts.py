@@ -174,9 +174,9 @@ def test_the_missing_bytes_are_given_for_each_memory(make_plan: MakePlan) -> Non
 
 
 def test_shares_of_a_step() -> None:
-    """Exposed time is the part of a step in which compute waits for other lanes.
+    """Exposed time counts for the lane that compute waits for.
 
-    The host's time between steps is a separate part.
+    The host's time between steps counts as `nothing_else`.
     """
     exposed = {"cpu": 10, "update": 5, "h2d": 20, "d2h": 15, WAITING: 10}
     assert _shares(exposed, 180, 200e-9) == pytest.approx(
