@@ -348,7 +348,7 @@ def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_pa
     )
 
 
-def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path) -> None:
+def test_a_measured_ablation_is_drawn_and_a_failed_one_is_not(tmp_path: Path) -> None:
     folder = link_all(tmp_path)
     measured(folder, "table4-no-residency", seconds=5.0)
     measured(folder, "table4-no-compile", seconds=5.0, failure="out of memory")

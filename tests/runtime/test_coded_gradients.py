@@ -264,7 +264,7 @@ def test_coded_gradients_are_suggested_where_exact_ones_do_not_fit(
     assert entry.tokens_per_second == found.tokens_per_second
 
 
-def test_a_plan_with_them_gets_advice_that_it_can_follow(
+def test_a_plan_with_coded_gradients_gets_advice_that_it_can_follow(
     make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan has one micro-batch, and other clipping stores no gradients."""

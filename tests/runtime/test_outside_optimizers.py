@@ -308,7 +308,7 @@ def test_a_setting_that_the_optimizer_does_not_read_is_refused(
     assert "allowed: max_norm, groups" in str(caught.value)
 
 
-def test_an_executor_refuses_it_before_anything_is_allocated(
+def test_an_executor_refuses_an_unusable_optimizer_before_anything_is_allocated(
     executable: Callable[..., Plan], write: Write
 ) -> None:
     plan, allocated = executable(optimizer=write("weights.sub_(1.0)")), list[object]()

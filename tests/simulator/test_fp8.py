@@ -59,7 +59,7 @@ def test_fp8_is_a_part_of_the_shape_and_needs_bf16() -> None:
         Workload(batch=1, sequence=16, dtype="fp32", fp8="rowwise")
 
 
-def test_a_schedule_is_the_same_but_for_the_shape_of_its_layers(
+def test_a_schedule_is_the_same_except_for_the_shape_of_its_layers(
     make_plan: Callable[..., Plan],
 ) -> None:
     plain, fp8 = (lower(make_plan(fp8=fp8)) for fp8 in (None, "rowwise"))

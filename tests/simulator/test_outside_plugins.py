@@ -79,7 +79,7 @@ def config(model_type: str) -> dict[str, object]:
     }
 
 
-def test_an_installed_family_is_described_as_its_twin(install: Install) -> None:
+def test_an_installed_copy_of_a_family_gives_the_same_model(install: Install) -> None:
     """An installed family that copies a built-in one describes the same model."""
     install("megatrain.families", "qwen2_of_mine", "OUTSIDE")
     mine, twin = (ModelSpec.from_config(config(name), name) for name in ("qwen2_of_mine", "qwen2"))

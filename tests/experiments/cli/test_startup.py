@@ -105,7 +105,7 @@ def test_every_program_has_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    # The module may be imported already, of which runpy warns.
+    # runpy warns if the module is imported already.
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__")
     assert ended.value.code == 0

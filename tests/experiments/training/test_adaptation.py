@@ -73,9 +73,7 @@ def good(outcome: Any) -> str:
 
 
 @pytest.mark.usefixtures("counted")
-def test_a_training_that_switches_has_the_bits_of_one_that_does_not(
-    command: Callable[..., Any],
-) -> None:
+def test_a_training_with_a_switch_has_the_bits_of_one_without(command: Callable[..., Any]) -> None:
     first = Plan.load(Path("plan.toml"))
     good(command(*TRAIN, "--steps", 9, "--out", "straight"))
     out = good(command(*TRAIN, "--steps", 9, "--adapt", "--out", "run"))

@@ -78,7 +78,7 @@ def test_the_answers_of_an_earlier_model_stay(finished: Path, tmp_path: Path) ->
     assert [row["answer"] for row in found] == ["b", "c", "d"]
 
 
-def test_a_model_that_is_too_large_to_be_asked_is_no_failure(
+def test_a_model_too_large_to_answer_does_not_fail_the_run(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path, needed: int) -> None:
@@ -111,7 +111,7 @@ def test_a_failure_in_answering_is_no_failure_of_the_run(
     assert outcome.out.endswith(f"no more answers: no kernel; {later}")
 
 
-def test_a_question_that_is_too_long_does_not_keep_the_others_from_an_answer(command: Any) -> None:
+def test_a_question_that_is_too_long_does_not_prevent_other_answers(command: Any) -> None:
     outcome = command(*TRAIN, "--ask", "how are you " * 20, "--ask", "how", "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "no answer: conversation: found " in outcome.out

@@ -43,7 +43,9 @@ def test_text_files_of_a_folder_are_packed_without_borders(tmp_path: Path) -> No
     assert len(seen) == 2  # an epoch has its own order
 
 
-def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_cut_at_its_limit_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 100)
     monkeypatch.setattr(byte_level, "MOST_BYTES", 150)

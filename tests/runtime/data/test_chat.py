@@ -257,7 +257,7 @@ def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[.
     ]
 
 
-def test_what_a_tool_answers_has_no_loss_wherever_it_is_written(
+def test_the_answer_of_a_tool_has_no_loss_wherever_it_is_written(
     targets: Callable[..., Any],
 ) -> None:
     messages = [user("hello"), answer("one", tool_calls=CALL), {"role": "tool", "content": "other"}]

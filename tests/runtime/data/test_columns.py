@@ -167,7 +167,7 @@ def test_a_row_without_a_column_of_its_layout_gives_the_reason() -> None:
         )
 
 
-def test_unknown_columns_are_named_with_those_that_are_known() -> None:
+def test_the_error_for_unknown_columns_names_the_known_ones() -> None:
     assert recognize(["question", "answer"]) is None
     assert recognize(["messages", "text"], "text") == layout({"text": ""})
     assert recognize(["messages"], "text") is None

@@ -99,7 +99,7 @@ def test_a_name_with_superfluous_slashes_is_pinned(name: str) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_split_or_a_config_that_is_missing_is_refused_with_those_that_exist() -> None:
+def test_a_missing_split_or_config_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(UserError, match="split: found 'dev'; allowed: train, test"):
         read("some/letters:dev")
     with pytest.raises(UserError, match="config: found 'en'; allowed: data;"):

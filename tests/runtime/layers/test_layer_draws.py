@@ -53,7 +53,7 @@ def test_every_plan_draws_the_same(
         assert running.bits().results != found[0].results
 
 
-def test_each_step_has_draws_of_its_own_which_a_repetition_repeats(run: Callable[..., Any]) -> None:
+def test_each_step_has_its_own_random_numbers_and_repeats_them(run: Callable[..., Any]) -> None:
     with run(model_of("phimoe"), accumulation=2) as running:
         batches = drawn(running.plan)
         before = torch.get_rng_state()
@@ -64,7 +64,7 @@ def test_each_step_has_draws_of_its_own_which_a_repetition_repeats(run: Callable
         assert torch.equal(torch.get_rng_state(), before), "others draw what they would have drawn"
 
 
-def test_a_run_draws_by_its_own_seed_and_the_same_when_it_is_resumed(
+def test_random_numbers_follow_the_seed_of_the_run_also_after_a_resume(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
     plan = executable("resident", model=model_of("phimoe"), dtype="fp32", **LIMITS)

@@ -45,7 +45,7 @@ def row_and_documents(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_each_document_is_as_it_is_alone(layer: Any) -> None:
+def test_each_document_has_the_results_of_the_document_alone(layer: Any) -> None:
     """The output of each document is within 1e-5 of that of the document alone.
 
     The input gradient is within 2e-5.

@@ -468,7 +468,7 @@ def test_callers_take_turns_and_shares_add_up() -> None:
 
 @pytest.mark.skipif(host_kernels() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_team_has_as_many_threads_as_it_was_asked_for_until_it_is_closed(threads: int) -> None:
+def test_a_team_has_the_requested_threads_until_it_is_closed(threads: int) -> None:
     """A team has the requested number of threads, including the caller's, until it is closed."""
     alone = host_kernels()
     assert alone is not None

@@ -301,7 +301,7 @@ def test_numbers_are_accepted_within_their_bounds_only(key: str) -> None:
 @pytest.mark.parametrize(
     "section", ["training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"]
 )
-def test_a_key_that_no_section_has_is_refused_with_those_that_it_has(section: str) -> None:
+def test_an_unknown_key_is_refused_with_the_known_keys_of_its_section(section: str) -> None:
     known = ", ".join(
         sorted(name.partition(".")[2] for name in fields() if name.startswith(f"{section}."))
     )
@@ -371,7 +371,7 @@ def test_the_cache_is_in_the_user_s_cache_folder(
     assert DataOptions().cache_folder == tmp_path / "tokens"
 
 
-def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:
+def test_a_unique_field_name_needs_no_section() -> None:
     assert full_name("rate") == full_name("schedule.rate") == "schedule.rate"
     with pytest.raises(
         UserError,

@@ -89,7 +89,7 @@ def test_error_of_each_kind() -> None:
     assert (kinds["backward"].error, kinds["backward"].worst_error) == (0.0, 0.0)
 
 
-def test_a_kind_counts_as_much_as_an_exact_prediction_of_it_changes_the_step() -> None:
+def test_the_part_of_a_kind_is_the_change_of_the_step_by_its_measured_durations() -> None:
     """A kind's part of the step's error is how much its measured durations change the step."""
     # The step takes 90 ms as predicted and 100 ms as measured. With measured durations of a single
     # kind, it takes 95 ms (forward) or 90 ms (backward).

@@ -328,7 +328,7 @@ def test_sharing_uses_the_memory_fully_and_no_more(
 
 
 @given(factors, memories, speeds, st.floats(1, 3))
-def test_more_memory_slows_nobody(
+def test_more_memory_slows_no_lane(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int], factor: float
 ) -> None:
     small = ContentionModel(pairs, memory)

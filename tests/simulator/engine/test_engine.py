@@ -81,7 +81,7 @@ def test_a_rate_that_changes_often_loses_no_nanosecond() -> None:
     assert times(simulate(schedule, costs(durations, contention)))["W0"] == (0, 1000 + 3000 - 333)
 
 
-def test_a_lane_that_waits_or_dispatches_disturbs_nobody() -> None:
+def test_a_lane_that_waits_or_dispatches_slows_no_other_lane() -> None:
     schedule = program(("F0", "compute", ()), ("W0", "h2d", ()), ("G0", "d2h", ("F0",)))
     played = simulate(schedule, costs({"F0": 10, "W0": 20, "G0": 5}, LINK, {"d2h": 10}))
     assert times(played) == {"F0": (0, 10), "W0": (0, 20), "G0": (20, 25)}

@@ -109,7 +109,7 @@ def span(lane: str, start: int, end: int) -> Span:
     return Span(op=f"{lane}{start}", lane=lane, start_ns=start, end_ns=end)
 
 
-def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_stands_still() -> None:
+def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_is_idle() -> None:
     """While compute is idle, the lanes that run share the time equally."""
     spans = (
         span("h2d", 0, 10),
@@ -240,7 +240,7 @@ def test_state_that_the_host_cannot_hold_is_placed_on_the_device() -> None:
 
 @settings(max_examples=3)
 @given(st.integers(2, 14), st.integers(1, 20), st.integers(1, 6))
-def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int) -> None:
+def test_more_memory_never_makes_a_model_infeasible(device: int, host: int, more: int) -> None:
     before = small(device_limit=device * GIB, host_limit=host * GIB)
     for changed in (
         {"device_limit": (device + more) * GIB, "host_limit": host * GIB},
@@ -257,7 +257,7 @@ def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int
     [((3, 100), 128), ((2, 4), 4), ((4, 1), 8), ((2, 3), 32), ((3, 6), 64), ((3, 1), 1)],
     ids=str,
 )
-def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) -> None:
+def test_the_first_suggestion_makes_the_model_fit(limits: tuple[int, int], batch: int) -> None:
     work = msgspec.structs.replace(WORK, batch=batch)
     given_limits = {"device_limit": limits[0] * GIB, "host_limit": limits[1] * GIB}
     verdict = small(work, **given_limits, advise=True)

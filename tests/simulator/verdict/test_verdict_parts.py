@@ -120,7 +120,7 @@ def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
-def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
+def test_a_verdict_has_the_numbers_of_its_choice(make_plan: MakePlan, policy: str) -> None:
     choice = chosen(make_plan(policy, device_limit_bytes=2**40))
     plan, verdict = choice.plan, summarize(choice, H200)
     executable = policy in policies.names()
