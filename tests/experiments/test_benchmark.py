@@ -232,7 +232,7 @@ def test_an_error_in_a_child_process_is_returned_as_its_failure(
         (["tiny", "--nonsense"], "found --nonsense"),
         (
             ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
-            "optimizer: found lion.py, with fsdp2; allowed: adamw, which is what other systems run",
+            "optimizer: found lion.py, with fsdp2; allowed: adamw, which other systems use",
         ),
         (
             ["tiny", "--token-piece", "5", "--systems", "ours,fsdp2"],

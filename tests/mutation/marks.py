@@ -97,4 +97,5 @@ def _last(node: ast.stmt) -> int:
 def _start(function: ast.stmt) -> ast.stmt:
     """Returns the first statement of a function after its docstring."""
     body = function.body  # type: ignore[attr-defined]
-    return body[min(int(ast.get_docstring(function) is not None), len(body) - 1)]  # type: ignore[arg-type]
+    has_docstring = ast.get_docstring(function) is not None  # type: ignore[arg-type]
+    return body[min(int(has_docstring), len(body) - 1)]

@@ -50,7 +50,7 @@ def test_a_figure_is_built_from_the_committed_results(name: str) -> None:
     assert found.rows
     assert found.claim.endswith(".")
     assert found.finding.endswith(".")
-    assert "2026-" in found.made, "the machine and the date are stated"
+    assert "2026-" in found.caption, "the machine and the date are stated"
     sentences = re.split(r"(?<=[.]) (?=[A-Z0-9`])", found.finding)
     assert len(sentences) <= 8
     assert max(len(sentence.split()) for sentence in sentences) < 40, "one finding a sentence"
@@ -360,8 +360,8 @@ def test_a_measured_ablation_is_drawn_and_a_failed_one_is_not(tmp_path: Path) ->
     )
     assert rows["ours, 7B, H200: no compile"].measured is None
     assert rows["ours, 7B, H200: full"].measured == pytest.approx(536.5, abs=0.1)
-    assert "no residency" in found.made
-    assert "no compile" not in found.made
+    assert "no residency" in found.caption
+    assert "no compile" not in found.caption
 
 
 def test_every_ablation_of_ours_is_measured() -> None:
@@ -374,7 +374,7 @@ def test_every_ablation_of_ours_is_measured() -> None:
         assert (
             steps[f"ours, 7B, H200: {name}"].measured == file["systems"][0]["step_seconds_median"]
         )
-        assert name in found.made
+        assert name in found.caption
     assert "not measured" not in found.finding
 
 
@@ -385,9 +385,9 @@ def test_a_measured_context_is_scaled_to_the_reported_tokens(tmp_path: Path) -> 
     rows = {row.item: row for row in found.rows if row.quantity == "step_s"}
     assert rows["ours, 7b, 32K, on an H200"].measured == pytest.approx(6 * 4.0)
     assert rows["ours, 7b, 1K, on an H200"].measured == pytest.approx(2.7906 * 158 / 32, rel=1e-4)
-    assert "accumulation 1" in found.made
-    assert "1 x 32,768" in found.made
-    assert "5 x 8,192" not in found.made
+    assert "accumulation 1" in found.caption
+    assert "1 x 32,768" in found.caption
+    assert "5 x 8,192" not in found.caption
 
 
 def test_nothing_is_written_for_a_figure_that_fails(tmp_path: Path) -> None:

@@ -289,8 +289,8 @@ def test_layers_of_a_deep_model_get_their_arguments(family: str) -> None:
         Workload(batch=2, sequence=SEQUENCE, dtype="fp32"),
     )
     templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-    assert templates._edges._recording[-1].rows.shape == (2, SEQUENCE, model.hidden)
-    assert len(templates._causal) == 9
+    assert templates._embedding_and_head._recording[-1].rows.shape == (2, SEQUENCE, model.hidden)
+    assert len(templates._causal_arguments) == 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)

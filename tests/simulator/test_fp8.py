@@ -143,12 +143,12 @@ def test_experts_and_routers_stay_in_bf16() -> None:
     mixture = ModelSpec.load("mixtral-8x7b")
     assert set(mixture.fp8_weights("0")) == {f"self_attn.{name}_proj.weight" for name in "qkvo"}
     assert verdict._fp8(mixture, ROWWISE) == (
-        "10.6 % of the layers' matrix products, by FLOPs, are in fp8 (rowwise); in bf16 stay"
+        "10.6 % of the layers' matrix products, by FLOPs, are in fp8 (rowwise); these stay in bf16:"
         " mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj"
     )
     latent = ModelSpec.load("deepseek-v3")
     assert verdict._fp8(latent, ROWWISE).endswith(
-        "stay mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight"
+        "bf16: mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight"
     )
     assert verdict._fp8(SMALL, ROWWISE).startswith("100 % of the layers' matrix products")
     assert verdict._fp8(SMALL, ROWWISE).endswith("(rowwise)")

@@ -108,6 +108,7 @@ EXPENSIVE = {
     "missing weights of a model": ("train", "weightless", "--data", "corpus", "--out", "new"),
     "misspelt optimizer": (*TRAIN_MODEL, "--optimizer", "lion"),
     "misspelt policy": (*TRAIN_MODEL, "--policy", "zigzag"),
+    "cache by a name that is not UTF-8": (*TRAIN_MODEL, "--data-cache", "bad\udce9"),
     "missing chat template": (*TRAIN_MODEL, "--chat-template", "gone"),
     "missing chat template of data": (*DATA, "tiny", "--chat-template", "gone"),
     "data for a missing model": (*DATA, "gone"),

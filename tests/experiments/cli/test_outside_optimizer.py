@@ -101,5 +101,5 @@ def test_calibration_measures_adamw_alone(command: Command, optimizer: str) -> N
     words = ("calibrate", "tiny", "--out", "here.toml", "--device", "cpu", *WORK)
     outcome = command(*words, "--optimizer", optimizer)
     assert outcome.status == 2
-    assert "--optimizer: found lion.py; allowed: adamw, which is what is measured" in outcome.err
+    assert "--optimizer: found lion.py; allowed: adamw, the only optimizer" in outcome.err
     assert not Path("here.toml").exists()

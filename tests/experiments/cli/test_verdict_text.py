@@ -264,7 +264,7 @@ def test_mfu_is_shown_apart_from_the_share_of_the_measured_rate() -> None:
 def test_insufficient_changes_are_shown_only_if_none_suffices() -> None:
     short = FAILS.advice[-1]
     text = verdict_text.text(msgspec.structs.replace(FAILS, advice=(short,)))
-    assert "What would help\n        --clipping none  not enough: 24 GiB still lack" in text
+    assert "What would help\n        --clipping none  not enough: 24 GiB still missing" in text
     assert "it lacks 52.4 GiB of RAM" in flat(text)
     assert "not enough" not in NO
 

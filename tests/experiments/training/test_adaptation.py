@@ -195,7 +195,7 @@ def run(
     [
         (1.5, False, "1.500 s a step under the other plan, 2.000 s under the former one: 25.0 %"),
         (2.0001, False, "slower, but returning would take longer than it saves"),
-        (2.5, True, "slower, so that the training returns to the former one"),
+        (2.5, True, "slower, so the training returns to the former one"),
     ],
 )
 def test_a_plan_that_is_slower_is_undone_once(

@@ -65,7 +65,7 @@ def test_a_public_model_is_replaced_only_on_request(hub: FakeHub, run: Path, com
     hub.models["me/x"].clear()
     outcome = command(*upload)
     assert outcome.status == 2
-    assert "me/x, which is there and which everybody can see" in outcome.err
+    assert "me/x, which exists and is public" in outcome.err
     assert hub.models["me/x"] == {}
     assert command(*upload, "--public").status == 0
     assert hub.models["me/x"]
@@ -79,7 +79,7 @@ def test_a_public_upload_into_a_private_model_is_refused(
     hub.models["me/x"].clear()
     outcome = command(*upload, "--public")
     assert outcome.status == 2
-    assert "--public: found me/x, which is there and private" in outcome.err
+    assert "--public: found me/x, which exists and is private" in outcome.err
     assert outcome.err.count("\n") == 1
     assert hub.models["me/x"] == {}
     assert command(*upload).status == 0

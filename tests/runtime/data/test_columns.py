@@ -293,6 +293,9 @@ def test_unread_columns_that_matter_are_listed() -> None:
     found = recognize(["messages", "functions", "tools", "id", "images"])
     assert found is not None
     assert found.ignored == ("functions", "images")
+    found = recognize(["messages", "system"])
+    assert found is not None
+    assert found.ignored == ("system",)
     found = recognize(["text", "tools"])
     assert found is not None
     assert found.ignored == ("tools",)

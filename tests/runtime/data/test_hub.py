@@ -181,7 +181,7 @@ def test_without_a_network_the_error_is_one_line(hub: FakeHub) -> None:
     ("kind", "reason"),
     [
         ("RepositoryNotFoundError", "it does not exist or is private; there is no token"),
-        ("GatedRepoError", "access has to be asked for on its page; there is no token"),
+        ("GatedRepoError", "access must be requested on its page; there is no token"),
     ],
 )
 def test_without_a_token_the_error_is_one_line(

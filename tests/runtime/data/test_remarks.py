@@ -89,6 +89,8 @@ def test_each_remark_is_made_where_it_applies(
         lambda text: text.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"),
     )
     assert remarks(said(chat, unstopped)) == {TURNS, STOP}
+    # The template ends with a line end, which has loss as well here.
+    assert remarks(said(chat, tokenizer_folder("marked"), loss="all")) == set()
 
     pair = jsonl([{"prompt": "hello", "completion": "world"}] * 90, "pairs.jsonl")
     assert remarks(said(pair, tokenizer_folder("marked"))) == set()

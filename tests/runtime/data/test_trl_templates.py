@@ -39,9 +39,10 @@ SPECIAL = re.compile(
 )
 
 CHATML = r"<\|im_start\|>assistant\n{}(.*?<\|im_end\|>)"
+DEEPSEEK = r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)"
 PATTERNS = {
-    "deepseek_r1_distill": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
-    "deepseekv3": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
+    "deepseek_r1_distill": DEEPSEEK,
+    "deepseekv3": DEEPSEEK,
     "qwen3": CHATML.format(""),
     "qwen3_5_nothink": CHATML.format(r"(?:<think>\n(?:\n</think>\n\n)?)?"),
     "qwen3_5_nothink, thoughts in the text": CHATML.format(

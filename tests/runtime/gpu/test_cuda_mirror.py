@@ -12,7 +12,7 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.execution.host_scalars import HostScalarCopy
+from megatrain.runtime.execution.step_state import HostScalarCopy
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import AdamW

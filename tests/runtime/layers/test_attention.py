@@ -274,7 +274,7 @@ def test_a_kept_attention_does_not_change_the_masks_of_other_layers(
             host_limit_bytes=2**30,
         )
         with session(plan) as running:
-            arguments = running.executor.functional_layers._causal
+            arguments = running.executor.functional_layers._causal_arguments
             bits.append(running.bits())
         assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
     assert bits[0] == bits[1]

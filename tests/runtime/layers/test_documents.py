@@ -317,7 +317,7 @@ def test_documents_given_by_lengths_have_no_mask(
         placement=Placement(saved_attention=kept, **ALL_HERE),
     ) as running:
         functional_layers = running.executor.functional_layers
-        masked = [handed["attention_mask"] for handed in functional_layers._causal]
+        masked = [handed["attention_mask"] for handed in functional_layers._causal_arguments]
         assert all(mask is None for mask in masked)
         running.executor.step([with_documents(running.plan, PACKED)], rate=0.0, number=1)
         assert set(called) == {9}, "6 documents in 2 rows need room for 8"

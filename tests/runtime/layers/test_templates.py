@@ -190,13 +190,13 @@ def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
         "lm_head.weight": model.lm_head.weight.detach().clone(),
     }
     used = []
-    leave = type(made(plan)._edges).leave
+    leave = type(made(plan)._embedding_and_head).leave
 
     def seen(self: object, named: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
         used.append(len(named["lm_head.weight"]))
         return leave(self, named, row)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(made(plan)._edges), "leave", seen)
+    monkeypatch.setattr(type(made(plan)._embedding_and_head), "leave", seen)
     head, scale = made(plan), 1 / labels.numel()
     dx, plain_dx = torch.empty_like(x), torch.empty_like(x)
     loss, gradients = head.head(weights, x, labels, scale, dx)

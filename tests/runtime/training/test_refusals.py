@@ -13,6 +13,7 @@ import torch
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.training import run_folder
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
@@ -182,6 +183,43 @@ def test_other_files_in_the_folder_of_a_killed_run_are_not_removed(place: Path, 
     (folder / ".lock").write_text("a process that died\n")
     RunLock(folder).refuse_taken()
     assert not (folder / "plan.toml").exists()
+
+
+def test_a_run_that_was_killed_before_it_had_begun_does_not_block_its_folder(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder has a file of each kind that a run writes first, but no config.toml."""
+    written: list[str] = []
+
+    def killed(path: Path, *_: object) -> None:
+        written.extend(each.name for each in path.parent.iterdir())
+        raise KeyboardInterrupt
+
+    (place / "own.jinja").write_text("one's own")
+    options = {"steps": 1, "export": False, "data.chat_template": str(place / "own.jinja")}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_toml", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, **options)
+    assert {"plan.toml", "chat_template.jinja", "environment.json", "data.json"} < set(written)
+    (place / "run" / ".lock").write_text("a process that died\n")  # only a kill leaves it there
+    run(place, **options)
+    assert (place / "run" / "config.toml").is_file()
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
+    place: Path, run: Any
+) -> None:
+    def fails(_: object) -> None:
+        raise UserError("start", found="a mistake", allowed="none", fix="correct it")
+
+    callback = Callback()
+    callback.on_start = fails  # type: ignore[method-assign]
+    (place / "own.jinja").write_text("one's own")
+    options = {"steps": 1, "export": False, "data.chat_template": str(place / "own.jinja")}
+    with pytest.raises(UserError, match="start: found a mistake"):
+        run(place, callbacks=[callback], **options)
+    assert not (place / "run").exists()
 
 
 def test_a_run_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 given,
             )
-            for given in (layers._causal[int(layer.name)], layers.buffers[layer.name])
+            for given in (layers._causal_arguments[int(layer.name)], layers.buffers[layer.name])
         )
         weights = {
             tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()

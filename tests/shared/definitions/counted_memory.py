@@ -212,7 +212,7 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 given,
             )
-            for given in (layers._causal[int(layer.name)], layers.buffers[layer.name])
+            for given in (layers._causal_arguments[int(layer.name)], layers.buffers[layer.name])
         )
         weights = {
             tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()

@@ -47,7 +47,7 @@ from megatrain.runtime.optimizer.blockwise import (
     split_randomly,
 )
 from megatrain.runtime.optimizer.coded_gradients import decoded, encode
-from megatrain.runtime.optimizer.outside import chosen
+from megatrain.runtime.optimizer.outside import settings_of
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.optimizer import ADAMW, MUON, find
@@ -465,7 +465,7 @@ class Reference:
             _muon(master, moments[0], g, rate, group.weight_decay)
             return
         if self.work.optimizer not in (ADAMW, MUON):
-            given = chosen(self._optimizer, self.settings, group.weight_decay)
+            given = settings_of(self._optimizer, self.settings, group.weight_decay)
             flat = (master.view(-1), moments.flatten(1), g.flatten())
             self._optimizer.update(*flat, rate=rate, number=number, **given)
             return

@@ -128,6 +128,11 @@ def test_options_that_resemble_a_given_one(written: str, found: list[str]) -> No
     assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 
+def test_names_that_differ_only_in_their_variant_are_listed_once() -> None:
+    known = ["qwen2.5-7b", "qwen2.5-7b-instruct"]
+    assert alike("qwem2.5-7b", known) == known
+
+
 def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("h200").write_bytes(machine.library()["l40s"].read_bytes())

@@ -18,6 +18,7 @@ from megatrain.simulator.base.units import (
     format_bytes,
     format_seconds,
     parse_bytes,
+    parse_count,
     rounded_up,
 )
 
@@ -80,6 +81,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
         "1 GiB 2",
         "٣GiB",
         "9" * 400,
+        "0.4B",
     ],
 )
 def test_other_texts_are_refused_in_one_line(text: str) -> None:
@@ -90,6 +92,12 @@ def test_other_texts_are_refused_in_one_line(text: str) -> None:
     assert "allowed: " in message
     assert "fix: " in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.4", "-1", "1 GiB", "9" * 400])
+def test_a_text_that_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--tokens: found .*allowed: .*fix: "):
+        parse_count(text, "--tokens")
 
 
 def test_the_error_for_a_number_without_a_unit_suggests_one() -> None:

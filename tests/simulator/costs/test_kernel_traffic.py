@@ -108,7 +108,7 @@ def test_masks_and_their_pairs_are_those_of_transformers(
     model = ModelSpec.from_config(config.to_dict(), "config.json")
     work = Workload(batch=3, sequence=length)
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-    mask = layers._causal[0]["attention_mask"]
+    mask = layers._causal_arguments[0]["attention_mask"]
     shared = model.mask_bytes(work) - model.added_mask_bytes(work)
     assert shared == (0 if mask is None else mask.untyped_storage().nbytes())
     if mask is None:

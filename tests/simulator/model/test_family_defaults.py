@@ -5,13 +5,21 @@ Defaults are the values of keys that a config.json leaves out. They decide the k
 
 from __future__ import annotations
 
+import json
+import math
+import tomllib
 from typing import Any
 
+import msgspec
 import pytest
-from tiny_families import OWN, SMALL
+import tomli_w
+from tiny_families import OWN, SMALL, config_of
 from transformers import AutoConfig
 
+from megatrain.runtime.layers.functional_layers import config_of as whole_config
+from megatrain.runtime.layers.model_config import differences
 from megatrain.simulator.model.families import FAMILIES, Architecture
+from megatrain.simulator.model.specs import ModelSpec
 
 NO_ATTRIBUTE = ("first_k_dense_replace", "global_head_dim", "moe_layer_end_index", "moe_layer_freq")
 """Keys that some config classes read and do not keep.
@@ -40,6 +48,27 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     assert {
         key: said[key] if key in said else getattr(theirs, OTHER_NAME.get(key, key)) for key in ours
     } == ours
+
+
+def test_infinity_is_read_as_transformers_writes_it() -> None:
+    """JSON has no infinity, so transformers writes a table in its place."""
+    theirs = config_of("falcon_h1")
+    written = json.loads(theirs.to_json_string())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    spec = ModelSpec.from_config(written, "config.json")
+    in_plan, in_checkpoint = (
+        tomllib.loads(tomli_w.dumps(msgspec.to_builtins(spec))),
+        json.loads(msgspec.json.encode(spec)),
+    )
+    for kept in (in_plan, in_checkpoint):
+        again = msgspec.convert(kept, ModelSpec, strict=True)
+        assert again == spec
+        assert list(whole_config(again).time_step_limit) == [0.0, math.inf]
+    default = ModelSpec(
+        name=spec.name,
+        config={key: spec.config[key] for key in spec.config if key != "time_step_limit"},
+    )
+    assert differences(spec, default) == []
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOW], ids=["plain", "window"])

@@ -36,6 +36,20 @@ def test_both_forms_of_the_config_give_one_model() -> None:
     assert "per_layer_config" not in written.config
 
 
+def test_full_layers_may_have_the_sizes_of_the_others() -> None:
+    """transformers then writes no sizes of their own."""
+    written = config_of(
+        "gemma4_text",
+        global_head_dim=TINY["head_dim"],
+        num_global_key_value_heads=TINY["num_key_value_heads"],
+    ).to_dict()
+    assert written["per_layer_config"] == {}
+    spec = ModelSpec.from_config(written, "config.json")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**with_nulls(spec.config)))
+    assert spec.parameters == sum(parameter.numel() for parameter in whole.parameters())
+
+
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """A model with fewer layers is transformers' model, whose last layer is always full."""
