@@ -35,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--max-tokens"),
         default=512,
         metavar="N",
-        help="the most tokens of an answer (default 512)",
+        help="maximum number of tokens in an answer (default 512)",
     )
     parser.add_argument(
         "--temperature",

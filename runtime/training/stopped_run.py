@@ -1,6 +1,7 @@
-"""stopped_run: what a run's folder says of a run that ended, and the command that continues it.
+"""Functions on the folder of a run that has ended: its last step, its newest checkpoint, and the
+command that continues it.
 
-This module does not import torch, so that a command can refuse a folder at once.
+This module does not import torch, so a command can refuse a folder at once.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatrain.simulator.base.errors import UserError
 
 
 class _Row(msgspec.Struct):
-    """The key that every line of the metrics has."""
+    """A line of `metrics.jsonl`, with the only key that every line has."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
-    """number of the step, from 1"""
+    """The number of the step, from 1."""
 
 
 _CHECK = b', "check": "'
@@ -47,9 +48,9 @@ def _unchanged(line: bytes) -> bool:
 
 
 def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
-    """Returns the valid lines of `metrics` with their steps, and the number of damaged lines.
+    """Returns (step, line) for each valid line of `metrics`, and the number of damaged lines.
 
-    An incomplete line at the end is left out and not counted as damaged.
+    An incomplete line at the end is left out, and not counted as damaged.
     """
     kept: list[tuple[int, str]] = []
     damaged = 0
@@ -95,7 +96,9 @@ def no_checkpoint(run: Path) -> UserError:
 
 
 def how_it_stopped(run: Path) -> str:
-    """Returns one line: the last step, what is saved, and the command that continues `run`."""
+    """Returns one line with the last step, the newest checkpoint, and the command that continues
+    `run`.
+    """
     step, saved = last_step(run), last_checkpoint(run)
     if not saved:
         when = f"after step {step}" if step else "before the first step"

@@ -1,4 +1,4 @@
-"""Tests of `--no-dropout`: every verb that takes a model accepts a config with dropout then."""
+"""Tests of `--no-dropout`, with which every verb accepts a model with dropout."""
 
 from __future__ import annotations
 

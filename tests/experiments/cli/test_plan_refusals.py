@@ -1,4 +1,4 @@
-"""`megatrain plan` refuses a plan for a model folder that `megatrain train` would refuse."""
+"""Tests that `megatrain plan` refuses the model folders that `megatrain train` would refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFUSED = {
 
 @pytest.fixture
 def changed(workplace: Path) -> Callable[..., Path]:
-    """The model folder of the workplace with keys of its config.json changed."""
+    """Returns a function that changes keys in the config.json of the workplace's model."""
 
     def change(keys: dict[str, Any]) -> Path:
         path = workplace / "tiny" / "config.json"
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_still_predicted(
+def test_a_plan_that_training_refuses_is_still_predicted(
     command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
     config = changed(REFUSED[kind][0])
@@ -79,10 +79,10 @@ def test_a_policy_of_another_system_is_planned_for_prediction(command: Callable[
 @pytest.mark.parametrize(
     "kind", ["heads that transformers cannot split", "a head of its own that config.json ties"]
 )
-def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
+def test_plan_and_train_refuse_the_same_plan(
     command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
-    """A plan that names the config.json reaches `train`, which says the same."""
+    """A plan that names the config.json is written, and `train` refuses it with the same error."""
     keys, message = REFUSED[kind]
     config = changed(keys)
     planned = command("plan", "tiny", *WORK, "--out", "new.toml")
@@ -111,7 +111,7 @@ def test_weights_are_opened_as_training_opens_them(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
+def test_a_plan_that_does_not_fit_is_refused_with_the_first_suggestion_of_check(
     command: Callable[..., Any],
 ) -> None:
     words = ("tiny", *WORK, "--device-memory", "20KiB")
@@ -127,7 +127,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
 def test_the_plan_is_written_before_a_reader_may_close_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As `megatrain plan ... | head -1` does."""
+    """For example, `megatrain plan ... | head -1` closes the output."""
     unread, writing = os.pipe()
     os.close(unread)
     with open(writing, "w", buffering=1) as closed:

@@ -1,6 +1,6 @@
 """Tests of the families' defaults against transformers' config classes.
 
-They are the values of keys that a config.json leaves out, and the kinds of layers that follow.
+Defaults are the values of keys that a config.json leaves out. They decide the kinds of layers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_floats_that_json_lacks_are_read_as_transformers_reads_them(tmp_path: Pa
 def test_layers_of_a_deep_model_are_of_transformers_kinds(
     family: str, changes: dict[str, Any]
 ) -> None:
-    """The kinds of layers are those of transformers without the keys that list them one by one."""
+    """A config without keys that list the kinds of layers gives the kinds of transformers."""
     if changes and family in NO_WINDOW:
         return
     left_out = ("first_k_dense_replace", "layer_rope_theta", "sliding_window")
