@@ -149,6 +149,7 @@ def test_whole_command_is_interrupted_continued_and_shown(
     assert "another steps" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_interrupted_process_continues_to_the_same_losses(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

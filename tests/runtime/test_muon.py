@@ -308,7 +308,7 @@ def test_a_clip_factor_of_nan_changes_nothing(coded: bool) -> None:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Limits a group of matrices to 512 elements, so chunks end between experts."""
     monkeypatch.setattr(sizes, "_GROUP", 512)
-    made = (update_layout._layout, update_layout._alike)
+    made = (update_layout._layout, update_layout._shared_layout)
     for cached in made:
         cached.cache_clear()
     yield

@@ -215,7 +215,7 @@ def test_another_state_of_the_generators_is_refused(
             SETTINGS,
             (
                 r"step-00000002: found workload\.sequence 16; allowed: workload\.sequence 8, as in"
-                r" this run; fix: resume with what"
+                r" this run; fix: resume with the settings of the checkpoint"
             ),
         ),
         (
