@@ -135,6 +135,9 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_untrainable(plan: Plan, folder: Path) -> None:
     """Raises UserError if `megatrain train` would refuse `plan` on every device.
 
+    If the folder has weights, they are those to begin with. Their files are opened as `train` opens
+    them, which reads two matrices that config.json ties, and no other values.
+
     Imports torch and transformers, which takes some seconds.
     """
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
@@ -143,11 +146,15 @@ def _refuse_untrainable(plan: Plan, folder: Path) -> None:
     refuse_multimodal(folder, plan.model)
     refuse_unsupported(plan.model, plan.workload)
     from megatrain.runtime.execution.preflight import preflight
+    from megatrain.runtime.files.model_files import folder_weights
     from megatrain.runtime.optimizer.settings import AdamW
     from megatrain.runtime.training.opening import exported_config
 
     preflight(plan, AdamW(), None)
     exported_config(folder, plan.model, init="model")
+    if any(folder.glob("*.safetensors")):
+        with folder_weights(folder):
+            pass
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:

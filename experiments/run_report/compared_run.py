@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.run_report.peaks import peaks
+from megatrain.experiments.files.peaks import peaks
 from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.compare import compare

@@ -13,7 +13,7 @@ import msgspec
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.this_machine import this_machine
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.base.files import convert, decode_config, read_json
 from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -124,7 +124,7 @@ class Question(
         """
         if self.config:
             try:
-                config = msgspec.json.decode(self.config)
+                config = decode_config(self.config)
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     "config.json",

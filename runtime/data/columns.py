@@ -5,7 +5,8 @@ The layouts, in the order in which they are tried:
 
 * messages: `messages`, a list of {role, content}. Other keys of a message are passed to the chat
   template.
-* sharegpt: `conversations` or `conversation`, a list of {from, value}, and optionally `system`
+* sharegpt: `conversations` or `conversation`, a list of {from, value}, and optionally `system`,
+  which must be the same as a system turn at the beginning of the list
 * prompt/completion: `prompt` and `completion`, both text or both lists of messages
 * alpaca: `instruction` and `output`, and optionally `input` and `system`
 * text: `text`
@@ -200,7 +201,12 @@ def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
         [_message(turn, number, column) for number, turn in enumerate(turns, 1)]
         for column, turns in values.items()
     ]
-    before = [*_system(row, layout), *(message for messages in prompt for message in messages)]
+    system = _system(row, layout)
+    if system and last[0]["role"] == "system":  # sharegpt, which has one list
+        if system[0]["content"].strip() not in ("", last[0]["content"].strip()):
+            raise Unusable(f"`system` differs from the system turn of `{layout.needed[-1]}`")
+        system = []
+    before = [*system, *(message for messages in prompt for message in messages)]
     return _conversation(row, layout, [*before, *last], prompt=len(before))
 
 

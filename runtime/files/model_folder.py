@@ -12,7 +12,7 @@ from megatrain.runtime.files.hub_errors import hub_errors
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_source import name_on_hub
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config, read_json
 
 WHOLE = "model.safetensors"
 """File with the weights of a model that is not sharded."""
@@ -143,7 +143,7 @@ def _refuse_weights_by_name(folder: Path) -> None:
     """Raises UserError if config.json names the file with the weights. transformers would read this
     file instead of the files with the usual names.
     """
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else None
     if isinstance(config, dict) and config.get("transformers_weights") is not None:
         raise UserError(
             f"{folder / 'config.json'}: transformers_weights",

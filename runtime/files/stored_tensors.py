@@ -26,8 +26,9 @@ _OLD_BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|position_ids|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
 )
 """Keys of constants that earlier versions of transformers saved."""
-_ROWS = 4096
-"""Number of rows of two tensors that are compared at a time."""
+_ROWS = 64
+"""Number of rows of two tensors that are compared at a time, so that their fp32 copies stay in the
+processor's cache."""
 _SHOWN = 4
 """Number of modules that a summary names."""
 

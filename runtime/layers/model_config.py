@@ -83,7 +83,12 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[ConfigDifference]:
     pairs = (
         ConfigDifference(key, one.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys
     )
-    return [pair for pair in pairs if pair.first != pair.second]
+    # The text is compared too, because NaN differs from itself.
+    return [
+        pair
+        for pair in pairs
+        if pair.first != pair.second and repr(pair.first) != repr(pair.second)
+    ]
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

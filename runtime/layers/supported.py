@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config
 from megatrain.simulator.model.families import FAMILIES, INSIDE, nulls_of
 from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -43,7 +43,7 @@ def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
     model would contain its other parts unchanged.
     """
     path = folder / "config.json"
-    config = read_json(path)
+    config = read_config(path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in (None, model.family) and not (
         kind in INSIDE and INSIDE[kind].family == model.family

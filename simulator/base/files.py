@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,8 +61,38 @@ def read_json(path: Path) -> Any:
     """Returns the content of the JSON file at `path`. Raises UserError if the file is missing,
     unreadable or malformed.
     """
+    return _read_json(path, msgspec.json.decode)
+
+
+def read_config(path: Path) -> Any:
+    """Returns the content of the config.json at `path`, with floats as in `decode_config`. Raises
+    UserError if the file is missing, unreadable or malformed.
+    """
+    return _read_json(path, decode_config)
+
+
+def decode_config(text: str) -> Any:
+    """Returns the content of a config.json.
+
+    Unlike other JSON, it may have `Infinity`, `-Infinity` and `NaN`, which Python's json module
+    writes and transformers reads. Each becomes a table such as {"__float__": "Infinity"}, which is
+    what transformers 5 writes.
+
+    Raises ValueError or RecursionError if `text` is malformed.
+    """
     try:
-        return msgspec.json.decode(read_text(path))
+        return msgspec.json.decode(text)
+    except ValueError as error:
+        try:
+            named = json.loads(text, parse_constant=lambda name: {"__float__": name})
+            return msgspec.json.decode(json.dumps(named))
+        except ValueError:
+            raise error from None
+
+
+def _read_json(path: Path, decode: Callable[[str], Any]) -> Any:
+    try:
+        return decode(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(
             str(path),

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config
 from megatrain.simulator.base.names import is_path, meant, suggestion
 from megatrain.simulator.model.families import (
     ALWAYS_MASKED,
@@ -1020,7 +1020,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         path = model_file(source)
         name = path.parent.name if path.name == "config.json" else path.stem
-        return cls.from_config(read_json(path), str(path), name)
+        return cls.from_config(read_config(path), str(path), name)
 
 
 def library() -> dict[str, Path]:

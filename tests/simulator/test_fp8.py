@@ -1,5 +1,6 @@
-"""fp8 matrix products in the simulator: the workload, costs, memory, the machines that have them,
-and the verdict. Their arithmetic is in `tests/runtime/test_fp8.py`.
+"""Tests of fp8 matrix products in the simulator: workload, costs, memory, machines and verdict.
+
+`tests/runtime/test_fp8.py` tests their arithmetic.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WITHOUT = {
     "rtx3090",
     "ryzen-ai-max-395-128gb",
 }
-"""Machines without fp8 products, and one whose fp8 format is another."""
+"""Machines without fp8 products, and one with another fp8 format."""
 
 
 def test_fp8_is_a_part_of_the_shape_and_needs_bf16() -> None:
@@ -58,7 +59,7 @@ def test_fp8_is_a_part_of_the_shape_and_needs_bf16() -> None:
         Workload(batch=1, sequence=16, dtype="fp32", fp8="rowwise")
 
 
-def test_a_schedule_is_the_same_but_for_the_shape_of_its_layers(
+def test_a_schedule_is_the_same_except_for_the_shape_of_its_layers(
     make_plan: Callable[..., Plan],
 ) -> None:
     plain, fp8 = (lower(make_plan(fp8=fp8)) for fp8 in (None, "rowwise"))

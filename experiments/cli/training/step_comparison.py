@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.experiments.cli.options import hardware_of
-from megatrain.experiments.run_report.peaks import memory_errors
+from megatrain.experiments.files.peaks import memory_errors
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.runtime.training.training_run import TrainingRun

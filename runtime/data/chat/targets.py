@@ -72,6 +72,8 @@ class Chat:
         self._template = ChatTemplate(tokenizer)
         self._prompts: dict[tuple[str, bytes], str] = {}
         """Template and its arguments -> its generation prompt, if this is always the same."""
+        self._writing: set[str] = set()
+        """Templates that are known to write the text of answers."""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """Whether the template marks the text that the model generates."""
@@ -168,7 +170,10 @@ class Chat:
         the reason why it cannot be used.
         """
         try:
-            return self._with_loss(replace(conversation, messages=form(conversation.messages)))
+            formed = replace(conversation, messages=form(conversation.messages))
+            rendered = self._with_loss(formed)
+            self._refuse_unwritten(formed)
+            return rendered
         except (Undetermined, ValueError) as error:
             return str(error)
 
@@ -179,16 +184,7 @@ class Chat:
         tool call.
         """
         messages = conversation.messages
-        turns = [
-            number
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant" and number >= conversation.prompt
-        ]
-        learned = [
-            number
-            for number in (turns[-1:] if self._loss == "last" else turns)
-            if number not in conversation.silent
-        ]
+        learned = self._learned(conversation)
         every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
         calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
         if self._loss == "all" and not conversation.silent and not calling:
@@ -232,6 +228,53 @@ class Chat:
                 [*spans[:-1], TextSpan(spans[-1].begin, spans[-1].end + len(stop))],
             )
         return _Rendered(rendering.text, spans)
+
+    def _learned(self, conversation: Conversation) -> list[int]:
+        """Returns the numbers of the assistant messages with loss."""
+        turns = [
+            number
+            for number, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and number >= conversation.prompt
+        ]
+        return [
+            number
+            for number in (turns[-1:] if self._loss == "last" else turns)
+            if number not in conversation.silent
+        ]
+
+    def _refuse_unwritten(self, conversation: Conversation) -> None:
+        """Raises Undetermined if the template writes a turn with loss, but no text of its message.
+
+        A template for images may expect content as a list of parts, and write nothing of a string.
+        The model would learn to end each turn at once. If another text changes the output, the
+        template is known to write answers, and is not checked again.
+        """
+        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        messages = conversation.messages
+        for number in self._learned(conversation) if source not in self._writing else ():
+            message = messages[number]
+            content = message.get("content")
+            if not isinstance(content, str) or not content.strip():
+                continue
+            text = self._template.render(conversation, messages)
+            other = {"role": message["role"], "content": f"x{content}x"}
+            before, after = messages[:number], messages[number + 1 :]
+            try:
+                changed = [*before, {**message, **other}, *after]
+                if self._template.render(conversation, changed) != text:
+                    self._writing.add(source)
+                    return
+                # The template may write other keys of the message.
+                if self._template.render(conversation, [*before, other, *after]) != text:
+                    continue
+                rendering = self._template.checked(conversation, messages, items=True)
+            except Undetermined:
+                continue
+            if _written(rendering, number):
+                raise Undetermined(
+                    f"the chat template leaves out the text of message {number + 1}, which is a"
+                    " string; a template for images may expect a list"
+                )
 
     def _turn(
         self, conversation: Conversation, rendering: Rendering, number: int

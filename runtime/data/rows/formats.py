@@ -143,13 +143,16 @@ def _table(
 
 
 def _text(file: Path) -> Iterator[TextRow | BadRow]:
-    """Yields a text file in pieces of about 1 MiB, which end between two characters."""
+    """Yields a text file in pieces of about 1 MiB, which end between two characters.
+
+    A byte order mark at the beginning is not part of the text.
+    """
     line = _first_invalid_line(file)
     if line:
         yield BadRow(file, line, "invalid UTF-8")
         return
     with opened(file) as stream:
-        number, kept = 1, b""
+        number, kept = 1, stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while data := stream.read(_PIECE_BYTES):
             kept += data
             end = len(kept) - 1

@@ -1,11 +1,13 @@
 """Reads plain text as bytes, for a model without a tokenizer.
 
-Token ids 0 to 255 are bytes, and 256 ends a document. This is meant for experiments: at most 64 MiB
-are read, and they are kept in memory.
+Token ids 0 to 255 are bytes, and 256 ends a document. A UTF-8 byte order mark at the beginning of a
+file is left out. This is meant for experiments: at most 64 MiB are read, and they are kept in
+memory.
 """
 
 from __future__ import annotations
 
+import codecs
 import zlib
 
 import numpy as np
@@ -40,7 +42,8 @@ def byte_documents(source: DataSource, vocabulary: int) -> tuple[Documents, bool
     for file in source.files:
         try:
             with opened(file) as stream:
-                document = np.frombuffer(stream.read(MOST_BYTES - total), dtype=np.uint8)
+                text = stream.read(MOST_BYTES - total).removeprefix(codecs.BOM_UTF8)
+                document = np.frombuffer(text, dtype=np.uint8)
                 whole = not stream.read(1)
         except OSError as error:
             raise UserError(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Note = Callable[[str], None]
 """A function that receives lines for the user."""
-_FORMAT = 5
+_FORMAT = 6
 """Version of the tokenization. It is part of the cache's key."""
 _INSPECTED = 100
 """Number of rows from which the layout is recognized."""

@@ -35,7 +35,7 @@ from megatrain.runtime.data.long_text import LongText, in_batches
 from megatrain.runtime.data.options import Loss
 from megatrain.runtime.data.rows.formats import BadRow, TextRow
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json, read_text
+from megatrain.simulator.base.files import read_config, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ def tokenizer_digest(folder: Path, tokenizer: object = None) -> str:
     for file in sorted(files):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)} ".encode() + content)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else None
     values = [config.get(key) for key in _CONFIG_KEYS] if isinstance(config, dict) else []
     digest.update(json.dumps([values, type(tokenizer).__name__], sort_keys=True).encode())
     return digest.hexdigest()

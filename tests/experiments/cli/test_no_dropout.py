@@ -1,4 +1,4 @@
-"""Tests of `--no-dropout`: every verb that takes a model accepts a config with dropout then."""
+"""Tests of `--no-dropout`, with which every verb accepts a model with dropout."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_calibrate_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     parser = OneLineParser()
     calibrate.describe(parser)
     model = ModelSpec.load("tiny")
-    workload, _ = calibrate._wanted(
+    workload, _ = calibrate._workloads(
         parser.parse_args([*words, "--no-dropout"]), model, CalibrationPreset((), 32, 1024, None)
     )
     assert workload.no_dropout

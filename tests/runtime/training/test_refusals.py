@@ -1,6 +1,4 @@
-"""Tests of what the trainer refuses: each refusal is one line and comes before anything is
-written.
-"""
+"""Tests of what the trainer refuses, in one line and before anything is written."""
 
 from __future__ import annotations
 
@@ -155,7 +153,7 @@ def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
 
 
 @pytest.mark.parametrize("taken", ["run", "run/precious"])
-def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -> None:
+def test_an_out_that_is_in_use_is_not_changed(place: Path, taken: str, run: Any) -> None:
     (place / taken).parent.mkdir(exist_ok=True)
     (place / taken).write_text("mine")
     before = sorted(place.rglob("*"))
@@ -171,10 +169,8 @@ def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -
     assert (place / taken).read_text() == "mine"
 
 
-def test_what_is_in_the_folder_of_a_run_that_was_killed_is_not_removed(
-    place: Path, run: Any
-) -> None:
-    """The files that the killed run wrote first would be, if there were nothing else."""
+def test_other_files_in_the_folder_of_a_killed_run_are_not_removed(place: Path, run: Any) -> None:
+    """If there were no other files, the first files of the killed run would be removed."""
     folder = place / "run"
     folder.mkdir()
     (folder / ".lock").write_text("a process that died\n")
@@ -257,9 +253,7 @@ def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(
-    place: Path,
-) -> None:
+def test_a_corpus_with_documents_is_refused_by_a_plan_without_documents(place: Path) -> None:
     plan = Plan.load(place / "plan.toml")
     config = Config(training=TrainingSettings(steps=1), schedule=LearningRate(warm_up_steps=0))
     for packing, refused in (("none", True), ("documents", True), ("plain", False)):

@@ -1,4 +1,4 @@
-"""Tests of the line that says how a run stopped: its last step, what is saved, and how to go on."""
+"""Tests of the line about a stopped run: its last step, its checkpoint, and how to continue."""
 
 from __future__ import annotations
 

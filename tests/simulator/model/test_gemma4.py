@@ -21,7 +21,7 @@ TINY = {
 SIZES = {"global_head_dim": 32, "num_global_key_value_heads": 2}
 
 
-def test_both_forms_of_its_config_are_one_model() -> None:
+def test_both_forms_of_the_config_give_one_model() -> None:
     """The published config.json and that of transformers describe the same model.
 
     The published one gives the sizes of full layers once, and transformers writes them layer by
@@ -51,7 +51,7 @@ def test_full_layers_may_have_the_sizes_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("layers", range(1, 9))
-def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
+def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """A model with fewer layers is transformers' model, whose last layer is always full."""
     spec = ModelSpec.from_config(
         config_of("gemma4_text", num_hidden_layers=8).to_dict(), "config.json"
@@ -112,7 +112,7 @@ def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
         ),
     ],
 )
-def test_what_is_no_stack_of_layers_is_refused_by_its_key(
+def test_a_config_that_is_no_stack_of_layers_is_refused_by_its_key(
     changes: dict[str, Any], message: str
 ) -> None:
     """A config that is not a plain stack of layers is refused, and the error names the key."""
