@@ -326,8 +326,8 @@ def _with_floats(value: Any) -> Any:
     """Returns `value`, any part of a config.json, with the floats that JSON does not have.
 
     transformers writes infinity, as in Falcon-H1's `time_step_limit`, as {"__float__": "Infinity"}.
-    `decode_config` returns a bare `Infinity` in the same form. Plans and checkpoints also store that
-    form, because a checkpoint's manifest is JSON.
+    `decode_config` returns a bare `Infinity` in the same form. Plans and checkpoints also store it
+    in this form, because a checkpoint's manifest is JSON.
     """
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
