@@ -24,8 +24,8 @@ author = "the megatrain authors"
 extensions = [
     "myst_parser",
     "autoapi.extension",
-    "sphinx.ext.autodoc",
-]  # of autodoc, only its event for docstrings
+    "sphinx.ext.autodoc",  # used only for its event `autodoc-process-docstring`
+]
 root_doc = "docs/index"
 include_patterns = [
     "*.md",
@@ -50,8 +50,8 @@ exclude_patterns = [
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = [
-    "autoapi.python_import_resolution"
-]  # constants assigned as a tuple: `A, B = 1, 2`
+    "autoapi.python_import_resolution"  # for constants assigned as a tuple: `A, B = 1, 2`
+]
 
 html_theme = "furo"
 html_title = "megatrain"
@@ -83,24 +83,23 @@ autoapi_own_page_level = "module"
 
 
 class Markdown(SphinxDirective):
-    """A directive whose content is Markdown, so that docstrings may be Markdown."""
+    """A directive whose content is Markdown. With it, docstrings can be Markdown."""
 
     has_content = True
 
     def run(self) -> list[Node]:
         document = new_document(self.get_source_info()[0], self.state.document.settings)
         MystParser().parse("\n".join(self.content), document)
+        # Otherwise each docstring would keep a document of its own, 1 GB in all.
         for node in document.findall():
-            node.document = (
-                self.state.document
-            )  # otherwise each docstring keeps a document of its own, 1 GB in all
+            node.document = self.state.document
         return document.children
 
 
 def _as_markdown(
     _app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]
 ) -> None:
-    """Wraps a docstring in the directive above, with its doctests in code blocks."""
+    """Wraps a docstring in the directive `markdown`, and its doctests in code blocks."""
     text = re.sub(
         r"(?m)(?:^>>> .*\n)(?:.+\n?)*",
         lambda match: f"```pycon\n{match[0].rstrip()}\n```\n",
@@ -110,7 +109,7 @@ def _as_markdown(
 
 
 def _unlink_builtins(_app: Sphinx, tree: document) -> None:
-    """Leaves types such as `bytes` unlinked: Sphinx would link a field of that name instead."""
+    """Removes links of builtin types such as `bytes`: Sphinx would link a field of that name."""
     for node in list(tree.findall(pending_xref)):
         if node.get("refdomain") == "py" and hasattr(builtins, node["reftarget"]):
             node.replace_self(node.children)

@@ -1,4 +1,4 @@
-"""Fine-tunes a tiny chat model, which is made on the spot, and chats with the result.
+"""Makes a tiny chat model, fine-tunes it, and chats with the result.
 
     python examples/chat_finetuning.py
 
@@ -62,7 +62,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_conversations(file: Path, rows: int = 200) -> None:
-    """Writes conversations in the format that most chat data has: one JSON object a line."""
+    """Writes `rows` conversations as JSON lines, the format of most chat data."""
     pairs = list(QUESTIONS.items())
     with file.open("w", encoding="utf-8") as lines:
         for number in range(rows):
@@ -77,8 +77,8 @@ def make_conversations(file: Path, rows: int = 200) -> None:
 def make_plan(model: Path, file: Path) -> None:
     """Plans steps of 8 x 64 tokens and writes the plan.
 
-    The machine is one of the library. `megatrain calibrate` measures yours, and the file that it
-    writes can be named here.
+    The machine is the library's H200. To plan for your machine, run `megatrain calibrate` and load
+    the file that it writes.
     """
     workload = Workload(batch=8, sequence=64, loss_chunk=64, dtype="fp32", documents=True)
     machine = HardwareSpec.load("h200")
@@ -104,12 +104,15 @@ def chat(model: Path, question: str) -> str:
 
 
 def main(folder: Path = Path("chat-example"), steps: int = 60) -> None:
-    """Makes everything in `folder`, which must be new, trains, and asks the trained model."""
+    """Makes a model, data and a plan in `folder`, trains, and asks the trained model.
+
+    Raises FileExistsError if `folder` exists.
+    """
     folder.mkdir(parents=True)
     make_model(folder / "model")
     make_conversations(folder / "chat.jsonl")
     make_plan(folder / "model", folder / "plan.toml")
-    # The rate is high, because these weights are random. For pretrained ones leave `schedule` out.
+    # The rate is high because the weights are random. For pretrained weights, leave out `schedule`.
     config = Config(training=TrainingSettings(steps=steps), schedule=LearningRate(rate=1e-2))
     trainer = Trainer(
         folder / "plan.toml", data=folder / "chat.jsonl", config=config, out=folder / "run"

@@ -1,8 +1,8 @@
-"""Compares machines and sizes of host memory for fine-tuning 70B: which fit, and how fast.
+"""Predicts on which machines, and with how much host memory, 70B can be fine-tuned, and how fast.
 
     python examples/what_if_70b.py
 
-It only predicts, so it needs no GPU and loads no PyTorch. It takes about a minute.
+It needs no GPU and does not import PyTorch. It takes about a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def what_if(
 ) -> pd.DataFrame:
     """Returns one row for each machine and size of host memory, with the fastest plan's numbers.
 
-    Speed is NaN where no plan fits.
+    The column `tokens_per_second` is NaN where no plan fits. `host_gib` is the host memory of the
+    machine, and `device_gib` and `host_peak_gib` are the predicted peaks. All are in GiB.
     """
     spec = ModelSpec.load(model)
     workload = Workload(batch=batch, sequence=sequence, documents=True)

@@ -1,1 +1,1 @@
-"""The `megatrain` command, the demo, and stored results."""
+"""The `megatrain` command, the demo, the experiments, and their stored results."""

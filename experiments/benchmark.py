@@ -3,9 +3,9 @@
     python -m megatrain.experiments.benchmark MODEL
 
 Weights and tokens are random. A step is timed by the wall clock and includes clipping and the
-update. `ours` executes the plan. `ceiling` executes only the compute operations of the plan, which
-no schedule of copies can beat. `zero3` is DeepSpeed ZeRO-3 with all state in host memory, and
-`fsdp2` is PyTorch FSDP2 with CPU offload.
+update. `ours` executes the plan. `ceiling` executes only the compute operations of the plan; no
+schedule of its copies and updates can be faster. `zero3` is DeepSpeed ZeRO-3 with all state in host
+memory, and `fsdp2` is PyTorch FSDP2 with CPU offload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ SYSTEMS = (*OWN, "zero3", "fsdp2")
 
 
 def systems(text: str) -> list[str]:
-    """Returns the names of systems, in the order in which they run; an argparse type."""
+    """Returns the names in a text such as `ours,ceiling`, in their order, each once. It is the
+    argparse type of `--systems`. Raises UserError for an unknown or missing name.
+    """
     names = list(dict.fromkeys(filter(None, text.replace(" ", "").split(","))))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown or not names:
@@ -57,35 +59,35 @@ def systems(text: str) -> list[str]:
     return names
 
 
-def _add_plan_options(made: argparse.ArgumentParser) -> None:
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options from which the plan for a model is made."""
-    options.add_limits(made)
-    options.add_policy(made)
-    options.add_workload(made)
+    options.add_limits(parser)
+    options.add_policy(parser)
+    options.add_workload(parser)
 
 
-def _of_a_plan() -> dict[str, str]:
+def _plan_options() -> dict[str, str]:
     """Returns the options from which the plan for a model is made: dest -> name."""
-    made = options.OneLineParser(add_help=False)
-    _add_plan_options(made)
-    return {action.dest: action.option_strings[0] for action in made._actions}
+    parser = options.OneLineParser(add_help=False)
+    _add_plan_options(parser)
+    return {action.dest: action.option_strings[0] for action in parser._actions}
 
 
 def parser() -> options.OneLineParser:
     """Returns the parser for the options of the benchmark."""
-    made = options.OneLineParser(
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.benchmark", description=__doc__
     )
-    made.add_argument(
+    parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
     )
-    made.add_argument(
+    parser.add_argument(
         "--plan", type=Path, metavar="PLAN", help="time this plan instead of the best for MODEL"
     )
-    made.add_argument(
+    parser.add_argument(
         "--hardware",
         metavar="H",
         help=(
@@ -93,9 +95,9 @@ def parser() -> options.OneLineParser:
             " library (default h200, or the plan's)"
         ),
     )
-    _add_plan_options(made)
-    made.set_defaults(documents=False)  # random tokens contain no documents
-    made.add_argument(
+    _add_plan_options(parser)
+    parser.set_defaults(documents=False)  # random tokens contain no documents
+    parser.add_argument(
         "--systems",
         type=systems,
         default=list(OWN),
@@ -103,30 +105,30 @@ def parser() -> options.OneLineParser:
         help=f"systems to time, of {', '.join(SYSTEMS)} (default {','.join(OWN)})",
     )
     steps = options.whole("--steps", WARM_UP_STEPS + 1)
-    made.add_argument(
+    parser.add_argument(
         "--steps",
         type=steps,
         default=7,
         help=f"steps of each system; the first {WARM_UP_STEPS} are not counted (default 7)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
         help="write the result as JSON; the file is updated after each system",
     )
-    made.add_argument(
+    parser.add_argument(
         "--commit", metavar="HASH", help="commit to record if the code is not in a git repository"
     )
-    options.add_device(made)
-    return made
+    options.add_device(parser)
+    return parser
 
 
 def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     """Returns the plan to time and the machine that it was made for.
 
-    Raises UserError if the options contradict each other, if no plan fits, or if this system is
-    timed and the runtime cannot execute the plan.
+    Raises UserError if the options contradict each other, or if `ours` or `ceiling` is timed and no
+    plan fits or the runtime cannot execute the plan.
     """
     if (args.model is None) == (args.plan is None):
         found = "neither" if args.model is None else "both"
@@ -140,7 +142,7 @@ def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         default = parser().parse_args(["--plan", str(args.plan)])
         given = [
             option
-            for key, option in _of_a_plan().items()
+            for key, option in _plan_options().items()
             if getattr(args, key) != getattr(default, key)
         ]
         if given:
@@ -190,13 +192,15 @@ def _refuse_for_others(work: Workload, systems: str) -> None:
             raise UserError(
                 where,
                 found=f"{found}, with {systems}",
-                allowed=f"{usual}, which is what other systems run",
+                allowed=f"{usual}, which other systems use",
                 fix=f"{fix}, or name only {', '.join(OWN)} in --systems",
             )
 
 
 def time_system(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
-    """Times one system in its own process and returns the result of `benchmarks/child.py`."""
+    """Times one system in its own process and returns the result of `benchmarks/child.py`. If the
+    process ends without a result, `failure` says so.
+    """
     words = [
         sys.executable,
         "-m",
@@ -206,20 +210,21 @@ def time_system(system: str, plan_path: Path, steps: int, device: str) -> dict[s
         str(steps),
         device,
     ]
-    ended = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
+    process = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     try:
-        found: dict[str, Any] = json.loads(ended.stdout)
+        result: dict[str, Any] = json.loads(process.stdout)
     except ValueError:
         return {
             "system": system,
-            "failure": f"its process ended with status {ended.returncode} and without a result",
+            "failure": f"its process ended with status {process.returncode} and without a result",
             "steps": [],
         }
-    return found
+    return result
 
 
 def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[str, Any]:
-    """Returns `found` with the speed of its steps after warm-up.
+    """Returns the result `found` of a system with the speed of its steps after warm-up: seconds,
+    tokens per second, TFLOPS by the 6N rule, and MFU.
 
     The entry `machine` is left out, because it is the same for all systems.
     """
@@ -241,7 +246,7 @@ def summary(found: dict[str, Any], plan: Plan, hardware: HardwareSpec) -> dict[s
 
 
 def with_ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to each record the ratio `times_ours` of its step time to ours, if ours was timed."""
+    """Returns the records with `times_ours`, their step time divided by ours, if ours was timed."""
     ours = next(
         (
             record["step_seconds_median"]

@@ -11,12 +11,13 @@ Three runs start from the same random weights and use the same data and hyperpar
 * *again*: the reference with another attention kernel, eager instead of SDPA. It computes the same
   mathematics with other rounding. Its distance from the reference is the noise of bf16 compute.
 
-Ours passes if the relative difference of the loss is at most `LOSS_LIMIT` in each step, and if for
-each class of tensors the final weights are at most `NOISE_LIMIT` times the noise away from the
-reference. For two runs with independent rounding of the same size, this ratio is 1. The limit is
-larger because kernels round differently. An error in the mathematics, such as a missing gradient,
-a step that is counted twice, or no bias correction, moves weights by a large part of the distance
-that they move in training. The noise is some hundredths of this distance.
+Ours passes if two conditions hold. In each step, the relative difference of the loss is at most
+`LOSS_LIMIT`. For each class of tensors, the distance of the final weights from the reference is at
+most `NOISE_LIMIT` times the noise. For two runs with independent rounding of the same size, this
+ratio is 1. The limit is larger because kernels round differently. An error in the mathematics, such
+as a missing gradient, a step that is counted twice, or no bias correction, changes weights by a
+large part of the distance that they move in training. The noise is some hundredths of this
+distance.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class AdamWRun(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     """Weights after the last step."""
     seconds: float
-    """Wall time of the whole run."""
+    """Wall time of the whole run in seconds."""
 
 
 class Class(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,9 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
 def run_ours(
     plan: Plan, config: PretrainedConfig, feed: Feed, rates: Sequence[float], device: torch.device
 ) -> AdamWRun:
-    """Trains with the executor, one step for each of the learning rates `rates`."""
+    """Trains with the executor from random weights of seed 0, one step for each learning rate of
+    `rates`.
+    """
     begin, losses = time.perf_counter(), []
     with Executor(plan, config, SETTINGS, device) as executor:
         executor.state.load(random_weights(0, device))
@@ -111,7 +114,9 @@ def run_plain(
     device: torch.device,
     attention: str,
 ) -> AdamWRun:
-    """Trains with plain PyTorch: the whole model on the device, no chunks, no recompute."""
+    """Trains with plain PyTorch from the weights `first`: the whole model is on the device, without
+    loss chunks and recompute.
+    """
     begin, losses = time.perf_counter(), []
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -119,7 +124,7 @@ def run_plain(
         ).train()
     parameters = dict(model.named_parameters())
     masters = {name: first[name].to(device, copy=True).requires_grad_() for name in parameters}
-    # Norms, biases and embeddings have no weight decay, as is usual.
+    # As usual, norms, biases and embeddings have no weight decay.
     decaying = [
         master for name, master in masters.items() if master.ndim > 1 and "embed_tokens" not in name
     ]
@@ -179,8 +184,8 @@ def class_of(name: str) -> str:
 def loss_differences(ours: AdamWRun, reference: AdamWRun) -> dict[str, float]:
     """Returns the largest and the mean relative difference of the losses over all steps."""
     differences = [
-        abs(one - other) / abs(other)
-        for one, other in zip(ours.losses, reference.losses, strict=True)
+        abs(mine - other) / abs(other)
+        for mine, other in zip(ours.losses, reference.losses, strict=True)
     ]
     return {"most": max(differences), "mean": sum(differences) / len(differences)}
 
@@ -230,11 +235,11 @@ def failures(losses: dict[str, float], by_class: dict[str, Class]) -> Iterator[s
 
 def parser() -> options.OneLineParser:
     """Returns the parser for the options of the comparison."""
-    made = options.OneLineParser(
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.compare_adamw",
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
-    made.add_argument(
+    parser.add_argument(
         "--model",
         default="qwen2.5-0.5b",
         help=(
@@ -242,36 +247,36 @@ def parser() -> options.OneLineParser:
             " (default qwen2.5-0.5b)"
         ),
     )
-    made.add_argument(
+    parser.add_argument(
         "--data",
         type=Path,
         default=Path(__file__).resolve().parent,
         help="text files, read as bytes (default: the sources of this package)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--policy",
         choices=policies.names(),
         default="overlapped",
         help="the policy that makes our schedule (default overlapped)",
     )
-    made.add_argument("--steps", type=options.whole("--steps"), default=50)
-    made.add_argument("--batch", type=options.whole("--batch"), default=8)
-    made.add_argument("--seq", type=options.whole("--seq"), default=512)
-    made.add_argument(
+    parser.add_argument("--steps", type=options.whole("--steps"), default=50)
+    parser.add_argument("--batch", type=options.whole("--batch"), default=8)
+    parser.add_argument("--seq", type=options.whole("--seq"), default=512)
+    parser.add_argument(
         "--loss-chunk",
         type=options.whole("--loss-chunk"),
         default=1024,
         help="number of tokens whose logits exist at one time, in our run (default 1024)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--rate",
         type=options.real("--rate"),
         default=1e-4,
         help=f"learning rate after {WARM_UP_STEPS} steps of linear warm-up (default 1e-4)",
     )
-    made.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
-    options.add_device(made)
-    return made
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
+    options.add_device(parser)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:

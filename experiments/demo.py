@@ -3,8 +3,8 @@
     python -m megatrain.experiments.demo --out demo
 
 Each stage is a `megatrain` command, which is printed before it runs. GPU memory is capped below
-what the model needs, so that weights, gradients and optimizer state are streamed. On a machine
-without CUDA, a capped pool in RAM takes the place of GPU memory.
+what the model needs, so weights, gradients and optimizer state are streamed. On a machine without
+CUDA, a capped pool in RAM is used instead of GPU memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def command(*words: object) -> None:
 def clear(out: Path) -> None:
     """Creates the folder `out`, or removes the results of an earlier demo from it.
 
-    Raises UserError if `out` contains anything that is not from a demo.
+    Raises UserError if `out` is a file, or a folder with files that no demo has written.
     """
     marker = out / ".megatrain-demo"
     if (out.exists() and not out.is_dir()) or (

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 -m megatrain.experiments.ranks PLAN --steps 3
 
 torchrun starts one process, a rank, for each GPU of the plan. A plan for one GPU is run without
-torchrun. Rank 0 prints a line of JSON for each step, and at the end one with a digest of the fp32
-masters of the whole model, which all numbers of GPUs have in common. Without CUDA the ranks run on
-the CPU.
+torchrun. Rank 0 prints a line of JSON for each step. At the end it prints a line with a digest of
+the fp32 masters of the whole model, which is the same for any number of GPUs. Without CUDA, the
+ranks run on the CPU.
 """
 
 from __future__ import annotations
@@ -31,23 +31,31 @@ from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 
 _LEAST_TIMEOUT_S = 0.1
-"""A rank that waits less would take every other one for lost."""
+"""With a shorter timeout, a rank would consider every other rank lost."""
 
 
 def batches_of(plan: Plan, number: int) -> list[Batch]:
-    """Returns the random micro-batches of step `number`, those of all ranks."""
+    """Returns the random micro-batches of step `number`, for all ranks."""
     work, generator = plan.workload, torch.Generator().manual_seed(number)
-    made = []
+    batches = []
     for _ in range(work.accumulation):
-        pair = torch.randint(
+        ids, labels = torch.randint(
             plan.model.vocabulary, (2, work.batch, work.sequence), generator=generator
         )
-        made.append(Batch(pair[0], pair[1]))
-    return made
+        batches.append(Batch(ids, labels))
+    return batches
 
 
 def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) -> None:
-    """Runs the steps. Raises what `joined` and `Executor` raise."""
+    """Runs the steps from random weights, and prints the losses, norms and the digest on rank 0.
+
+    Args:
+        plan: the plan of all ranks.
+        steps: number of steps.
+        rate: the learning rate of each step.
+        settings: the optimizer's settings.
+        timeout_s: seconds after which a rank that does not answer is lost.
+    """
     device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
@@ -75,21 +83,21 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
 
 def parser() -> options.OneLineParser:
     """Returns the parser of the program's options."""
-    made = options.OneLineParser(prog="megatrain.experiments.ranks", description=__doc__)
-    made.add_argument("plan", type=Path)
-    made.add_argument(
+    parser = options.OneLineParser(prog="megatrain.experiments.ranks", description=__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument(
         "--steps", type=options.whole("--steps"), default=3, help="optimizer steps (default 3)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--rate", type=options.real("--rate"), default=1e-2, help="the learning rate (default 0.01)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--timeout",
         type=options.real("--timeout", _LEAST_TIMEOUT_S),
         default=60.0,
         help="seconds that a rank waits for the others (default 60)",
     )
-    return made
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,9 +2,9 @@
 
     python -m megatrain.experiments.readers_questions
 
-Each answer is a command and its output, without the commands to type next. `docs/answers.md`
-is this output below an introduction. "The largest model" is the model with the most parameters in
-the library that fits with micro-batches of one sequence of 1,024 tokens.
+Each answer is a command and its output without its last part, `Next`. `docs/answers.md` is this
+output below an introduction. "The largest model" is the model of the library with the most
+parameters that fits with micro-batches of one sequence of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ the model that `largest` returns."""
 
 
 def largest(words: list[str]) -> str:
-    """Returns the name of the largest model in the library that fits with the options `words`."""
+    """Returns the name of the library's largest model that fits with the options `words`, or
+    `none`. The words are --hardware, --batch, --seq and perhaps --host-memory, each with a value.
+    """
     options = dict(zip(words[::2], words[1::2], strict=True))
     hardware, work = (
         HardwareSpec.load(options["--hardware"]),
@@ -84,13 +86,13 @@ def largest(words: list[str]) -> str:
             host_limit_bytes=host,
         )
         footprints = least_memory_plans(plan, cost_model(hardware, model, work), names)
-        if any(largest_batch(footprints, each) for each in least_chunks(work, hardware)):
+        if any(largest_batch(footprints, chunks) for chunks in least_chunks(work, hardware)):
             return model.name
     return "none"
 
 
 def answer(words: list[str]) -> list[str]:
-    """Returns the output of `megatrain check WORDS` without the commands to type next."""
+    """Returns the lines of the output of `megatrain check WORDS`, without the part `Next`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         cli.main(["check", *words])

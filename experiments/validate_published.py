@@ -2,9 +2,9 @@
 
     python -m megatrain.experiments.validate_published
 
-The published figures are those of the paper (arXiv 2604.05091), of its authors' repository, and of
-runs measured on H200 machines on 2026-11-21. Assumptions about each machine are listed in
-`published/settings.toml`. The result is deterministic and takes some seconds.
+The figures are from the paper (arXiv 2604.05091), from its authors' repository and others, and from
+runs of this project on H200 machines on 2026-11-21. `published/settings.toml` has the assumptions
+about each machine. The result is deterministic and takes some seconds.
 """
 
 from __future__ import annotations

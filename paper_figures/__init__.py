@@ -1,3 +1,3 @@
 """The figures of the paper (arXiv 2604.05091), one file each. They are drawn from stored results,
-and nothing is simulated while drawing.
+without simulations.
 """

@@ -46,8 +46,8 @@ _MEASURED = {
     "double_buffer": "paper_schedule",
 }
 _ASIDE = 0.83
-"""The factor by which stars stand left of their model's size if they had less device memory or one
-long sequence.
+"""Stars with another batch, less device memory or one long sequence are drawn left of their model's
+size, at the size times this factor.
 """
 
 
@@ -63,26 +63,25 @@ class Star(NamedTuple):
     model: str
     """The model's name."""
     tokens: str
-    """Sequences x tokens of each."""
+    """Sequences x tokens in a sequence, after the number of micro-batches if there are several."""
     tflops: float
     """Speed by the 6N rule."""
     date: str
     """Day of the measurement."""
     limit: str = ""
-    """How the step differed from the others: less device memory, other clipping
-    or a long context.
-    """
+    """The label of a step with less device memory, other clipping or a long context."""
     where: str = ""
     """The run's folder or the benchmark's file."""
 
     @property
     def size(self) -> float:
+        """The nominal number of parameters, in billions."""
         return 3 if self.model == "qwen2.5-3b" else SIZES[self.model]
 
 
 def stars(results: Results) -> list[Star]:
-    """Returns the measured steps of every stored run and benchmark of these model sizes. Ceilings
-    are left out, and so are fp8 products and other optimizers than AdamW.
+    """Returns the measured steps of every stored run and benchmark of the models that are drawn.
+    Ceilings, fp8 products and optimizers other than AdamW are left out.
     """
     found = []
     for name, run in results.runs().items():
@@ -171,15 +170,15 @@ def draw(results: Results) -> Drawn:
         linespacing=1.1,
     )
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
-    made = (
-        f"Predictions of {date}: library's GH200, H200, eager layers, sequences of 1,024. Measured"
-        f" {min(star.date for star in measured)} to {max(star.date for star in measured)} on H200"
-        " machines with 128 to"
-        " 512 GiB of host memory, 32 x 1,024 tokens unless said: ours compiled, others eager. Left"
-        " of a size: another batch, less device memory (by update: how gradients are clipped),"
-        " or one long row (64K: 65,536 tokens)."
+    caption = (
+        f"Predictions of {date}: library's GH200 and H200, eager layers, sequences of 1,024."
+        f" Measured {min(star.date for star in measured)} to {max(star.date for star in measured)}"
+        " on H200 machines with 128 to 512 GiB of host memory, 32 x 1,024 tokens unless labelled:"
+        " ours with compiled layers, others with eager ones. Stars left of a size have another"
+        " batch, less device memory (by update: how gradients are clipped), or one long row (64K:"
+        " 65,536 tokens)."
     )
-    return _drawn(records, sizes, measured, figure, made)
+    return _drawn(records, sizes, measured, figure, caption)
 
 
 def _host_of_120b(sizes: list[Size]) -> str:
@@ -197,7 +196,7 @@ def _stars(axes: Any, measured: list[Star]) -> None:
     for star in measured:
         aside = _ASIDE if star.limit or star.tokens != "32 x 1024" else 1
         style.measured(axes, [star.size * aside], [star.tflops], star.system)
-        if star.system != "ours":  # markers are equal, and colours look alike in grey
+        if star.system != "ours":  # all stars have one marker, and colours look alike in grey
             name = style.LOOKS[star.system].label.partition(" ")[0]
             name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
             place = {"FSDP2": "bottom", "code": "top", "paper's": "top"}.get(name, "center")
@@ -252,8 +251,13 @@ def _by_active(row: TableRow, record: BenchmarkRecord) -> TableRow:
 
 
 def _drawn(
-    records: list[BenchmarkRecord], sizes: list[Size], measured: list[Star], figure: Any, made: str
+    records: list[BenchmarkRecord],
+    sizes: list[Size],
+    measured: list[Star],
+    figure: Any,
+    caption: str,
 ) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = [_by_active(row, record) for row, record in zip(rows_of(records), records, strict=True)]
     found = {row.item: row for row in rows if row.quantity == "tflops"}
     seven, fourteen, zero3 = found["MegaTrain 7b"], found["MegaTrain 14b"], found["ZeRO-3 14b"]
@@ -308,12 +312,12 @@ def _drawn(
             "With the batches of Tables 7 and 4, MegaTrain's code is predicted at"
             f" {seven.published_code:.0f} and {fourteen.published_code:.0f} TFLOPS. ZeRO-3 is"
             f" predicted at {zero3.published_code:.0f} with a batch that fills the device. The next"
-            " figure has the ratio. By the paper's 12 bytes per parameter, 120B fits"
-            f" ({large['paper_stated']:,.0f} GB) in either reading of 1.5 TB. The code"
-            f" ({large['code_earlier']:,.0f} GB) fits only if that is 1,649 GB, which we assume"
-            " because of this claim. Stars have compiled layers and the lines do not, so a star"
-            " above a line is no error of the prediction."
+            " figure has the ratio. With the paper's 12 bytes per parameter, 120B takes"
+            f" {large['paper_stated']:,.0f} GB, which fits whether 1.5 TB means 1,500 or 1,649 GB."
+            f" The code takes {large['code_earlier']:,.0f} GB and fits only into 1,649 GB, which we"
+            " assume because of this claim. Stars have compiled layers and lines have eager ones,"
+            " so a star above a line is not an error of the prediction."
         ),
-        made=made,
-        footer_columns=122,
+        caption=caption,
+        caption_columns=122,
     )

@@ -1,6 +1,4 @@
-"""Figure 2: the architecture, drawn from the code's folders and from the lanes
-of a measured step.
-"""
+"""Figure 2: the architecture, drawn from the code's folders and a measured step's lanes."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ BOXES: dict[str, tuple[float, float, float, str, tuple[str, ...]]] = {
     "error report": (0.78, 0.39, 0.22, "simulator", ("compare",)),
     "calibration": (0.26, 0.0, 0.2, "runtime", ("calibration",)),
 }
-"""Box -> (left, bottom, width, folder, files)."""
+"""Box -> (left, bottom, width, folder, files or folders in it). Sizes are shares of the axes."""
 ARROWS = (
     ("model, workload", "plan"),
     ("machine", "plan"),
@@ -69,15 +67,19 @@ def draw(results: Results) -> Drawn:
             f" {sum(kinds['d2h'].values())} leave it. The optimizer runs on the device (lane"
             " `update`). Newer plans also update layers on the host (lane `cpu`)."
         ),
-        made=(
-            f"Folders of the code; ops counted in the schedule of {run.plan.model.name},"
-            f" {run.plan.workload.batch} x {run.plan.workload.sequence} tokens, on 24 GiB of one"
-            f" {run.where}."
+        caption=(
+            "Boxes name folders of the code. Ops are counted in the schedule of"
+            f" {run.plan.model.name}, {run.plan.workload.batch} x {run.plan.workload.sequence}"
+            f" tokens, on 24 GiB of one {run.where}."
         ),
     )
 
 
 def _boxes(axes: Any) -> None:
+    """Draws the boxes of modules and the arrows between them.
+
+    Raises UserError if a module does not exist.
+    """
     axes.set_axis_off()
     axes.set_xlim(-0.01, 1.01)
     axes.set_ylim(-0.03, 1.02)
@@ -87,8 +89,8 @@ def _boxes(axes: Any) -> None:
             if not ((ROOT / folder / f"{file}.py").exists() or (ROOT / folder / file).is_dir()):
                 raise UserError(
                     f"{ROOT / folder / file}",
-                    found="no such file",
-                    allowed="a module of today's code",
+                    found="no such file or folder",
+                    allowed="a file or a folder of the code",
                     fix="correct BOXES in paper_figures/figure2.py",
                 )
         axes.add_patch(
@@ -120,6 +122,7 @@ def _boxes(axes: Any) -> None:
 
 
 def _arrow(source: Any, target: Any) -> FancyArrowPatch:
+    """Returns an arrow between the sides of two boxes that face each other."""
     (x, y, width, *_), (to_x, to_y, to_width, *_) = source, target
     if to_x >= x + width:
         ends = (x + width, y + _HEIGHT / 2), (to_x, to_y + _HEIGHT / 2)

@@ -22,10 +22,15 @@ class Figure3Data(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/figure3.py` stores."""
 
     run: str
+    """The folder of our run, whose model, workload and machine are simulated."""
     interval: int
+    """The checkpoint interval K."""
     device_gib: float
+    """Peak of device memory in GiB."""
     host_gib: float
+    """Peak of host memory in GiB."""
     timeline: Timeline
+    """The simulated step of the paper's schedule."""
 
 
 def draw(results: Results) -> Drawn:
@@ -101,16 +106,15 @@ def draw(results: Results) -> Drawn:
         "Figure 3: one step's pipeline",
         claim="Double buffering on separate streams hides every transfer behind compute.",
         finding=(
-            "It does until the backward pass ends. Then the GPU is idle from"
+            "Transfers are hidden until the backward pass ends. Then the GPU is idle from"
             f" {first:.2f} s to {data.timeline.makespan_ns / 1e9:.2f} s while the optimizer runs on"
-            f" the host. This is {after / idle:.0%} of the time in which compute is idle, which is"
-            f" {idle:.1%} of the step. Ours updates behind the next forward pass. Its compute is"
-            " idle for"
-            f" {ours_idle:.0%} of the measured step, whose predicted time has an error of"
-            f" {run.comparison['error']:+.1%}. A later plan of ours, which clips by update, was"
-            f" measured at {later:.2f} s in the same memory."
+            f" the host. Compute is idle for {idle:.1%} of the step, and this phase is"
+            f" {after / idle:.0%} of that time. Our schedule updates behind the next forward pass."
+            f" Its compute is idle for {ours_idle:.0%} of the measured step, whose predicted time"
+            f" has an error of {run.comparison['error']:+.1%}. A later plan of ours, which clips by"
+            f" update, was measured at {later:.2f} s in the same memory."
         ),
-        made=(
+        caption=(
             f"{run.plan.model.name}, {work.batch} x {work.sequence} tokens,"
             f" {run.plan.device_limit_bytes / 2**30:.0f} GiB of one {run.where}; simulated {date}."
         ),
@@ -118,7 +122,7 @@ def draw(results: Results) -> Drawn:
 
 
 def _lanes(papers: Timeline, run: StoredRun) -> list[TableRow]:
-    """Returns the busy time of each lane."""
+    """Returns a row for each lane, with the seconds of a step in which it is busy."""
     return [
         TableRow(
             item=f"7B, 24 GiB: {lane} busy",

@@ -19,6 +19,7 @@ LINES = {
     "fsdp2_offload": ("fsdp2_offload", ""),
     "zero_offload": ("zero_offload", ""),
 }
+"""Schedule in the stored data -> (key of its look, its label, or "" for the look's own label)."""
 LATER = "MegaTrain's code 919520f"
 """The published code with a pinned copy of every layer."""
 LIMITS = {
@@ -39,15 +40,15 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     """Number of parameters."""
     host_gb: dict[str, float]
-    """Schedule -> all host pools."""
+    """Schedule -> size of all host pools in GB."""
     ours_state_gb: float
-    """Weights, gradients and optimizer state of ours."""
+    """Weights, gradients and optimizer state of ours, in GB."""
     code_state_gb: float
-    """Weights, gradients and optimizer state of the published code."""
+    """Weights, gradients and optimizer state of the published code, in GB."""
     paper: float | None
-    """The paper's value, or None."""
+    """The paper's value in GB, or None."""
     sure: str
-    """Certainty of the paper's value."""
+    """Certainty of the paper's value: `++`, `+` or `?`."""
 
     def each(self, name: str) -> float:
         """Returns the host memory of a schedule in bytes per parameter."""
@@ -130,14 +131,16 @@ def draw(results: Results) -> Drawn:
             " bf16 weights and gradients, and fp32 moments."
         ),
         finding=_finding(sizes),
-        made=(
-            f"Accounts of {date} with every pool of the schedules. Left of a dotted line a system"
-            " fits into that host memory; 1.5 TB is 1,500 or 1,649 GB. No limit is applied."
+        caption=(
+            f"Memory accounts of {date} with every pool of the schedules, without a memory limit."
+            " Left of a dotted line, a system fits into that host memory; 1.5 TB means 1,500 or"
+            " 1,649 GB."
         ),
     )
 
 
 def _rows(sizes: list[Size]) -> list[TableRow]:
+    """Returns the rows of the figure's CSV file."""
     rows = []
     for size in sizes:
         rows += [
@@ -186,15 +189,15 @@ def _finding(sizes: list[Size]) -> str:
     seven, last = by_name["qwen2.5-7b"], by_name["gpt-oss-120b"]
     peers = [size.each("zero3_offload") for size in sizes if size.parameters > 7e9]
     return (
-        "The paper's numbers are 12 bytes times the nominal size; 7B has 7.6 billion parameters,"
-        f" {BYTES_REPORTED * seven.parameters / 1e9:.0f} GB. With all pools the paper's schedule"
-        f" takes {seven.each('paper_stated'):.1f} bytes per parameter at 7B, and ours"
-        f" {seven.each('ours'):.1f} with an fp32 master. MegaTrain's code takes"
+        "The paper's numbers are 12 bytes times the nominal size. 7B has 7.6 billion parameters,"
+        f" for which 12 bytes are {BYTES_REPORTED * seven.parameters / 1e9:.0f} GB. With all pools,"
+        f" the paper's schedule takes {seven.each('paper_stated'):.1f} bytes per parameter at 7B,"
+        f" and ours {seven.each('ours'):.1f} with an fp32 master. MegaTrain's code takes"
         f" {seven.each('code_earlier'):.1f} (80d3012) or {seven.each('code'):.1f} (919520f), and"
-        f" ZeRO-3 {seven.each('zero3_offload'):.1f}. The share of ZeRO-3 stays between"
-        f" {min(peers):.0f} and {max(peers):.0f} bytes from 7B to 120B, and does not grow"
-        f" superlinearly as claimed. At 120B the code takes {last.host_gb['code_earlier']:,.0f} GB"
-        f" or {last.host_gb['code']:,.0f} GB, and ours {last.host_gb['ours']:,.0f} GB. The paper's"
+        f" ZeRO-3 {seven.each('zero3_offload'):.1f}. The paper claims superlinear growth for"
+        f" ZeRO-3, but from 7B to 120B it takes {min(peers):.0f} to {max(peers):.0f} bytes per"
+        f" parameter. At 120B the code takes {last.host_gb['code_earlier']:,.0f} GB or"
+        f" {last.host_gb['code']:,.0f} GB, and ours {last.host_gb['ours']:,.0f} GB. The paper's"
         f" schedule takes {last.host_gb['paper_stated']:,.0f} GB"
         f" ({last.host_gb['paper_schedule']:,.0f} GB with an fp32 master)."
     )

@@ -42,14 +42,16 @@ class DevicePeak(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     """Tokens in a sequence."""
     gib: dict[str, float]
-    """System -> GiB."""
+    """Name in the stored data, as in DEVICE -> peak in GiB."""
 
 
 class Figure5Data(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/figure5.py` stores."""
 
     rows: list[BenchmarkRecord]
+    """The paper's rows."""
     device: list[DevicePeak]
+    """Predicted peaks, by ascending depth."""
 
 
 def draw(results: Results) -> Drawn:
@@ -109,6 +111,7 @@ def _host(axes: Any, records: list[BenchmarkRecord]) -> None:
 
 
 def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     records = data.rows
     rows = rows_of(records)
     for record in records:
@@ -160,14 +163,14 @@ def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
             f"From 28 to 132 layers the code loses {lost[1]:.0%} in the prediction and"
             f" {lost[0]:.0%} in the paper. The device's peak at 32 x 1,024 tokens grows from"
             f" {shallow['code']:.1f} to {deep['code']:.1f} GiB, because every fourth layer's input"
-            " stays there. The collapse at 43 TFLOPS is that of a batch of 1. A batch of 1 gives"
+            " stays on it. A batch of 1 explains the collapse to 43 TFLOPS: it gives"
             f" {fsdp.value:.0f} for FSDP2 at 56 layers and {zero3.value:.0f} for ZeRO-3 at 84. The"
-            " batches that the other speeds imply are 5 to 8. By our account, ZeRO-3 at 84 layers"
-            " and MegaTrain at 180 exceed the host's memory. So they swapped, or stored less (bf16"
+            " other speeds imply batches of 5 to 8. By our account, ZeRO-3 at 84 layers and"
+            " MegaTrain at 180 exceed the host's memory. So these runs swapped or stored less (bf16"
             " moments would fit)."
         ),
-        made=(
+        caption=(
             f"Predictions of {date} from the library's GH200, sequences of 1,024 tokens, the"
-            " largest batches that fit but for 28 layers (158 as in Table 7); nothing was measured."
+            " largest batches that fit (28 layers: 158 as in Table 7); nothing was measured."
         ),
     )

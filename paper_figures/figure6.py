@@ -52,13 +52,15 @@ class Figure6Data(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/figure6.py` stores."""
 
     rows: list[BenchmarkRecord]
+    """The paper's rows, predicted with the assumed width x1.0."""
     bases: list[Base]
+    """MegaTrain's and the baselines' rows, predicted with each width x1.0 that was tried."""
 
 
 def errors(bases: list[Base]) -> dict[int, tuple[float, int, int]]:
-    """Returns width x1.0 -> (mean absolute deviation of all of MegaTrain's speeds, number of rows
-    whose fit is predicted correctly, number of rows). The speed of a plan that does not fit is that
-    of the same plan with enough memory, so that every width is judged by the same rows.
+    """Returns width x1.0 -> (mean absolute deviation of all of MegaTrain's speeds as a share,
+    number of rows whose fit is predicted correctly, number of rows). For a plan that does not fit,
+    the speed with enough memory is taken, so every width is judged by the same rows.
     """
     found = {}
     for base in sorted({entry.base for entry in bases}):
@@ -92,15 +94,16 @@ def draw(results: Results) -> Drawn:
     )
     _bases(right, data)
     style.legend(figure, style.handles(SYSTEMS, crosses=True), 4)
-    made = (
+    caption = (
         f"Predictions of {date} from the library's GH200, sequences of 1,024 tokens, batches that"
-        " fill the device (nothing says that the paper's did); nothing was measured. Right: a cross"
-        " does not fit, and has the speed with enough memory."
+        " fill the device (the paper does not state its batches); nothing was measured. Right: a"
+        " cross is a plan that does not fit, at its speed with enough memory."
     )
-    return _drawn(data, figure, made)
+    return _drawn(data, figure, caption)
 
 
 def _bases(axes: Any, data: Figure6Data) -> None:
+    """Draws the published code's speed by width, one line for each base width."""
     style.plain(axes, "MegaTrain's code for other widths x1.0", "width factor", "")
     spread, widths = errors(data.bases), sorted({entry.base for entry in data.bases})
     shades = ["#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041b3d"]
@@ -154,7 +157,8 @@ def _bases(axes: Any, data: Figure6Data) -> None:
     )
 
 
-def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
+def _drawn(data: Figure6Data, figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     rows += [
         TableRow(
@@ -183,15 +187,15 @@ def _drawn(data: Figure6Data, figure: Any, made: str) -> Drawn:
             " out of memory; at x1.0 and x3.0 the baselines are as fast or faster."
         ),
         finding=(
-            f"The paper does not report the base width, so {len(spread)} were tried. What fits is"
-            f" predicted best by {named} ({most} of {spread[best[0]][2]} rows; by 1,792, assumed"
-            f" here, {spread[1792][1]}). Over all five speeds, the mean deviation is"
-            f" {spread[best[-1]][0]:.0%} for {best[-1]:,}, {spread[1792][0]:.0%} for 1,792 and"
-            f" {spread[near][0]:.0%} for {near:,}. Only {near:,} bends down as the paper's curve"
-            " does, because fewer and fewer sequences fit beside its layers. By our account the"
-            " host does not hold it from x3.0 on. At x1.0 it would be the 7B of Figure 5, which has"
-            " 284 TFLOPS and not 406. The baselines' speeds imply batches of 3 to 11 from x3.0 on."
-            " Their 455 and 501 at x1.0 are above what any batch gives."
+            f"The paper does not report the base width, so {len(spread)} were tried. Which rows fit"
+            f" is predicted best with {named} ({most} of {spread[best[0]][2]} rows;"
+            f" {spread[1792][1]} with 1,792, which is assumed here). Over all five speeds, the mean"
+            f" deviation is {spread[best[-1]][0]:.0%} for {best[-1]:,}, {spread[1792][0]:.0%} for"
+            f" 1,792 and {spread[near][0]:.0%} for {near:,}. Only the curve of {near:,} falls as"
+            " the paper's does, because its layers leave room for fewer and fewer sequences. By our"
+            " account its models exceed the host's memory from x3.0 on. At x1.0 it would be the 7B"
+            " of Figure 5, which has 284 TFLOPS and not 406. The baselines' speeds imply batches of"
+            " 3 to 11 from x3.0 on. Their 455 and 501 at x1.0 exceed the prediction for any batch."
         ),
-        made=made,
+        caption=caption,
     )

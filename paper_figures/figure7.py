@@ -12,8 +12,10 @@ MODELS = {"qwen2.5-7b": "7B", "qwen2.5-14b": "14B", "qwen2.5-32b": "32B"}
 
 
 def groups(records: list[BenchmarkRecord], models: dict[str, str]) -> list[BarGroup]:
-    """Returns bars for each model: the paper's and the predicted speed of each system."""
-    made = []
+    """Returns a group of bars for each model, with the paper's and the predicted TFLOPS of each
+    system. `models` maps names of the library to labels.
+    """
+    bar_groups = []
     for model, label in models.items():
         mine = {
             record.system: record
@@ -51,8 +53,8 @@ def groups(records: list[BenchmarkRecord], models: dict[str, str]) -> list[BarGr
             for system in ("megatrain_code", "zero3_offload")
             if system in mine and mine[system].code
         ]
-        made.append(BarGroup("\n".join([label, *batches]), bars_of))
-    return made
+        bar_groups.append(BarGroup("\n".join([label, *batches]), bars_of))
+    return bar_groups
 
 
 def draw(results: Results) -> Drawn:
@@ -86,15 +88,15 @@ def draw(results: Results) -> Drawn:
         finding=(
             f"MegaTrain's code is predicted at {big.published_code:.0f} TFLOPS. ZeRO-3 at 14B is"
             f" predicted at {zero3.published_code:.0f} with a batch that fills the device and at"
-            f" {implied.value:.0f} with a batch of {implied.batch}. So the factor of twelve is one"
-            " of batch and settings, which the paper does not report: a batch of 1 alone makes it"
-            f" {(big.published_code or 0) / implied.value:.1f}. Ours is predicted at"
-            f" {big.ours:.0f}. The host's memory was assumed so that 32B runs with the code and not"
-            " with ZeRO-3. There is no policy for Gemini."
+            f" {implied.value:.0f} with a batch of {implied.batch}. So the factor of twelve comes"
+            " from the batch and from settings that the paper does not report. A batch of 1 alone"
+            f" makes it {(big.published_code or 0) / implied.value:.1f}. Ours is predicted at"
+            f" {big.ours:.0f}. The assumed host memory was chosen such that 32B runs with the code"
+            " and not with ZeRO-3. There is no policy for Gemini."
         ),
-        made=(
+        caption=(
             f"Predictions of {date}, library's A100, sequences of 1,024, largest batches; nothing"
             " was measured."
         ),
-        footer_columns=62,
+        caption_columns=62,
     )

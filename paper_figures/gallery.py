@@ -69,8 +69,9 @@ _OTHER_NAMES = {"table8": "tables8_9", "table9": "tables8_9"}
 
 
 def known(names: Sequence[str], allowed: Sequence[str] = tuple(FIGURES)) -> list[str]:
-    """Returns the full names, in the gallery's order and each once, or all names if none is given.
-    `fig5` is figure5, and `table8` is tables8_9. Raises UserError for an unknown name.
+    """Returns the full names of figures in the order of `allowed`, each once. Without `names`, it
+    returns `allowed`. `fig5` stands for figure5, and `table8` for tables8_9. Raises UserError for
+    an unknown name.
     """
     found = []
     for name in names:
@@ -90,45 +91,45 @@ def known(names: Sequence[str], allowed: Sequence[str] = tuple(FIGURES)) -> list
 
 
 def draw(name: str, results: Results) -> Drawn:
-    """Returns one figure, with machines and dates above it. Raises UserError if a result is missing
-    or malformed.
+    """Returns one figure, with its caption above it. Raises UserError if a result is missing or
+    malformed.
     """
     with matplotlib.rc_context(style.RC):
         drawn = FIGURES[name](results)
-        style.footer(drawn.figure, textwrap.fill(drawn.made, drawn.footer_columns))
+        style.caption(drawn.figure, textwrap.fill(drawn.caption, drawn.caption_columns))
         return drawn
 
 
 @library_only()
 def build(names: Sequence[str], results: Results, out: Path) -> list[Path]:
-    """Draws figures, writes them into `out` and returns the paths. Machines have the library's
-    own estimates.
+    """Draws figures, writes them into `out` and returns the paths of the written files. Machines
+    have the library's own estimates, not those that the user's shared calibrations contain.
 
     Raises UserError if a result is missing or malformed, or if `out` cannot be written.
     """
-    made, written = {}, []
+    figures, written = {}, []
     for name in known(names):
-        made[name] = drawn = draw(name, results)
+        figures[name] = drawn = draw(name, results)
         written += style.save(drawn.figure, out / "pictures", name)
         write_text(path := out / "pictures" / f"{name}.csv", as_csv(drawn.rows))
         written.append(path)
         drawn.figure.clear()
-    if len(made) == len(FIGURES):
-        write_text(out / "README.md", page(made, results))
+    if len(figures) == len(FIGURES):
+        write_text(out / "README.md", page(figures, results))
         written.append(out / "README.md")
     return written
 
 
-def page(made: dict[str, Drawn], results: Results) -> str:
-    """Returns the page: question, method and findings, then every figure with the paper's claim and
+def page(figures: dict[str, Drawn], results: Results) -> str:
+    """Returns the page in Markdown: the introduction, and every figure with the paper's claim and
     our finding.
     """
-    parts = [introduction(made, results)]
-    for name, drawn in made.items():
+    parts = [introduction(figures, results)]
+    for name, drawn in figures.items():
         parts += [
             f"### {drawn.title}\n",
             f"![{drawn.title}](pictures/{name}.png)\n",
-            _wrapped(f"*{drawn.made}* [Values](pictures/{name}.csv)"),
+            _wrapped(f"*{drawn.caption}* [Values](pictures/{name}.csv)"),
             _wrapped(f"**Claimed:** {drawn.claim}"),
             _wrapped(f"**Found:** {drawn.finding}"),
         ]

@@ -70,15 +70,15 @@ def draw(results: Results) -> Drawn:
             " an order of magnitude."
         ),
         finding=(
-            "The paper reports datasheet rates, from which HBM is 8 (GH200) to 24 (H200) times as"
+            "The paper reports datasheet rates. By these, HBM is 8 (GH200) to 24 (H200) times as"
             f" fast as host memory. A process reaches {hbm.ours:,.0f} of {hbm.paper:,.0f} GB/s of"
-            f" the GH200's HBM. As measured, it reaches {link.measured:.0f} of {link.paper:g} GB/s"
-            " of an H200's PCIe in both directions together. The library plans with such rates."
-            " Prices are from the paper alone."
+            f" the GH200's HBM. On an H200, {link.measured:.0f} of {link.paper:g} GB/s of PCIe were"
+            " measured, both directions together. The library has such rates. Prices are from the"
+            " paper alone."
         ),
-        made=(
-            "Rates that one process reaches, from simulator/library/hardware, with their sources;"
-            " the H200's were measured 2026-11-21."
+        caption=(
+            "Rates that one process reaches, from simulator/library/hardware, which names their"
+            " sources; the H200's were measured on 2026-11-21."
         ),
     )
 
@@ -109,6 +109,7 @@ def _cells(hardware: HardwareSpec, facts: dict[str, Any]) -> list[str]:
 
 
 def _rows(machines: dict[str, HardwareSpec], facts: dict[str, Any]) -> list[TableRow]:
+    """Returns the rows of the table's CSV file."""
     rows = []
     for item, value in facts["bandwidth_gb_per_s"].items():
         name, _, what = item.partition(": ")

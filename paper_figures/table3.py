@@ -1,5 +1,5 @@
-"""Table 3: correctness. MetaMathQA is not available here. Instead, a small fine-tuning job is
-trained by ours under three plans, by plain PyTorch, and with bf16 weights alone.
+"""Table 3: correctness. MetaMathQA is not available here. Instead, a small model is fine-tuned by
+our runtime under three plans, by plain PyTorch, and with bf16 weights alone.
 """
 
 from __future__ import annotations
@@ -14,29 +14,39 @@ from megatrain.paper_figures.common.table import Drawn, TableRow
 
 
 class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the ways to train the job."""
+    """The result of one way to train."""
 
     losses: list[float]
-    """Loss of each step."""
+    """Training loss of each step, in nats per byte."""
     evaluations: list[tuple[int, float, float]]
-    """(step, held-out loss, share of held-out bytes predicted correctly)."""
+    """(step, held-out loss in nats per byte, share of held-out bytes predicted correctly)."""
     weights_digest: str
-    """Digest of the last weights."""
+    """Digest of the weights after the last step."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/table3.py` stores."""
 
     parameters: int
+    """Number of parameters."""
     batch: int
+    """Sequences in a step."""
     sequence: int
+    """Bytes in a sequence."""
     steps: int
+    """Steps of fine-tuning."""
     rate: float
+    """Learning rate of fine-tuning."""
     steps_before: int
+    """Steps of the training before, on other text."""
     text: str
+    """What the texts are, and their checksum."""
     torch: str
+    """PyTorch's version."""
     machine: str
+    """Device, architecture and number of threads."""
     runs: dict[str, TrainedRow]
+    """Way to train -> its result."""
 
 
 MEAN_OF = 20
@@ -144,17 +154,18 @@ def draw(results: Results) -> Drawn:
             " native run."
         ),
         finding=(
-            "Not reproduced, because neither data nor models are available here. The substitute, a"
-            f" model of {job.parameters / 1e6:.1f} M parameters fine-tuned on English text after"
-            f" Python code ({job.text}), checks the arithmetic alone. Ours under three plans and"
-            f" plain PyTorch with fp32 masters give {bits} (held-out loss {before:.3f} to"
-            f" {after:.3f}, {share_before:.1%} to {share:.1%} of bytes right). The title says full"
-            " precision, but the published code has bf16 weights. These alone reach"
-            f" {(before - lost) / (before - after):.0%} of that gain ({lost:.3f}, {lost_share:.1%})"
-            f" at the rate of {job.rate:g}, because most updates are smaller than half a bf16 step"
-            " of the weight."
+            "This was not reproduced, because neither data nor models are available here. Instead,"
+            f" a model of {job.parameters / 1e6:.1f} M parameters was trained on Python code and"
+            f" fine-tuned on English text ({job.text}), which checks only the arithmetic. Ours"
+            f" under three plans and plain PyTorch with fp32 masters give {bits} (held-out loss"
+            f" from {before:.3f} to {after:.3f}, bytes predicted correctly from {share_before:.1%}"
+            f" to {share:.1%}). The paper's title says full precision, but the published code has"
+            " bf16 weights. With bf16 weights alone, the loss falls by only"
+            f" {(before - lost) / (before - after):.0%} of that ({lost:.3f}, {lost_share:.1%}) at"
+            f" the rate of {job.rate:g}, because most updates are smaller than half the distance"
+            " between two bf16 values."
         ),
-        made=(
+        caption=(
             f"{job.parameters / 1e6:.1f} M parameters, {job.batch} x {job.sequence} bytes per step,"
             f" rate {job.rate:g}, one seed; {job.machine}, torch {job.torch}, {date}."
         ),

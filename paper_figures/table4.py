@@ -1,4 +1,4 @@
-"""Table 4: the ablation: the paper's at 14B on a GH200, and ours on a GH200 and an H200."""
+"""Table 4: the paper's ablation at 14B on a GH200, and ours on a GH200 and an H200."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.paper_figures.common.table import Drawn, TableRow, rows_of, value
 
 OURS = ("full", "no overlapped update", "no residency", "no compile", "no chunked loss")
 MODELLED = OURS[3:]
-"""Cases whose H200 prediction is from layers measured alone, and from formulas."""
+"""Cases that are predicted for the H200 from layers measured alone and from formulas."""
 WHY = {
     "no overlapped update": (
         "AdamW on the host starts when backward ends, and the GPU waits for it"
@@ -110,16 +110,16 @@ def draw(results: Results) -> Drawn:
         *style.handles((), paper=False, stars=True),
     ]
     style.legend(figure, entries, 4)
-    made = (
-        f"Predictions of {date}: the library's GH200, an H200's measured costs. Measured"
+    caption = (
+        f"Predictions of {date}: the library's GH200, and an H200's measured costs. Measured"
         f" {results.benchmark(FULL)['date']} on one H200, 32 x 1024: {', '.join(stars)}."
     )
-    return _drawn(data, found, figure, made)
+    return _drawn(data, found, figure, caption)
 
 
 def _measured(results: Results, name: str) -> dict[str, Any] | None:
-    """Returns our system's record of the stored benchmark of 7B, 32 x 1024 on an H200, or None if
-    it was not measured or failed.
+    """Returns our system's record in the stored benchmark of one of OURS (7B, 32 x 1024, H200), or
+    None if it was not measured or failed.
     """
     file = (
         results.benchmark(FULL)
@@ -195,8 +195,9 @@ def _own(axes: Any, data: Table4Data, found: dict[str, dict[str, Any] | None]) -
 
 
 def _drawn(
-    data: Table4Data, found: dict[str, dict[str, Any] | None], figure: Any, made: str
+    data: Table4Data, found: dict[str, dict[str, Any] | None], figure: Any, caption: str
 ) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     for where, answers in (("14B, GH200", data.gh200), ("7B, H200", data.h200)):
         for name in OURS:
@@ -272,8 +273,8 @@ def _drawn(
     packed = data.packed["14b, no double buffering"]
     base = found["full"]
     cases = ", ".join(
-        f"{name} {record['tflops_6n'] / base['tflops_6n'] - 1:+.0%} of"
-        f" {data.h200[name].tflops / data.h200['full'].tflops - 1:+.0%} predicted"
+        f"{name} {record['tflops_6n'] / base['tflops_6n'] - 1:+.0%} (predicted"
+        f" {data.h200[name].tflops / data.h200['full'].tflops - 1:+.0%})"
         for name in OURS[1:]
         if base and (record := found[name])
     )
@@ -287,12 +288,12 @@ def _drawn(
         ),
         finding=(
             f"MegaTrain's code is predicted at {full.published_code:.0f} TFLOPS and at"
-            f" {interval.published_code:.0f} with K = 1. A single buffer costs nothing"
+            f" {interval.published_code:.0f} with K = 1. A single buffer costs almost nothing"
             f" ({single.published_code:.0f}), because all copies of a step take 0.25 s over"
-            f" NVLink-C2C, and the paper loses {seconds:.0f} s. One thread that packs each layer"
-            f" before its copy (30 GB/s) would explain a part, {packed:.0f}. The rest is not"
-            f" explained. Ours at 7B on an H200, where PCIe is slow, measured: {cases}. Reasons and"
-            " device peaks are in the table."
+            f" NVLink-C2C. The paper loses {seconds:.0f} s. If one thread packed each layer before"
+            f" its copy (30 GB/s), {packed:.0f} would be predicted, which explains a part. The rest"
+            f" is not explained. Ours was measured at 7B on an H200, where PCIe is slow: {cases}."
+            " Reasons and device peaks are in the table."
         ),
-        made=made,
+        caption=caption,
     )

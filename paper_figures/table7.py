@@ -34,8 +34,8 @@ class Context(NamedTuple):
     """Day of the measurement."""
 
     def seconds_of(self, record: BenchmarkRecord) -> float:
-        """Returns the time scaled to the tokens of the record's step. Several micro-batches take as
-        many times as long, or slightly less, because they share one update.
+        """Returns the time in seconds, scaled to the tokens of the record's step. N micro-batches
+        really take slightly less than N times as long, because they share one update.
         """
         return (
             self.seconds
@@ -45,8 +45,9 @@ class Context(NamedTuple):
 
 
 def rules(record: BenchmarkRecord, seconds: float) -> tuple[float, float]:
-    """Returns TFLOPS by 6 N T / s and by (6 N + 12 L h S) T / s. The second rule counts attention
-    without halving it for the causal mask.
+    """Returns TFLOPS by 6 N T / s and by (6 N + 12 L h S) T / s: N parameters, T tokens in a step
+    of s seconds, L layers of width h, and sequences of S tokens. The second rule does not halve
+    attention for the causal mask.
     """
     assert record.code is not None
     tokens, model = record.code.batch * record.code.sequence, ModelSpec.load(record.model)
@@ -112,7 +113,7 @@ def draw(results: Results) -> Drawn:
         4,
     )
     run = ", ".join(f"{context.batch} x {context.sequence:,}" for context in found.values())
-    made = (
+    caption = (
         f"Predictions of {date} from the library's GH200; a black cross exceeds its memory."
         f" Measured {max(context.date for context in found.values())} on one H200: ours,"
         " accumulation 1,"
@@ -190,15 +191,16 @@ def draw(results: Results) -> Drawn:
             "The table follows no single rule: 256K and 512K follow 6N + 12 L h S exactly, 1K is"
             f" {off[0]:.1%} and 8K {off[1]:.1%} above 6N, and 32K and 128K follow neither. By the"
             f" longer rule 128K in 26 s would be {impossible:,.0f} TFLOPS, above the chip's"
-            f" {PEAK:g}. A token takes almost the same time from 1K to 32K, as padding that"
+            f" {PEAK:g}. A token takes almost the same time from 1K to 32K, which padding that"
             " attention skips would explain. 256K and 512K are predicted"
-            f" {late[0]:.1%} and {late[1]:.1%} too slow, but by our account neither fits. Both"
-            " rest on an attention rate assumed from an H200. The paper's 512K, and perhaps its"
-            " 256K, has a chunked MLP, which neither the published code nor this runtime has."
-            f" Ours fits up to {longest}{above}. Measured on an H200, attention is not free:"
+            f" {late[0]:.1%} and {late[1]:.1%} too slow with an attention rate assumed from an"
+            " H200, but by our account neither fits. The paper's 512K, and perhaps its 256K, has a"
+            " chunked MLP, which the published code does not have. Ours without token pieces fits"
+            f" up to {longest}{above}. With them, `megatrain check` predicts that 512K fits"
+            " ([answers](../docs/answers.md)). Measured on an H200, attention is not free:"
             f" {contexts}."
         ),
-        made=made,
+        caption=caption,
     )
 
 
@@ -221,6 +223,7 @@ def _seconds(record: BenchmarkRecord, name: str) -> tuple[float | None, bool]:
 def _rates(
     axes: Any, x: list[int], steps: list[BenchmarkRecord], reported: dict[str, BenchmarkRecord]
 ) -> None:
+    """Draws the rates that follow from the paper's seconds, by two rules of counting."""
     style.plain(axes, "the paper's seconds by two rules", "context (tokens)", "TFLOPS")
     found = [rules(record, record.paper or 1) for record in steps]
     axes.plot(

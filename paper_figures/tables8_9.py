@@ -75,14 +75,15 @@ def draw(results: Results) -> Drawn:
         ),
         4,
     )
-    made = (
+    caption = (
         f"Predictions of {date} from the library's cards; nothing was measured. Upper panels:"
         " sequences of 8,192 (assumed), host of 251 GiB. Lower panel: 4 x 1,024 tokens per step."
     )
-    return _drawn(data, figure, made)
+    return _drawn(data, figure, caption)
 
 
 def _readers(axes: Any, readers: list[Reader]) -> None:
+    """Draws our speeds on readers' cards."""
     style.plain(axes, "ours, best plan on readers' cards", "", "tokens per second (log scale)")
     axes.set_yscale("log")
     axes.set_ylim(20, 6000)
@@ -138,7 +139,8 @@ def _readers(axes: Any, readers: list[Reader]) -> None:
     )
 
 
-def _drawn(data: Tables89Data, figure: Any, made: str) -> Drawn:
+def _drawn(data: Tables89Data, figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = rows_of(data.rows)
     for reader in data.readers:
         found = reader.ours
@@ -210,21 +212,23 @@ def _drawn(data: Tables89Data, figure: Any, made: str) -> Drawn:
             " parameter (12.4 for 3B on the A6000)."
         ),
         finding=(
-            "With 8,192 tokens, which the stated device memory chose, MegaTrain's code is"
-            f" predicted {-max(errors):.0%} to {-min(errors):.0%} too slow. ZeRO-3 ran one sequence"
-            " on both cards and was limited by the host; its prediction is within"
-            f" {max(abs(error) for error in peers):.0%} on the RTX 3090. The host memory is less"
-            " than fp32 moments need, so bf16 moments (PyTorch's AdamW) were assumed. That it"
-            " suffices for these is no finding. Of the readers' cards, the RTX 3080 holds"
-            f" {_names(largest['rtx3080-10gb'])}. The RTX 4090 holds {_names(largest['rtx4090'])},"
-            f" and 14B at {fourteen.ours.tokens_per_s:,.0f} tokens/s with"
-            f" {fourteen.host_gib:.0f} GiB of host memory. The Ryzen holds"
+            "With sequences of 8,192 tokens, chosen by the stated device memory, MegaTrain's code"
+            f" is predicted {-max(errors):.0%} to {-min(errors):.0%} too slow. ZeRO-3 ran one"
+            " sequence on both cards and was limited by the host; its prediction is within"
+            f" {max(abs(error) for error in peers):.0%} on the RTX 3090. The stated host memory is"
+            " less than fp32 moments need, so bf16 moments (PyTorch's AdamW) were assumed. So it is"
+            " no finding that these fit. Among the readers' machines, the RTX 3080 can train"
+            f" {_names(largest['rtx3080-10gb'])}. The RTX 4090 can train"
+            f" {_names(largest['rtx4090'])}, and 14B at {fourteen.ours.tokens_per_s:,.0f} tokens/s"
+            f" with {fourteen.host_gib:.0f} GiB of host memory. The Ryzen can train"
             f" {_names(largest['ryzen-ai-max-395-128gb'])}, an M4 Max"
-            f" {_names(largest['apple-m4-max'])}, an M3 Ultra {_names(largest['apple-m3-ultra'])}."
+            f" {_names(largest['apple-m4-max'])}, and an M3 Ultra"
+            f" {_names(largest['apple-m3-ultra'])}."
         ),
-        made=made,
+        caption=caption,
     )
 
 
 def _names(models: list[str]) -> str:
-    return " and ".join(models) if models else "none of the three"
+    *others, last = models or ["none of the three"]
+    return f"{', '.join(others)} and {last}" if others else last

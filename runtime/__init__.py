@@ -26,8 +26,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Loads the module of `name` at its first use, so that importing the package does not load
-    PyTorch.
+    """Imports the module of the public name `name` at its first use, because importing the package
+    must not import PyTorch.
     """
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

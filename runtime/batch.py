@@ -20,31 +20,35 @@ class Batch(NamedTuple):
     labels: torch.Tensor
     """The id of the next token for each position, or IGNORED. Labels are already shifted."""
     documents: torch.Tensor | None = None
-    """Number of the document in its row that a position belongs to, from 0; -1 for padding. A
-    position attends only to its own document, and position numbers start at 0 in each document. If
-    None, every row is one document without padding.
-    """
+    """Index of the document that each position belongs to, counted from 0 in each row; -1 for
+    padding. A position attends only to its own document, and position ids start at 0 in each
+    document. None means that every row is one document without padding."""
 
     @property
     def trained_labels(self) -> torch.Tensor:
-        """The labels, with those of padding set to IGNORED."""
+        """The labels, with IGNORED at the positions of padding."""
         if self.documents is None:
             return self.labels
         return self.labels.masked_fill(self.documents < 0, IGNORED)
 
 
 def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: str) -> None:
-    """Raises UserError if a tensor of `batch` is not int64 of `shape`, or contains a number out of
-    range. Ids are below `vocabulary`. `where` starts the text of the error.
+    """Raises UserError if a tensor of `batch` is not int64 of `shape` or has a value out of range.
+
+    Args:
+        batch: The micro-batch to check.
+        shape: The planned shape, [batch, sequence].
+        vocabulary: The size of the vocabulary. Token ids must be smaller.
+        where: The start of the error message.
     """
     for name, tensor in batch._asdict().items():
         if name != "documents" or tensor is not None:
-            _refuse_kind(tensor, shape, f"{where}: {name}")
+            _refuse_shape(tensor, shape, f"{where}: {name}")
     last, fix = vocabulary - 1, "tokenize with the model's own tokenizer"
-    _refuse_beyond(batch.ids, 0, last, f"{where}: ids", "ids", f"0 to {last}", fix)
+    _refuse_out_of_range(batch.ids, 0, last, f"{where}: ids", "ids", f"0 to {last}", fix)
     labels = batch.trained_labels
     labelled = labels[labels != IGNORED]
-    _refuse_beyond(
+    _refuse_out_of_range(
         labelled,
         0,
         last,
@@ -55,7 +59,7 @@ def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: s
     )
     if batch.documents is not None:
         number_from_0 = "number each row's documents from 0"
-        _refuse_beyond(
+        _refuse_out_of_range(
             batch.documents,
             -1,
             shape[1] - 1,
@@ -66,7 +70,7 @@ def refuse_batch(batch: Batch, shape: tuple[int, int], vocabulary: int, where: s
         )
 
 
-def _refuse_kind(tensor: object, shape: tuple[int, int], where: str) -> None:
+def _refuse_shape(tensor: object, shape: tuple[int, int], where: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         found = f"a {type(tensor).__name__}"
     elif tensor.is_meta:
@@ -83,7 +87,7 @@ def _refuse_kind(tensor: object, shape: tuple[int, int], where: str) -> None:
     )
 
 
-def _refuse_beyond(
+def _refuse_out_of_range(
     numbers: torch.Tensor, least: int, most: int, where: str, what: str, allowed: str, fix: str
 ) -> None:
     if numbers.numel():

@@ -1,4 +1,4 @@
-"""The host of this machine: its cores, memory and processor. This module loads no PyTorch."""
+"""The cores, memory and processor of this machine. This module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SYSTEM_BYTES = 2**31
 
 
 def cores() -> int:
-    """Returns the number of processors that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_bytes() -> int:
-    """Returns the host memory in bytes that this process may use: that of the machine, or the limit
-    of its control group if that is lower.
+    """Returns the host memory in bytes that this process may use: the memory of the machine, or the
+    limit of the process' control group if the limit is lower.
 
-    For a virtual machine that gets memory only when it uses it, the result is too low. In that case
-    pass the limit to the command.
+    The result is too low on a virtual machine that gets its memory only when it uses it. Pass
+    `--host-memory` there.
     """
     total = psutil.virtual_memory().total
     try:
@@ -34,11 +34,11 @@ def host_bytes() -> int:
 
 
 def usable_host_bytes() -> int:
-    """Returns the host memory in bytes that a plan may have: `host_bytes()` without what the system
-    and the process itself need.
+    """Returns the host memory in bytes that a plan may use: `host_bytes()` minus a reserve for the
+    system and for the process itself.
 
-    That is 2 GiB and 2 % of the memory, but at most an eighth of it. With PyTorch and CUDA, the
-    process alone takes 1.5 GiB (experiments/results/h200-qwen2.5-7b-groups).
+    The reserve is 2 GiB plus 2 % of the memory, but at most an eighth of the memory. A process with
+    PyTorch and CUDA takes 1.5 GiB without a plan (experiments/results/h200-qwen2.5-7b-groups).
     """
     total = host_bytes()
     return total - min(_SYSTEM_BYTES + total // 50, total // 8)
@@ -62,15 +62,17 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def launched(name: str, *, default: int, least: int) -> int:
-    """Returns the number in the variable `name`, which torchrun sets for each process it starts.
+def torchrun_variable(name: str, *, default: int, least: int) -> int:
+    """Returns the value of the environment variable `name`, which torchrun sets for each process
+    that it starts.
 
     Args:
-        name: the variable, such as `WORLD_SIZE`.
-        default: the number without the variable.
-        least: the least number that makes sense.
+        name: The variable, such as `WORLD_SIZE`.
+        default: The value if the variable is not set.
+        least: The smallest valid value.
 
-    Raises UserError if the variable holds anything else than a number of at least `least`.
+    Raises:
+        UserError: The variable is not an integer of at least `least`.
     """
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdigit() and int(text) >= least):

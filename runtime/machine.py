@@ -10,7 +10,7 @@ import psutil
 import torch
 import transformers
 
-from megatrain.runtime.host import cores, host_bytes, launched, processor
+from megatrain.runtime.host import cores, host_bytes, processor, torchrun_variable
 from megatrain.simulator.base.errors import UserError
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -20,15 +20,18 @@ def default_device() -> torch.device:
     """Returns the first CUDA device, or the CPU if there is none. On a CPU, a limited part of host
     memory stands in for device memory.
 
-    In a process that torchrun has started, it is the device of its number on this host. Raises
-    UserError if there are fewer devices than such processes, or if torchrun's variables are not
-    numbers.
+    In a process that torchrun started, returns the device with the index `LOCAL_RANK`. The returned
+    CUDA device becomes the current device.
+
+    Raises:
+        UserError: The host has fewer devices than processes that torchrun started, or a variable of
+            torchrun is not a number.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.init()
-    number = launched("LOCAL_RANK", default=0, least=0)
-    needed = max(launched("LOCAL_WORLD_SIZE", default=1, least=1), number + 1)
+    number = torchrun_variable("LOCAL_RANK", default=0, least=0)
+    needed = max(torchrun_variable("LOCAL_WORLD_SIZE", default=1, least=1), number + 1)
     if (found := torch.cuda.device_count()) < needed:
         raise UserError(
             "ranks: GPUs",
@@ -52,7 +55,7 @@ def grow_segments() -> None:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Returns the memory of `device` in bytes; without CUDA, that of the whole machine."""
+    """Returns the memory of `device` in bytes: for a CPU, the memory of the whole machine."""
     return (
         int(torch.cuda.get_device_properties(device).total_memory)
         if device.type == "cuda"
@@ -61,13 +64,14 @@ def device_bytes(device: torch.device) -> int:
 
 
 _SLACK = 0.04
-"""Share of a GPU's memory for kernels, libraries and fragmentation. On an H200 with 139.8 GiB,
-plans of up to 135.6 GiB ran, and of larger plans most ran out of memory (`docs/lab_notes.md`)."""
+"""Fraction of a GPU's memory that is left for kernels, libraries and fragmentation. On an H200 with
+139.8 GiB, plans of up to 135.6 GiB ran, and most larger plans ran out of memory
+(`docs/lab_notes.md`)."""
 
 
 def usable_device_bytes(device: torch.device) -> int:
-    """Returns how many bytes of device memory tensors can have: what is free or held by this
-    process' allocator, less a share for kernels, libraries and fragmentation.
+    """Returns the device memory in bytes that tensors can use: free memory plus memory that the
+    allocator of this process holds, minus a reserve for kernels, libraries and fragmentation.
     """
     if device.type != "cuda":
         return device_bytes(device)
@@ -77,8 +81,9 @@ def usable_device_bytes(device: torch.device) -> int:
 
 
 def make_deterministic() -> None:
-    """Makes PyTorch use only deterministic algorithms in this process, so that results have the
-    same bits in every run. With CUDA, the backward pass of attention and cuBLAS otherwise may not.
+    """Makes PyTorch use only deterministic algorithms in this process, so results have the same
+    bits in every run. By default, cuBLAS and the backward pass of attention on a GPU may not be
+    deterministic.
     """
     # cuBLAS reads this at the first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -87,7 +92,7 @@ def make_deterministic() -> None:
 
 def forget_device_memory(device: torch.device) -> None:
     """Frees cached device memory, including cuBLAS workspaces, and resets the peak of device
-    memory. The next peak then contains nothing of earlier work in this process.
+    memory, so the next peak does not include earlier work of this process.
     """
     if device.type == "cuda":
         gc.collect()
@@ -99,8 +104,8 @@ def forget_device_memory(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Returns a description of the machine and the software, as plain values for a file."""
-    described: dict[str, object] = {
+    """Returns a description of the machine and its software, as values for a JSON or TOML file."""
+    description: dict[str, object] = {
         "device": (
             torch.cuda.get_device_name(device)
             if device.type == "cuda"
@@ -116,5 +121,5 @@ def describe(device: torch.device) -> dict[str, object]:
         "transformers": transformers.__version__,
     }
     if device.type == "cuda":
-        described["cuda"] = torch.version.cuda
-    return described
+        description["cuda"] = torch.version.cuda
+    return description

@@ -1,7 +1,7 @@
-"""Board: what a rank shows the other ranks of its host, also when it can no longer answer.
+"""Board: a block of shared memory in which a rank shows the other ranks of its host what it does.
 
-It is a small piece of shared memory. The rank writes what each of its lanes is doing, so the others
-can read it even if the rank is stopped or has been killed.
+The rank writes which op each of its lanes is running. The other ranks can read this even if the
+rank is stopped or has been killed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
+# the layout, in bytes: a counter, a flag, the error, and one line for each lane
 _COUNT = slice(0, 8)
 _SIGNALLED = 8
 _ERROR = slice(16, 1040)
@@ -20,14 +21,14 @@ _LANE_BYTES = 128
 _MOST_LANES = 12
 _BYTES = _LANES + _MOST_LANES * _LANE_BYTES
 _WAITING = "exchange"
-"""The lane that waits for other ranks. What the others do says more."""
+"""The lane that waits for other ranks. `activity` leaves it out while another lane is busy."""
 
 
 class Board:
-    """What one rank shows. Any thread may write."""
+    """The board of one rank. Any thread may write to it."""
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
-        """Use `make` or `open`. Without `memory`, only this process can read it."""
+        """Use `make` or `open` instead. Without `memory`, only this process can read the board."""
         self._memory = memory or mmap.mmap(-1, _BYTES)
         self._places: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Board:
 
     @property
     def collectives(self) -> int:
-        """Number of collectives of steps that the rank has begun."""
+        """Number of collectives that the rank has begun in steps."""
         return int.from_bytes(self._memory[_COUNT], "little")
 
     @property
@@ -60,7 +61,7 @@ class Board:
 
     @property
     def error(self) -> str:
-        """Why the rank stops, in one line; empty while it runs."""
+        """The reason why the rank stops, as one line; empty while the rank runs."""
         return _text(self._memory[_ERROR])
 
     @error.setter
@@ -79,7 +80,7 @@ class Board:
 
     @property
     def activity(self) -> str:
-        """What the rank is doing, as a phrase: ops with their lanes, or that it is between ops."""
+        """What the rank is doing, as a phrase: `in OP on lane LANE and ...`, or `between ops`."""
         starts = range(_LANES, _BYTES, _LANE_BYTES)
         shown = [_text(self._memory[start : start + _LANE_BYTES]) for start in starts]
         ops = [text for text in shown if text]

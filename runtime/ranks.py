@@ -1,11 +1,11 @@
 """Ranks: the processes that train together on several GPUs of one host, one for each GPU.
 
-`torchrun` starts them. They talk through `torch.distributed`: with gloo on the CPU, with NCCL
-between GPUs.
+`torchrun` starts them. They communicate through `torch.distributed`: with gloo on the CPU and with
+NCCL between GPUs.
 
-The ops of a step wait for other ranks at most `TIMEOUT_S` seconds. Between steps, rank 0 leads: it
-alone reads and writes the run's files, and the others wait for what it says, for as long as its
-process runs. Each of these waits ends as soon as a rank has ended or has said why it stops.
+In a step, an op waits at most `TIMEOUT_S` seconds for other ranks. Between steps, only rank 0 reads
+and writes the run's files. The other ranks wait for its messages as long as its process runs. Every
+wait ends early when a rank has ended or has reported why it stops.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatrain.runtime.host import launched
+from megatrain.runtime.host import torchrun_variable
 from megatrain.runtime.rank_board import Board
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
 T = TypeVar("T")
 TIMEOUT_S = 50.0
-"""Seconds after which a collective that not all ranks have reached fails."""
+"""Seconds after which a collective fails if not all ranks have reached it."""
 _ENDED = "has ended"
 _LOOKING_S = 3.0
-"""Seconds in which a rank whose connection has closed must turn out to have ended."""
+"""Seconds to wait for the process of a rank to end after its connection has closed."""
 _LOOK_EVERY_S = 0.5
-"""Seconds between two looks at the processes of the other ranks, while this one waits."""
+"""Seconds between two checks of the other ranks' processes while this rank waits."""
 _LONGEST_PAUSE_S = 0.005
-_ALWAYS = timedelta(days=30)
-"""How long a collective between steps may take: rank 0 may be writing a large model meanwhile."""
+_BETWEEN_TIMEOUT = timedelta(days=30)
+"""Time limit of a collective between steps. Rank 0 may be writing a large model meanwhile."""
 _START = "torchrun --standalone --nproc-per-node {count} -m megatrain train PLAN --out RUN ..."
 
 
 _all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the second is its name before PyTorch 2.13
+)  # the second name is from before PyTorch 2.13
 
 
 class RankLost(RunError):
@@ -55,7 +55,7 @@ class RankLost(RunError):
 
 
 class Ranks:
-    """This process among the ranks of a plan."""
+    """The ranks of a plan, as seen by one of them: the rank of this process."""
 
     def __init__(
         self,
@@ -68,51 +68,52 @@ class Ranks:
         """Use `joined` instead.
 
         Args:
-            rank: the number of this rank, from 0.
-            count: the number of ranks.
-            processes: the process id of each rank.
-            boards: what each rank shows the others. None if they show nothing.
-            timeout_s: seconds after which a rank that is stopped counts as lost.
+            rank: The number of this rank, from 0.
+            count: The number of ranks.
+            processes: The process id of each rank.
+            boards: The board of each rank. None means boards that only this
+                process can read.
+            timeout_s: Seconds after which a stopped process counts as lost.
         """
         self.rank, self.count, self._processes = rank, count, processes
         self._boards = boards or [Board() for _ in range(count)]
         self._timeout_s = timeout_s
         self._between: Any = None
-        """The group of the collectives between steps; None for the default group."""
+        """The group of the collectives between steps, or None for the default group."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which leads the run and has its folder."""
+        """Whether this is rank 0, which alone reads and writes the run folder."""
         return self.rank == 0
 
     @property
     def board(self) -> Board:
-        """What this rank shows the others."""
+        """The board of this rank."""
         return self._boards[self.rank]
 
     # ---- in a step ----
 
     def gather_weights(self, whole: torch.Tensor) -> None:
-        """Fills `whole` [count, part], of which row `rank` is this rank's, with the rows of the
-        other ranks.
+        """Fills `whole` [count, part] with the rows of the other ranks (all-gather). Row `rank`
+        must already hold the row of this rank.
         """
         self.gather(whole, whole[self.rank])
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Sends row q of `sent` [count, part] to rank q. Row q of `received` [count, part] is what
-        rank q has sent to this rank.
+        """Sends row q of `sent` [count, part] to rank q, and writes the row from rank q to row q of
+        `received` [count, part] (all-to-all).
         """
         dist.all_to_all_single(_bytes(received), _bytes(sent))
 
     def gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        """Writes `own` [n] of each rank to its row of `received` [count, n]."""
+        """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather)."""
         _all_gather(_bytes(received), _bytes(own))
 
     # ---- between steps ----
 
     def values(self, value: object) -> list[Any]:
-        """Returns `value` of all ranks, as plain values. Every rank must call this at the same
-        point. Raises RankLost if a rank is gone.
+        """Returns `value` of every rank, in the order of the ranks, decoded from JSON. Every rank
+        must call this at the same point. Raises RankLost if a rank is gone.
         """
         text = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.count, 1, dtype=torch.int64)
@@ -121,23 +122,23 @@ class Ranks:
                 list(sizes), torch.tensor([len(text)]), group=self._between, async_op=True
             )
         )
-        room = torch.zeros(self.count, int(sizes.max()), dtype=torch.uint8)
-        own = torch.zeros_like(room[0])
+        received = torch.zeros(self.count, int(sizes.max()), dtype=torch.uint8)
+        own = torch.zeros_like(received[0])
         own[: len(text)] = text
-        self._finish(dist.all_gather(list(room), own, group=self._between, async_op=True))
+        self._finish(dist.all_gather(list(received), own, group=self._between, async_op=True))
         return [
             msgspec.json.decode(bytes(row[:size].numpy()))
-            for row, size in zip(room, sizes.view(-1).tolist(), strict=True)
+            for row, size in zip(received, sizes.view(-1).tolist(), strict=True)
         ]
 
     def meet(self) -> None:
-        """Waits until all ranks have come to this point. Raises RankLost if a rank is gone."""
+        """Waits until all ranks have called this (barrier). Raises RankLost if a rank is gone."""
         self.values(None)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Rank 0 goes through the block alone, and then all others do. So one rank fills a cache
-        or tidies a folder that the others then find.
+        """Runs the block on rank 0 first, and then on all other ranks at the same time. Use it for
+        a block that fills a cache or cleans a folder, so the other ranks find the result.
         """
         if not self.leads:
             self.meet()
@@ -148,32 +149,32 @@ class Ranks:
     def total(self, number: int) -> int:
         """Returns the sum of `number` over all ranks."""
         own = torch.tensor([number])
-        found = [torch.zeros_like(own) for _ in range(self.count)]
-        self._finish(dist.all_gather(found, own, group=self._between, async_op=True))
-        return int(torch.cat(found).sum())
+        numbers = [torch.zeros_like(own) for _ in range(self.count)]
+        self._finish(dist.all_gather(numbers, own, group=self._between, async_op=True))
+        return int(torch.cat(numbers).sum())
 
     def send(self, value: object) -> None:
-        """Sends `value` of rank 0 to the others, which must call `receive`."""
+        """Sends `value` from rank 0 to the other ranks, which must call `receive`."""
         self._broadcast(bytearray(msgspec.json.encode(value)))
 
     def receive(self) -> Any:
-        """Returns the value that rank 0 sends, as plain values."""
+        """Returns the value that rank 0 sends, decoded from JSON."""
         return msgspec.json.decode(self._broadcast(None))
 
     def _broadcast(self, text: bytearray | None) -> bytes:
         size = torch.tensor([len(text or ())])
         self._finish(dist.broadcast(size, 0, group=self._between, async_op=True))
-        room = (
+        received = (
             torch.zeros(int(size), dtype=torch.uint8)
             if text is None
             else torch.frombuffer(text, dtype=torch.uint8)
         )
-        self._finish(dist.broadcast(room, 0, group=self._between, async_op=True))
-        return bytes(room.numpy())
+        self._finish(dist.broadcast(received, 0, group=self._between, async_op=True))
+        return bytes(received.numpy())
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Returns `own` [n], in host memory, of all ranks on rank 0, [count, n], and None on the
-        others. Every rank must call this at the same point.
+        """Returns `own` [n] of all ranks as one tensor [count, n] on rank 0, and None on the other
+        ranks (gather). Tensors are in host memory. Every rank must call this at the same point.
         """
         whole = own.new_empty(self.count, *own.shape) if self.leads else None
         rows = None if whole is None else [_bytes(row) for row in whole]
@@ -183,11 +184,11 @@ class Ranks:
         return whole
 
     def agree(self, what: str, value: str) -> None:
-        """Raises UserError, on every rank, unless `value` is the same on all ranks. `what` says
-        what it is.
+        """Raises UserError on every rank unless `value` is the same on all ranks. `what` is the
+        name of the value in the error message.
         """
         values = self.values(value)
-        other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+        other = next((rank for rank, text in enumerate(values) if text != values[0]), None)
         if other is not None:
             raise UserError(
                 f"ranks: {what}",
@@ -206,18 +207,18 @@ class Ranks:
             self._wait(work)
         except BaseException:
             if not work.is_completed():
-                _keep(self._between)
+                _never_release(self._between)
             raise
         try:
             work.wait()
         except RuntimeError as error:
             raise (
-                self._lost(f"rank {self.rank}, between steps")
+                self._rank_lost(f"rank {self.rank}, between steps")
                 or RankLost(f"rank {self.rank}, between steps: {str(error).splitlines()[0]}")
             ) from None
 
     def _wait(self, work: Any) -> None:
-        """Returns when `work` has ended or failed. Raises RankLost as soon as a rank is gone."""
+        """Waits until `work` has ended or failed. Raises RankLost as soon as a rank is gone."""
         pause, looked, stopped_since = 0.0001, time.monotonic(), 0.0
         while not work.is_completed():
             time.sleep(pause)
@@ -226,9 +227,9 @@ class Ranks:
             if now - looked < _LOOK_EVERY_S:
                 continue
             looked = now
-            if error := self._told():
+            if error := self._reported():
                 raise error
-            gone = self._gone()
+            gone = self._lost_ranks()
             stopped_since = (stopped_since or now) if gone else 0.0
             ended = any(_ENDED in text for text in gone)
             if gone and (ended or now - stopped_since > self._timeout_s):
@@ -238,52 +239,53 @@ class Ranks:
 
     @contextlib.contextmanager
     def watched(self, device: torch.device) -> Iterator[None]:
-        """Ends the collectives of the block when another rank is gone, and then raises RankLost.
+        """Aborts the collectives of the block when another rank is gone, and then raises RankLost.
 
-        Collectives of NCCL wait for a rank forever, even if its process has ended. So a thread
-        looks at the other processes, and aborts the collectives. Those of gloo fail by themselves,
-        and the block is not watched. A rank that is only stopped is left to the time limit of
-        NCCL, since an abort waits for such a rank.
+        A collective of NCCL waits for a rank forever, even if the process of the rank has ended. So
+        a thread checks the other processes and aborts the collectives. A collective of gloo fails
+        by itself, so without CUDA there is no such thread. A rank that is only stopped is left to
+        NCCL's time limit, because an abort waits for such a rank.
         """
         if device.type != "cuda":
             yield
             return
-        over, found = threading.Event(), list[RankLost]()
-        watch = threading.Thread(target=self._watch, args=(over, found), daemon=True)
+        over, errors = threading.Event(), list[RankLost]()
+        watch = threading.Thread(target=self._watch, args=(over, errors), daemon=True)
         watch.start()
         error: BaseException | None = None
         try:
             yield
-        except BaseException as failure:  # torchrun also sends SIGTERM when a rank ends
+        except BaseException as failure:  # also an interruption, because torchrun sends SIGTERM
             error = failure
         finally:
             over.set()
             watch.join()
-        if error is None and not found:
+        if error is None and not errors:
             return
-        lost = found[0] if found else self._ended()
+        lost = errors[0] if errors else self._ended_or_reported()
         if lost is not None:
-            raise lost from None  # what the block raised follows from it
+            raise lost from None  # it caused the error of the block
         assert error is not None
         raise error
 
-    def _ended(self) -> RankLost | None:
-        """Returns the error to report if a rank has ended or has said why it stops."""
-        gone = [text for text in self._gone() if _ENDED in text]
+    def _ended_or_reported(self) -> RankLost | None:
+        """Returns the error to report if a rank has ended or has reported why it stops."""
+        gone = [text for text in self._lost_ranks() if _ENDED in text]
         where = f"rank {self.rank}, {self.board.activity}"
-        return self._told() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
+        return self._reported() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
 
-    def _watch(self, over: threading.Event, found: list[RankLost]) -> None:
+    def _watch(self, over: threading.Event, errors: list[RankLost]) -> None:
+        """Aborts the collectives when a rank is lost, and appends the error to `errors`."""
         while not over.wait(_LOOK_EVERY_S):
-            error = self._ended()
+            error = self._ended_or_reported()
             if error is not None:
-                found.append(error)
+                errors.append(error)
                 assert dist.group.WORLD is not None
                 dist.group.WORLD.abort()
                 return
 
     def stopping(self, error: BaseException) -> None:
-        """Tells the others why this rank stops."""
+        """Shows the other ranks that this rank stops because of `error`."""
         if isinstance(error, KeyboardInterrupt):
             self.board.error = "interrupted"
         elif isinstance(error, UserError | RunError):
@@ -292,18 +294,22 @@ class Ranks:
             self.board.error = f"{type(error).__name__}: {error}"
 
     def lost(self, op: str) -> RankLost | None:
-        """Returns the error to report if the collective `op` failed because another rank is gone,
-        is stopped or has not reached it. None if the ranks are all there.
+        """Returns the error to report if the collective `op` failed because another rank has ended,
+        is stopped or has not reached `op`. Returns None if all ranks have reached it.
         """
-        return self._lost(f"{op} on lane exchange of rank {self.rank}", behind=True)
+        return self._rank_lost(f"{op} on lane exchange of rank {self.rank}", behind=True)
 
-    def _lost(self, where: str, *, behind: bool = False) -> RankLost | None:
-        """A connection closes shortly before its process ends, so this looks for a few seconds."""
+    def _rank_lost(self, where: str, *, behind: bool = False) -> RankLost | None:
+        """Returns the error to report after a failure at `where`, or None if no rank is lost. With
+        `behind`, a rank that has begun fewer collectives than this rank counts as lost.
+
+        A connection closes shortly before its process ends, so this checks for a few seconds.
+        """
         end = time.monotonic() + _LOOKING_S
         while True:
-            if error := self._told():
+            if error := self._reported():
                 return error
-            if gone := self._gone():
+            if gone := self._lost_ranks():
                 return RankLost(f"{where}: {' and '.join(gone)}")
             if time.monotonic() > end:
                 break
@@ -315,15 +321,15 @@ class Ranks:
         ]
         return RankLost(f"{where}: {' and '.join(late)}") if late else None
 
-    def _told(self) -> RankLost | None:
-        """Returns the error of a rank that has said why it stops."""
+    def _reported(self) -> RankLost | None:
+        """Returns the error to report if a rank has reported why it stops, and otherwise None."""
         for rank, board in enumerate(self._boards):
             if rank != self.rank and (reason := board.error):
                 return RankLost(f"{self._name(rank)} has stopped: {reason}")
         return None
 
-    def _gone(self) -> list[str]:
-        """Returns a phrase for each other rank that has ended or is stopped."""
+    def _lost_ranks(self) -> list[str]:
+        """Returns a description of each other rank that has ended or is stopped."""
         return [
             f"{self._name(rank)} {state}, {self._boards[rank].activity}"
             for rank, process in enumerate(self._processes)
@@ -335,19 +341,19 @@ class Ranks:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor as a vector. Collectives only move them."""
+    """Returns the bytes of a contiguous tensor as a vector, since collectives only move bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _keep(group: object) -> None:
-    """Never releases `group`. The end of a group of gloo waits for its collectives, and one that
-    waits for a stopped rank would keep this process from ending.
+def _never_release(group: object) -> None:
+    """Keeps `group` alive until the process ends. The destructor of a gloo group waits for its
+    collectives, so a collective that waits for a stopped rank would keep this process from ending.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _state(process: int) -> str:
-    """Returns what is wrong with a process, in words, or nothing."""
+    """Returns `has ended` or `is stopped`, or an empty string for a process that runs."""
     try:
         # the state follows the name, which is in parentheses
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -357,14 +363,14 @@ def _state(process: int) -> str:
 
 
 def started_ranks() -> int:
-    """Returns the number of ranks that have been started, from the variable `WORLD_SIZE`, which
-    torchrun sets. 1 without it. Raises UserError if it is not a number of ranks.
+    """Returns the number of ranks that torchrun started, from the environment variable
+    `WORLD_SIZE`, or 1 if it is not set. Raises UserError if it is not a positive number.
     """
-    return launched("WORLD_SIZE", default=1, least=1)
+    return torchrun_variable("WORLD_SIZE", default=1, least=1)
 
 
 def identity(plan: Plan, *more: object) -> str:
-    """Returns a digest of all of `plan` that decides what a step does, and of `more`."""
+    """Returns a digest of `more` and of the fields of `plan` that decide what a step computes."""
     blank = msgspec.structs.replace(plan, hardware="", source="", prediction=None)
     text = msgspec.json.encode([blank, str(torch.__version__), *map(repr, more)])
     return hashlib.sha256(text).hexdigest()[:16]
@@ -374,19 +380,21 @@ def identity(plan: Plan, *more: object) -> str:
 def joined(
     plan: Plan, device: torch.device, *more: object, timeout_s: float | None = None
 ) -> Iterator[Ranks | None]:
-    """Joins the ranks of `plan` and leaves them at the end. None if the plan is for one GPU.
+    """Joins the ranks of `plan` for the duration of the block. Yields None if the plan is for one
+    GPU.
+
+    If the block raises an error, the other ranks are notified, and their next collective fails.
 
     Args:
-        plan: the plan, which must be the same on all ranks.
-        device: where collectives find their tensors. A GPU should be this rank's.
-        *more: what else must be the same on all ranks, such as settings and seed.
-        timeout_s: seconds that a rank waits for the others, at the start and in a collective of a
-            step; None for `TIMEOUT_S`.
-
-    If the block raises an error, the other ranks learn of it, and their next collective fails.
+        plan: The plan, which must be the same on all ranks.
+        device: The device with the tensors of collectives: the CPU or this rank's GPU.
+        *more: Other values that must be the same on all ranks, such as settings and seed.
+        timeout_s: Seconds that a rank waits for the others at the start and in a collective of a
+            step. None means `TIMEOUT_S`.
 
     Raises:
-        UserError: the ranks are not as many as the plan has GPUs, do not come together, or differ.
+        UserError: The number of ranks is not the plan's number of GPUs, the ranks do not connect
+            within `timeout_s`, or `plan` or `more` differs between ranks.
     """
     started = started_ranks()
     if started != plan.gpus:
@@ -407,28 +415,29 @@ def joined(
         own = Board.make(file)
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-            there: list[Any] = [None] * plan.gpus
-            dist.all_gather_object(there, (os.getpid(), str(file)))
+            peers: list[Any] = [None] * plan.gpus
+            dist.all_gather_object(peers, (os.getpid(), str(file)))
             boards = [
                 own if rank == dist.get_rank() else Board.open(Path(path))
-                for rank, (_, path) in enumerate(there)
+                for rank, (_, path) in enumerate(peers)
             ]
-            between = dist.new_group(backend="gloo", timeout=_ALWAYS)
+            between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise UserError(
                 "ranks",
-                found=f"not all of {plan.gpus} ranks of this host came together"
+                found=f"fewer than {plan.gpus} connected ranks on this host"
                 f" ({str(error).splitlines()[0]})",
-                allowed=f"all within {timeout_s:g} s",
-                fix=f"start all with `{_START.format(count=plan.gpus)}`",
+                allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
+                fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
             ) from error
-        ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in there], boards, timeout_s)
+        ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
         ranks._between = between
         try:
             ranks.meet()
-            file.unlink()  # every rank has opened it, and a rank that is killed leaves nothing
+            # every rank has opened it, and now a rank that is killed leaves no file
+            file.unlink()
             ranks.agree("plan", identity(plan, *more))
             yield ranks
         except BaseException as error:
@@ -440,7 +449,7 @@ def joined(
 
 @contextlib.contextmanager
 def _shared_file() -> Iterator[Path]:
-    """Returns a new file, in memory if the host has such a file system. Removes it at the end."""
+    """Yields a new file, in memory if the host has /dev/shm. Removes it at the end."""
     handle, name = tempfile.mkstemp(
         prefix="megatrain-rank-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )
@@ -453,7 +462,7 @@ def _shared_file() -> Iterator[Path]:
 
 
 def refuse_without_ranks(plan: Plan, ranks: Ranks | None) -> None:
-    """Raises UserError if a plan for several GPUs would be executed by one process."""
+    """Raises UserError if the number of `ranks` is not the plan's number of GPUs."""
     if plan.gpus != (1 if ranks is None else ranks.count):
         raise UserError(
             "plan: gpus",

@@ -1,4 +1,4 @@
-"""The user's cache folder of megatrain, for tokens, calibrations and compiled kernels."""
+"""The cache folder of the user, for tokens, calibrations and compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def user_cache() -> Path:
     """Returns `$MEGATRAIN_CACHE`, or `$XDG_CACHE_HOME/megatrain`, or `~/.cache/megatrain`.
 
-    Everything in it can be made again, so its files may be deleted at any time.
+    Its files may be deleted at any time, because all of them can be made again.
     """
     if named := os.environ.get("MEGATRAIN_CACHE"):
         return Path(named)

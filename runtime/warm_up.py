@@ -1,7 +1,8 @@
-"""The number of warm-up steps. This module does not import torch, so that code which only reads the
+"""The number of warm-up steps. This module does not import PyTorch, so code that only reads the
 files of a run can import it.
 """
 
 WARM_UP_STEPS = 2
-"""First steps that are left out of timings. In them, memory is touched and may be allocated,
-libraries start, layers are compiled, and a plan that defers updates has none to apply yet."""
+"""Number of steps at the start that are not timed. During these steps, memory is touched for the
+first time, libraries start, and layers are compiled. A plan that defers updates has no update to
+apply in the first step."""

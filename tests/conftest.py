@@ -16,7 +16,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
-# The tests do not depend on the machines that the user's folder has.
+# Tests ignore the hardware files in the user's folder.
 os.environ["MEGATRAIN_MACHINES"] = str(Path(__file__).with_name("no-machines"))
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile(
@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("megatrain")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the tests a cache of their own, which the workers of a session share."""
+    """Makes a cache folder for the tests, which all workers of the session share."""
     if not hasattr(config, "workerinput"):
         folder = tempfile.mkdtemp(prefix="megatrain-cache-")
         os.environ["MEGATRAIN_CACHE"] = folder
@@ -55,7 +55,7 @@ MODEL_KEYS = {
     "vocabulary": "vocab_size",
     "tied": "tie_word_embeddings",
 }
-"""Keys of config.json by the short names that tests give them."""
+"""Short name in tests -> key of config.json."""
 
 
 def small_model(name: str = "small", **changes: Any) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Tests of README.md, CONTRIBUTING.md and docs/: links, named files, and the README's length.
+"""Tests of README.md, CONTRIBUTING.md and docs/: links, file names, and the README's length.
 
 `make docs` checks the links too, and those of the results' pages.
 """
@@ -44,7 +44,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     for path in _NAMED.findall(page.read_text(encoding="utf-8")):
         assert path == "simulator/policies/pinned.py" or (ROOT / path).exists(), path
 
@@ -91,7 +91,7 @@ def test_every_page_is_on_the_site() -> None:
             assert path in listed, path
 
 
-def test_the_readme_s_results_stand_in_their_sources() -> None:
+def test_the_readme_s_results_are_those_of_their_sources() -> None:
     (section,) = re.findall(r"^## Results\n(.*?)^## ", read("README.md"), re.DOTALL | re.MULTILINE)
     links = re.findall(r"\[([^\]]+)\]\((experiments/[^)]+)\)", section)
     assert len(links) == 7

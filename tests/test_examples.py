@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 def in_the_folder_of_the_examples(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[None]:
-    """Makes the examples importable, as from their folder, and runs them in another one."""
+    """Makes the examples importable, and changes into a temporary folder."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     yield
@@ -103,7 +103,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_image_is_made_of_files_that_exist() -> None:
-    """The image has all that a wheel is built from, and is built as the page says."""
+    """The image copies all files that the wheel is built from. The page has its build command."""
     copied = [
         source
         for name, arguments in instructions()

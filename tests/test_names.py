@@ -1,4 +1,4 @@
-"""One name for one thing."""
+"""Tests that no two classes have the same name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """PyTorch's FSDP2 with CPU offload and fused AdamW on the host. Masters are fp32 on the host,
-weights on the device are bf16, and activations are recomputed.
+weights on the device have the workload's dtype, and activations are recomputed.
 
-Clipping has failed with CPU offload (pytorch #148532). It is tried before the first step. If it
-fails, the steps run without clipping, and the notes have the reason. Without a GPU nothing is
-offloaded, which is useful only for tests.
+In some versions, clipping fails with CPU offload (pytorch #148532). So it is tried before the first
+step. If it fails, the steps run without clipping, and the notes state the reason. Without a GPU
+nothing is offloaded, which is useful only for tests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build(plan: Plan, device: torch.device) -> torch.nn.Module:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu")
-    # On the meta device its frequencies had no values.
+    # Its frequencies have no values after construction on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,7 +70,7 @@ def build(plan: Plan, device: torch.device) -> torch.nn.Module:
             if local.dim() == 1:
                 local.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                # A GPU draws 7e9 numbers in a second, a CPU core in a minute.
+                # A GPU draws 7e9 random numbers in a second, and a CPU core in a minute.
                 local.copy_(torch.randn(local.shape, device=device).mul_(0.02))
     return model
 
@@ -127,15 +127,15 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
 
 
 def _cannot_clip(model: torch.nn.Module) -> str:
-    """Returns in one line why gradients of `model` cannot be clipped, or an empty text if they can.
-    It clips zeros in the smallest parameter.
+    """Returns the first line of the error if gradients of `model` cannot be clipped, or an empty
+    text if they can. It tries to clip a gradient of zeros of the smallest parameter.
     """
     parameter = min(model.parameters(), key=torch.Tensor.numel)
     parameter.grad = torch.zeros_like(parameter)
     try:
         norm = clip_grad_norm_([parameter], MAX_NORM)
         float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    except Exception as error:  # PyTorch's own message is what its users see
+    except Exception as error:  # the notes have PyTorch's own message
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         parameter.grad = None

@@ -74,7 +74,8 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
     work, chosen = plan.workload, settings(plan.workload)
     refuse_unsupported(plan.model, work)
     deepspeed.init_distributed("nccl")
-    # While this object exists, transformers creates each tensor in its place on the host.
+    # While this object exists, transformers creates each tensor directly in partitioned host
+    # memory.
     partitioned = HfDeepSpeedConfig(chosen)
     model = AutoModelForCausalLM.from_config(
         config_of(plan.model), dtype=torch.bfloat16 if work.dtype == "bf16" else torch.float32

@@ -1,9 +1,9 @@
 """Times one system in a process of its own: `python -m megatrain.experiments.benchmarks.child
 SYSTEM PLAN STEPS DEVICE`.
 
-Each system has its own CUDA context, so one that runs out of memory does not end the others. The
-process prints one JSON object, a `MeasuredSteps`, on standard output. What libraries print there
-goes to standard error. `megatrain.experiments.benchmark` starts it.
+`megatrain.experiments.benchmark` starts this process. Each system has its own CUDA context, so a
+system that runs out of memory does not end the others. The process prints one JSON object, a
+`MeasuredSteps`, on standard output. Everything that libraries print there goes to standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN, BASELINES = ("ours", "ceiling"), ("zero3", "fsdp2")
 
 
 def measure(system: str, plan: Plan, steps: int, device: torch.device) -> MeasuredSteps:
-    """Returns the system's steps. If a baseline cannot run here, `failure` has the reason."""
+    """Returns the system's steps. If a baseline cannot run here, `failure` states the reason."""
     if system in OWN:
         return own.measure(system, plan, steps, device)
     name = f"megatrain.experiments.baselines.{system}"
@@ -41,12 +41,12 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     if device.type not in module.DEVICES:
         return MeasuredSteps(system=system, failure="needs a CUDA GPU")
     forget_device_memory(device)
-    step, _ = prepared = module.prepare(plan, device)
+    step, notes = module.prepare(plan, device)
     readings = repeat(step, steps, system)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return MeasuredSteps(
         system=system,
-        notes=prepared[1],
+        notes=notes,
         steps=readings,
         device_peak_bytes=peak,
         host_peak_bytes=host_peak_bytes(),
@@ -54,7 +54,9 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
 
 
 def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> MeasuredSteps:
-    """Returns `measure`, with any error as the line `failure`."""
+    """Returns the result of `measure` with a description of the machine. An error becomes the line
+    `failure`.
+    """
     try:
         if system in OWN:
             grow_segments()  # other systems run with PyTorch's defaults
@@ -63,7 +65,7 @@ def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> Measu
         return msgspec.structs.replace(measured, machine=describe(device))
     except UserError as error:
         return MeasuredSteps(system=system, failure=str(error))
-    except Exception as error:  # the table shows its first line, and standard error all of it
+    except Exception as error:  # the table shows the first line; standard error shows all of it
         traceback.print_exc()
         return MeasuredSteps(
             system=system, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -71,6 +73,7 @@ def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> Measu
 
 
 def main() -> None:
+    """Parses the arguments, times the system, and prints the result as JSON."""
     name = "python -m megatrain.experiments.benchmarks.child"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
     for argument in ("system", "plan", "steps", "device"):

@@ -91,8 +91,8 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
 
 
 def fill(executor: Executor, weights: Weights) -> None:
-    """Fills buffers that loads would have filled: each buffer of weights with the weights of an
-    op's layer, and each input of a layer with normal numbers.
+    """Fills the buffers that copies fill in a whole step. A buffer of weights gets the weights of
+    the first layer that uses it, and an input of a layer gets normally distributed numbers.
 
     Zeros would falsify the times: a matrix product of zeros runs 13 % faster (H200).
     """

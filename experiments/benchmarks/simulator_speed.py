@@ -3,8 +3,8 @@
 
     python -m megatrain.experiments.benchmarks.simulator_speed [MODEL [POLICY]]
 
-Times are CPU time of one core, the best of several turns. Building a Timeline with its spans and
-digest has its own column.
+Times are the CPU time of one core, the least of several repetitions. The last column includes
+building a Timeline with its spans and digest.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
-_TURNS = 5
+_REPETITIONS = 5
 _MICRO_BATCHES = (1, 4, 16)
 _MEMORY = HostMemorySpec(gb_per_s=220.0)  # of a host with 64 cores
 Result = TypeVar("Result")
 
 
 def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
-    """Returns the CPU time of the fastest turn, and the last result of `work`."""
+    """Returns the least CPU time of several repetitions in seconds, and `work`'s last result."""
     times = []
-    for _ in range(_TURNS):
+    for _ in range(_REPETITIONS):
         gc.collect()
         start = time.process_time()
         result = work()
@@ -48,7 +48,7 @@ def seconds(work: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def row(plan: Plan, hardware: HardwareSpec) -> list[str]:
-    """Returns one row of the table."""
+    """Returns the row of a plan: its micro-batches, its ops, and the speed of each part."""
     lowering, schedule = seconds(lambda: policies.lower_uncached(plan))
     ops = len(schedule.ops)
     compiling, _ = seconds(

@@ -3,10 +3,10 @@
     python -m megatrain.experiments.benchmarks.speed [--stored FILE] [--tolerance 1.25]
         [--write FILE] [CASE ...]
 
-Each case is timed in turn with a fixed piece of Python, the reference. The ratio of the two
-processor times depends much less on the machine and its load than seconds do. Prints a table of
-the new and the stored ratios. The exit status is 1 if a ratio is more than `--tolerance` times the
-stored one.
+Each case is timed alternately with a fixed piece of Python, the reference. The ratio of the two
+processor times depends much less on the machine and its load than seconds do. The output is a table
+of the new and the stored ratios. The exit status is 1 if a ratio is more than `--tolerance` times
+the stored ratio.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import explain
 
 STORED = Path(__file__).parents[1] / "results" / "speed" / "speed.json"
-_TURNS = 3
+_REPETITIONS = 3
 _CLI = [sys.executable, "-m", "megatrain.experiments.cli"]
 Timed = Callable[[], float]
+"""A function that does the work of a case and returns its processor time in seconds."""
 
 
 class SpeedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,12 +52,12 @@ class SpeedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     date: str
     """Day of the run, as YYYY-MM-DD."""
     ratios: dict[str, float]
-    """Processor time of each case divided by that of the reference."""
+    """Case -> its processor time divided by the reference's."""
 
 
 def reference() -> float:
-    """Returns the processor time of a fixed piece of work like that of planning, with dictionaries,
-    tuples, a heap and integers.
+    """Returns the processor time in seconds of a fixed piece of work. Like planning, it uses
+    dictionaries, tuples, a heap and integers.
     """
     start = time.process_time()
     heap: list[tuple[int, int]] = []
@@ -72,7 +73,7 @@ def reference() -> float:
 
 
 def _command(*words: str) -> Timed:
-    """Returns a function that times `megatrain words` in a process of its own, with its start."""
+    """Returns a function that times a `megatrain` command in its own process, start included."""
 
     def run() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -114,7 +115,7 @@ def _split(tokens: int) -> Callable[[], Callable[[], object]]:
 
 
 def _explain() -> Callable[[], object]:
-    """Explains a plan of a dense 120B model, which has 134 layers of Qwen2.5-72B."""
+    """Returns a function that explains a plan of a dense 120B model (134 layers of Qwen2.5-72B)."""
     config = {
         key: value
         for key, value in ModelSpec.load("qwen2.5-72b").config.items()
@@ -129,7 +130,7 @@ def _explain() -> Callable[[], object]:
 
 
 def _sweep() -> Callable[[], object]:
-    """Simulates 24 plans of a 14B model."""
+    """Returns a function that simulates 24 plans of a 14B model."""
     hardware = HardwareSpec.load("h200")
     base = Plan(
         policy="overlapped",
@@ -184,11 +185,11 @@ CASES: dict[str, Timed] = {
 
 
 def ratio(case: Timed) -> tuple[float, float]:
-    """Returns the median ratio of `case` to the reference over a few turns, and the least processor
-    time of `case` in seconds.
+    """Returns the median over a few repetitions of the processor time of `case` divided by the
+    reference's, and the least processor time of `case` in seconds.
     """
     ratios, times = [], []
-    for _ in range(_TURNS):
+    for _ in range(_REPETITIONS):
         around = [reference()]
         times.append(case())
         around.append(reference())
@@ -197,6 +198,7 @@ def ratio(case: Timed) -> tuple[float, float]:
 
 
 def run(arguments: list[str] | None = None) -> int:
+    """Times the cases, prints the table, and returns 1 if one is too slow, else 0."""
     parser = argparse.ArgumentParser(prog="speed", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "cases", nargs="*", metavar="CASE", help=f"one or more of: {'; '.join(CASES)}"
@@ -209,28 +211,26 @@ def run(arguments: list[str] | None = None) -> int:
         help="largest accepted ratio, as a multiple of the stored one (default 1.25)",
     )
     parser.add_argument("--write", type=Path, help="store the result of this run in a file")
-    given = parser.parse_args(arguments)
-    if unknown := [name for name in given.cases if name not in CASES]:
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.cases if name not in CASES]:
         parser.error(f"found case {unknown[0]!r}; allowed: {', '.join(CASES)}")
     stored = (
-        msgspec.convert(read_json(given.stored), SpeedResult).ratios
-        if given.stored.exists()
-        else {}
+        msgspec.convert(read_json(args.stored), SpeedResult).ratios if args.stored.exists() else {}
     )
     print(f"{'case':34} {'seconds':>8} {'ratio':>8} {'stored':>8} {'change':>7}")
     ratios, slower = {}, []
-    for name in given.cases or CASES:
+    for name in args.cases or CASES:
         ratios[name], seconds = ratio(CASES[name])
         change = ratios[name] / stored[name] if name in stored else None
         shown = ("-", "-") if change is None else (f"{stored[name]:.2f}", f"{change - 1:+.0%}")
         print(
             f"{name:34} {seconds:8.3f} {ratios[name]:8.2f} {shown[0]:>8} {shown[1]:>7}", flush=True
         )
-        slower += [name] if change is not None and change > given.tolerance else []
-    if given.write:
-        given.write.parent.mkdir(parents=True, exist_ok=True)
+        slower += [name] if change is not None and change > args.tolerance else []
+    if args.write:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
         write_json(
-            given.write,
+            args.write,
             SpeedResult(
                 machine=_machine(),
                 date=time.strftime("%Y-%m-%d"),
@@ -238,7 +238,7 @@ def run(arguments: list[str] | None = None) -> int:
             ),
         )
     if slower:
-        print(f"slower than {given.tolerance:g} times the stored ratio: {', '.join(slower)}")
+        print(f"slower than {args.tolerance:g} times the stored ratio: {', '.join(slower)}")
     return int(bool(slower))
 
 

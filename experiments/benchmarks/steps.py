@@ -1,5 +1,5 @@
-"""The result of every timed system: its steps, each with all of its work finished, and the peak
-memory of its process.
+"""The result of a timed system, and functions that the timed systems share. A step is timed until
+all of its work is finished.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     gradient_norm: float | None = None
     """Gradient norm before clipping, or None if the system does not clip."""
     parts: dict[str, float] = {}
-    """Seconds of forward, backward and other parts, with the device idle between them. Empty if
-    they overlap.
+    """Part, such as `forward` -> its seconds. The device is idle between parts. Empty if the parts
+    overlap.
     """
 
 
@@ -48,11 +48,12 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
     notes: str = ""
     """Version and settings of the system."""
     steps: tuple[Reading, ...] = ()
-    """All steps, with the warm-up."""
+    """All steps, including the warm-up."""
     ops: int | None = None
     """Number of ops in the schedule, if the system has one."""
     device_peak_bytes: int | None = None
-    """Peak of PyTorch's allocator. Without CUDA, the pool that stands for the device."""
+    """Peak of PyTorch's allocator. Without CUDA, the size of the pool that represents the device.
+    """
     host_peak_bytes: int | None = None
     """Peak of the process's resident memory."""
     machine: dict[str, Any] = {}
@@ -64,7 +65,7 @@ Step = Callable[[int], Reading]
 
 
 def repeat(step: Step, steps: int, system: str) -> tuple[Reading, ...]:
-    """Runs `steps` steps and prints each of them on standard error when it is done."""
+    """Runs `steps` steps and returns them. Prints each step on standard error when it is done."""
     readings = []
     for number in range(1, steps + 1):
         readings.append(reading := step(number))
@@ -114,7 +115,9 @@ class Parts:
 
 
 def alone_in_group() -> None:
-    """Configures `torch.distributed` for a group of this process alone, on a free port."""
+    """Sets the environment variables of `torch.distributed` for a group of one process, with a free
+    port.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

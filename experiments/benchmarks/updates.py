@@ -3,10 +3,10 @@
     python -m megatrain.experiments.benchmarks.updates [--threads 1,8,16] [--gpu-parameters N]
         [--states exact,master24,bf16-sr] [--seconds S]
 
-Weights and gradients are bf16. A row has the parameters that are updated per second, in the median
-and the best of several turns, and the bytes of state and gradients that are read and written per
-second in the best. The host updates chunks of 2^22 parameters; the GPU updates all N at once (0 for
-no GPU).
+Weights and gradients are bf16. A row has the median and the maximum of the parameters updated per
+second over several repetitions. The last column has the bytes of state and gradients that are read
+and written per second at the maximum. The host updates chunks of 2^22 parameters. The GPU updates
+all N parameters at once (0 for no GPU).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS, PLANE_BYTES
 
 _HOST_PARAMETERS, _CHUNK = 2**26, 2**22
-_TURNS = 7
+_REPETITIONS = 7
 
 
 def touched_bytes(state: str) -> float:
@@ -35,7 +35,7 @@ def touched_bytes(state: str) -> float:
 
 
 def on_host(state: str, threads: int, seconds: float) -> list[float]:
-    """Returns the parameters per second that `threads` threads update, for each turn."""
+    """Returns the parameters that `threads` threads update per second, for each repetition."""
     chunks = ChunkUpdates(_HOST_PARAMETERS, torch.bfloat16, threads, state)
     try:
         kind = "cpu_update" if state == EXACT else f"cpu_update:{state}"
@@ -46,7 +46,9 @@ def on_host(state: str, threads: int, seconds: float) -> list[float]:
 
 
 def on_gpu(state: str, count: int) -> list[float]:
-    """Returns the parameters per second that the GPU updates, of `count` at once, for each turn."""
+    """Returns the parameters that the GPU updates per second, for each repetition. It updates
+    `count` parameters at once.
+    """
     planes, gpu = FORMATS[state], torch.device("cuda")
     weights, gradient = (
         torch.empty(count, dtype=torch.bfloat16, device=gpu).uniform_(-0.02, 0.02) for _ in range(2)
@@ -63,7 +65,7 @@ def on_gpu(state: str, count: int) -> list[float]:
         device=gpu,
     )
     clip, times = torch.ones((), device=gpu), []
-    for number in range(1, _TURNS + 3):
+    for number in range(1, _REPETITIONS + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         (blockwise if coded else adamw).update(
@@ -77,7 +79,7 @@ def on_gpu(state: str, count: int) -> list[float]:
 
 
 def main() -> int:
-    """Prints the table."""
+    """Parses the options, prints the table, and returns the exit status."""
     parser = OneLineParser(prog="updates", description=__doc__)
     parser.add_argument("--threads", default="1,2", help="numbers of threads of the host")
     parser.add_argument("--gpu-parameters", type=float, default=0.0)

@@ -1,1 +1,1 @@
-"""The `megatrain` command: its verbs, their options, and what it prints."""
+"""What the commands share: options, progress bars, the verdict as text, errors, and the start."""

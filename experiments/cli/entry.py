@@ -1,4 +1,4 @@
-"""The start of the `megatrain` command: imports the rest so that Ctrl-C causes no traceback.
+"""The entry point of the `megatrain` command. Ctrl-C while it imports the rest causes no traceback.
 
 This module itself imports almost nothing.
 """

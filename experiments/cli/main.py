@@ -40,10 +40,10 @@ _MODULES = {
 
 
 class _Verbs(Mapping[str, Any]):
-    """The modules by verb. Each is imported at its first use, because all of them take 0.1 s."""
+    """Maps each verb to its module, which is imported at first use. Importing all takes 0.1 s."""
 
     def __getitem__(self, verb: str) -> Any:
-        return importlib.import_module(f"megatrain.experiments.cli.commands.{_MODULES[verb]}")
+        return importlib.import_module(f"megatrain.experiments.commands.{_MODULES[verb]}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(_MODULES)
@@ -53,13 +53,14 @@ class _Verbs(Mapping[str, Any]):
 
 
 VERBS = _Verbs()
+"""Verb -> its module, in the order in which the help lists them."""
 
 
 class _Version(argparse.Action):
     """Prints the installed version and ends the command. Looking it up takes 50 ms."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **given)
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
 
     def __call__(self, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -69,7 +70,10 @@ class _Version(argparse.Action):
 
 
 def parser(*described: str) -> OneLineParser:
-    """Returns the parser of all verbs. Only the `described` ones have their options."""
+    """Returns the parser of all verbs.
+
+    Options are added only to the `described` verbs, because this imports a verb's module.
+    """
     top = OneLineParser(
         prog="megatrain",
         description=(
@@ -91,16 +95,15 @@ def parser(*described: str) -> OneLineParser:
 
 def _summary(verb: str) -> str:
     """Returns the first line of the docstring of the verb's module, without importing it."""
-    file = Path(__file__).parent / "commands" / f"{_MODULES[verb]}.py"
+    file = Path(__file__).parents[1] / "commands" / f"{_MODULES[verb]}.py"
     with file.open(encoding="utf-8") as lines:
         return lines.readline().strip().strip('"')
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the parsed options of one verb.
+    """Returns the parsed options of one verb, from `arguments` or, if None, from `sys.argv`.
 
-    Raises UserError for anything that cannot be parsed, with the verb's options as the allowed
-    ones.
+    Raises UserError for arguments that cannot be parsed. The error names the verb's options.
     """
     words = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in words if not word.startswith("-")), None)
@@ -114,11 +117,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
+    """Runs one command, with `arguments` or, if None, with `sys.argv`. Returns its exit status.
 
     The status is 0 for success, 1 for a run that failed, 2 for a mistake of the user, 3 for a model
     or a plan that does not fit in memory, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
-    and 141 if the reader of standard output has gone.
+    and 141 if the reader of standard output has closed it.
     """
 
     def run() -> int:

@@ -1,6 +1,6 @@
 """Command-line options that several commands share, and the functions that interpret them.
 
-Slow imports stay inside the functions, so that `--help` answers at once.
+Slow imports are inside the functions, because `--help` must answer at once.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _MISTAKES: dict[str, tuple[str, str]] = {
     ),
 }
 """A message of argparse -> what was found, and what is allowed."""
-_ELSEWHERE = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-dir": "--out"}
-"""Options of other programs -> what they are called here."""
+_FOREIGN_NAMES = {"--learning-rate": "--lr", "--batch-size": "--batch", "--output-dir": "--out"}
+"""Name of an option in other training programs -> its name here."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
-"""Files that drivers make: those of NVIDIA, of Windows Subsystem for Linux, of AMD, and of Jetson.
-Every machine with a GPU has one of them."""
+"""Files that GPU drivers make: NVIDIA (the first two), Windows Subsystem for Linux, AMD and Jetson.
+A machine with a usable GPU has at least one of them."""
 FP8 = "fp8"
 """The value of `--dtype` for bf16 layers with fp8 matrix products."""
 LOSS_CHUNK = 1024
-"""The default of `--loss-chunk` where it is not chosen."""
-_SOLD_AS = 1.1
-"""The memory that a GPU is sold with, at most, by what programs can use of it."""
+"""The default of `--loss-chunk` in tokens, for commands that do not choose a loss chunk."""
+_ADVERTISED_RATIO = 1.1
+"""The largest ratio of a GPU's advertised memory to the memory that programs can use."""
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Parser that reports a mistake as a one-line UserError instead of printing the usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses `args`, or the words of the command, as argparse does.
+        """Returns the options and the unknown words of `args` or, if None, of `sys.argv`.
 
-        A word such as `-24GiB` after an option is the value of this option. argparse would take it
-        for another option, and say that the first one has no value.
+        Unlike in argparse, a word such as `-24GiB` after an option is the value of that option, so
+        the error says what is wrong with the value. argparse would treat it as another option.
         """
         self._words: list[str] = []
         for word in sys.argv[1:] if args is None else args:
@@ -84,19 +84,19 @@ class OneLineParser(argparse.ArgumentParser):
             r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message
         ):
             choices = match[3].replace("'", "")
-            resembling = suggestion(match[2].strip("'"), choices.split(", "), "")
-            self._refuse(match[1], match[2], choices, resembling)
+            similar = suggestion(match[2].strip("'"), choices.split(", "), "")
+            self._refuse(match[1], match[2], choices, similar)
         if match := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
-            begun = match[1].partition("=")[0]
-            meant = [name for name in self._shown() if name.startswith(begun)]
+            prefix = match[1].partition("=")[0]
+            meant = [name for name in self._shown() if name.startswith(prefix)]
             allowed = ", ".join(meant) or match[2]
-            resembling = suggestion(begun, meant, "")
-            self._refuse(begun, "the beginning of several options", allowed, resembling)
+            similar = suggestion(prefix, meant, "")
+            self._refuse(prefix, "the beginning of several options", allowed, similar)
         if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
             self.refuse_unknown(match[1].split(" "))
         if match := re.fullmatch(r"the following arguments are required: (.*)", message):
             if unknown := [word for word in self._words if self._is_unknown(word)]:
-                self.refuse_unknown(unknown)  # perhaps the option that is missing, misspelt
+                self.refuse_unknown(unknown)  # it may be the missing option, misspelt
             self._refuse(self._name, f"no {match[1]}", self._needed())
         self._refuse(self._name, message, "what the help says")
 
@@ -107,18 +107,18 @@ class OneLineParser(argparse.ArgumentParser):
             fix = "put a name with blanks in quotes."
             self._refuse(self._name, " ".join(words), "options and their values", fix)
         shown, name = self._shown(), option.partition("=")[0]
-        here = _ELSEWHERE.get(name)
-        resembling = f"did you mean {here}?" if here in shown else suggestion(name, shown, "")
-        self._refuse(self._name, option, f"an option of `{self.prog}`", resembling)
+        own_name = _FOREIGN_NAMES.get(name)
+        similar = f"did you mean {own_name}?" if own_name in shown else suggestion(name, shown, "")
+        self._refuse(self._name, option, f"an option of `{self.prog}`", similar)
 
     @property
     def _name(self) -> str:
-        """The verb, since every error begins with `megatrain`."""
+        """The verb alone, because every error already begins with `megatrain`."""
         return "command" if self.prog == "megatrain" else self.prog.removeprefix("megatrain ")
 
     def _needed(self) -> str:
-        """Returns the command with all that it needs, such as `megatrain check --hardware H MODEL`,
-        without what is optional.
+        """Returns the command with its required arguments only, such as `megatrain sweep MODEL
+        --hardware H --out DIR`.
         """
         words = [self.prog]
         for action in self._actions:
@@ -140,9 +140,11 @@ class OneLineParser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
     def _is_unknown(self, word: str) -> bool:
-        """Returns whether `word` is an option that does not exist, nor as an abbreviation."""
+        """Returns whether `word` begins with `--` and neither is nor abbreviates an option."""
         name = word.partition("=")[0]
-        return name.startswith("--") and not any(each.startswith(name) for each in self._options())
+        return name.startswith("--") and not any(
+            option.startswith(name) for option in self._options()
+        )
 
     def _refuse(self, where: str, found: str, allowed: str, fix: str = "") -> NoReturn:
         help_text = f"see `{self.prog} --help`"
@@ -152,7 +154,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, least: float, text: str, name: str, most: float = math.inf) -> int | float:
-    """Returns `text` as an int or float from `least` to `most`.
+    """Returns `text` as an int or float, according to `kind`, from `least` to `most` inclusive.
 
     Raises UserError, which names the option `name`, for any other text.
     """
@@ -189,10 +191,10 @@ def size(name: str) -> Callable[[str], int]:
 
 
 def assignments(texts: Sequence[str], form: str, example: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and values of `texts`, the values of an option `--set`.
+    """Yields the name and the value of each of `texts`, which were given with `--set`.
 
-    Raises UserError, which shows `form`, such as `KEY=VALUE`, and `example`, for a text without an
-    equals sign.
+    Raises UserError for a text without an equals sign. The error shows `form`, such as `KEY=VALUE`,
+    and `example`.
     """
     for text in texts:
         name, equals, value = text.partition("=")
@@ -200,6 +202,11 @@ def assignments(texts: Sequence[str], form: str, example: str) -> Iterator[tuple
             fix = f"write it like --set {example}"
             raise UserError("--set", found=repr(text), allowed=form, fix=fix)
         yield name.strip(), value.strip()
+
+
+def replaced(args: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """Returns a copy of `args` in which the options of `values` have new values."""
+    return argparse.Namespace(**{**vars(args), **values})
 
 
 def count(name: str) -> Callable[[str], int]:
@@ -213,25 +220,28 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--device-memory",
         type=size("--device-memory"),
         metavar="SIZE",
-        help="the most GPU memory to use, e.g. 24GiB",
+        help="maximum GPU memory to use, e.g. 24GiB",
     )
     parser.add_argument(
         "--host-memory",
         type=size("--host-memory"),
         metavar="SIZE",
-        help="the most host memory to use, e.g. 512GiB",
+        help="maximum host memory to use, e.g. 512GiB",
     )
 
 
-def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Adds the option `--hardware` and the memory limits."""
-    default = "" if required else " (default: this machine)"
+def add_hardware(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds the option `--hardware` and the options of `add_limits`.
+
+    `without` says in the help what happens without `--hardware`. If it is empty, the option is
+    required.
+    """
     parser.add_argument(
         "--hardware",
-        required=required,
+        required=not without,
         metavar="H",
         help="a TOML file written by `megatrain calibrate`, or a name in the library, e.g. h200"
-        + default,
+        + (f" ({without})" if without else ""),
     )
     add_limits(parser)
 
@@ -239,12 +249,13 @@ def add_hardware(parser: argparse.ArgumentParser, *, required: bool = True) -> N
 def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
     """Returns the device memory to use, in bytes, for `limit`, the value of `--device-memory`.
 
-    A GPU's memory is sold as somewhat more than programs can use of it, so a little more than the
-    machine has stands for all of it. Raises UserError if it is more.
+    The advertised memory of a GPU is more than programs can use. A limit of up to 1.1 times the
+    machine's device memory therefore means all of it. Raises UserError for a larger limit. Without
+    a limit, returns None.
     """
     if limit is None:
         return None
-    if limit > _SOLD_AS * hardware.device_bytes:
+    if limit > _ADVERTISED_RATIO * hardware.device_bytes:
         raise UserError(
             "--device-memory",
             found=format_bytes(limit),
@@ -260,8 +271,8 @@ def add_workload(
 ) -> None:
     """Adds the options from which `workload` makes a Workload.
 
-    `batch` is the default of `--batch`. With None, the command finds one that fits. `loss_chunk` is
-    that of `--loss-chunk`. With None, the command chooses it.
+    `batch` is the default of `--batch`. With None, the command finds a batch that fits.
+    `loss_chunk` is the default of `--loss-chunk`. With None, the command chooses a loss chunk.
     """
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -289,16 +300,18 @@ def add_workload(
     group.add_argument(
         "--fp8-scaling",
         choices=get_args(Scaling),
-        help="with --dtype fp8: a scale for each row of an operand (default), or one for all of it",
+        help="with --dtype fp8: one scale for each row of an operand (`rowwise`, default), or one"
+        " for the whole operand (`tensorwise`)",
     )
     group.add_argument(
         "--clipping",
         choices=get_args(Clipping),
         default="global",
         help=(
-            "how gradients are clipped: by the norm of all gradients (default), by the norm of each"
-            " layer, by the size of each tensor's update as in StableAdamW, by the moving norm of"
-            " each tensor as in AdaGC, or not at all"
+            "how gradients are clipped: by the norm of all gradients (`global`, default), by the"
+            " norm of each layer (`layer`), by the size of each tensor's update as in StableAdamW"
+            " (`update`), by the moving norm of each tensor as in AdaGC (`adagc`), or not at all"
+            " (`none`)"
         ),
     )
     group.add_argument(
@@ -316,18 +329,18 @@ def add_workload(
         default=EXACT,
         help="format of master weights and moments: "
         + "; ".join(
-            f"`{made.name}`{' (default)' if made.name == EXACT else ''}, {made.what}"
-            for made in FORMATS.values()
+            f"`{state.name}`{' (default)' if state.name == EXACT else ''}, {state.what}"
+            for state in FORMATS.values()
         )
-        + f"; `{ANY}`, the first of them with which the model fits",
+        + f"; `{ANY}`, the first of these formats with which the model fits",
     )
     group.add_argument(
         "--gradients",
         choices=get_args(Gradients),
         default="exact",
         help=(
-            "how gradients are stored that wait for the norm of all gradients: `exact` (default),"
-            " or `8bit`"
+            "how gradients are stored while they wait for the norm of all gradients: `exact`"
+            " (default), or `8bit`"
         ),
     )
     group.add_argument(
@@ -380,7 +393,7 @@ def add_workload(
         "--plain-packing",
         dest="documents",
         action="store_false",
-        help="each row is one text, and attention crosses the borders of documents",
+        help="treat each row as one text, whose attention crosses the borders of documents",
     )
 
 
@@ -395,9 +408,9 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
 def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
     """Returns the workload that the options describe, for `model`.
 
-    Raises UserError if `--documents` is given and attention cannot stay within a document, and for
-    `--fp8-scaling` without fp8. If documents are only the default, a line on stderr reports that
-    they are not kept apart, unless `quiet`.
+    If attention cannot stay within a document, the workload has no documents, and unless `quiet`, a
+    line on standard error says why. Raises UserError if `--documents` was given in this case, for
+    `--fp8-scaling` without fp8, and for `--state any`, which the caller has to replace.
     """
     from megatrain.simulator.model.workload import Workload
 
@@ -409,7 +422,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
             allowed=f"--dtype {FP8}",
             fix=f"use --dtype {FP8}, or leave out --fp8-scaling",
         )
-    obstacle = _against_documents(args, model) if args.documents is not False else None
+    obstacle = _documents_obstacle(args, model) if args.documents is not False else None
     if obstacle and args.documents:
         raise UserError(
             "--documents",
@@ -445,7 +458,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
     )
 
 
-def _against_documents(args: argparse.Namespace, model: ModelSpec) -> str | None:
+def _documents_obstacle(args: argparse.Namespace, model: ModelSpec) -> str | None:
     """Returns the reason why attention cannot stay within a document, or None if it can."""
     return model.documents_obstacle(args.seq) or (
         "--attention cudnn, which does not support document lengths"
@@ -462,7 +475,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=(
             "a scheduling policy, a .py file that defines one, `best` for the fastest (default), or"
-            " `all` to compare them (check only)"
+            " `all` to compare them (only for `check` and `sweep`)"
         ),
     )
 
@@ -473,7 +486,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="where to run: on the GPU, or on the CPU with a capped pool in RAM in place of GPU"
+        help="where to run: on the GPU, or on the CPU with a capped pool in RAM instead of GPU"
         " memory (default: the GPU if there is one)",
     )
 
@@ -494,10 +507,10 @@ def refuse_missing_gpu(args: argparse.Namespace) -> None:
 
 
 def device(args: argparse.Namespace) -> torch.device:
-    """Returns the device that `--device` selects, and configures the CUDA allocator for it. A rank
-    of several has the GPU of its number.
+    """Returns the device that `--device` selects, and configures the CUDA allocator for it.
 
-    Raises UserError for `cuda` if torch has no CUDA device, or too few for all ranks.
+    With several ranks, each gets the GPU with its number. Raises UserError for `cuda` if torch has
+    no CUDA device, or too few for all ranks.
     """
     import torch
 
@@ -517,7 +530,7 @@ def device(args: argparse.Namespace) -> torch.device:
 def relative(path: Path, base: Path) -> str:
     """Returns `path` relative to the folder `base`.
 
-    Plans store relative paths, so that a folder can be moved together with its plan.
+    Plans store relative paths, so a folder can be moved together with its plan.
     """
     return os.path.relpath(path.resolve(), base.resolve())
 
@@ -551,7 +564,7 @@ def check_writable(path: Path) -> None:
             fix=f"name a file in it, like {path / 'NAME.toml'}",
         )
     try:
-        # More certain than the permissions, which root has for /proc and on a disk that is full.
+        # Checking permissions is not enough: root has them in /proc and on a full disk.
         tempfile.TemporaryFile(dir=parent).close()
     except OSError:
         raise UserError(
@@ -579,7 +592,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b"
         " (default: list what fits)",
     )
-    add_hardware(parser, required=False)
+    add_hardware(parser, "default: this machine")
     add_policy(parser)
     parser.add_argument(
         "--cores",
@@ -593,20 +606,20 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=count("--tokens"),
         metavar="N",
-        help="also report the time and the energy that training on N tokens takes, e.g. 1B",
+        help="also report the time and the energy for training on N tokens, e.g. 1B",
     )
     parser.add_argument(
         "--gpus",
         type=whole("--gpus"),
         default=1,
         metavar="N",
-        help="also report what N GPUs of one host reach, with the batch and the accumulation for"
-        " each of them",
+        help="also report the speed of N GPUs of one host; --batch and --accumulation are for each"
+        " GPU",
     )
     parser.add_argument(
         "--why",
         action="store_true",
-        help="also print the plan and its placement, the runner-up, what one more GiB gains, and"
+        help="also print the plan and its placement, the runner-up, the gain from one more GiB, and"
         " the bounds of the step time",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -38,48 +38,50 @@ def path_error(error: OSError) -> UserError | None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C does.
+    """Makes SIGTERM and SIGHUP raise Interrupted, a KeyboardInterrupt, in the main thread.
 
-    Half-written files are then removed as the exception propagates. Further signals are ignored
-    meanwhile. A signal that is already ignored or handled is left alone, so that `nohup` works.
+    As the exception propagates, half-written files are removed, and further signals are ignored. A
+    signal that is already ignored or handled is left alone, so `nohup` works. In another thread
+    than the main one, nothing is changed.
     """
 
     def end(number: int, _: FrameType | None) -> None:
-        for each in chosen:
-            signal.signal(each, signal.SIG_IGN)
+        for handled in signals:
+            signal.signal(handled, signal.SIG_IGN)
         raise Interrupted(number)
 
-    here = threading.current_thread() is threading.main_thread()
-    chosen = [
-        each
-        for each in (signal.SIGTERM, signal.SIGHUP)
-        if here and signal.getsignal(each) is signal.SIG_DFL
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = [
+        candidate
+        for candidate in (signal.SIGTERM, signal.SIGHUP)
+        if in_main_thread and signal.getsignal(candidate) is signal.SIG_DFL
     ]
-    for each in chosen:
-        signal.signal(each, end)
+    for handled in signals:
+        signal.signal(handled, end)
     try:
         yield
     finally:
-        for each in chosen:
-            signal.signal(each, signal.SIG_DFL)
+        for handled in signals:
+            signal.signal(handled, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
     """Writes each PolicyWarning as one line that begins with `name`."""
-    usual = warnings.formatwarning
+    original = warnings.formatwarning
 
     def line(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> str:
         from megatrain.simulator.policies.policy import PolicyWarning  # slow
 
-        shown = issubclass(category, PolicyWarning)
-        return f"{name}: {message}\n" if shown else usual(message, category, *place, **named)
+        if issubclass(category, PolicyWarning):
+            return f"{name}: {message}\n"
+        return original(message, category, *place, **named)
 
     warnings.formatwarning = line
     try:
         yield
     finally:
-        warnings.formatwarning = usual
+        warnings.formatwarning = original
 
 
 def interrupted(name: str, error: KeyboardInterrupt) -> int:
@@ -96,10 +98,10 @@ def interrupted(name: str, error: KeyboardInterrupt) -> int:
 def run_program(name: str, run: Callable[[], int]) -> int:
     """Calls `run` and returns the exit status of the program `name`.
 
-    The status is that of `run`. After one line on standard error that begins with `name`, it is 1
-    for a run that failed, 2 for a mistake of the user or an unusable path, and 3 for what does not
-    fit in memory. It is 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if the
-    reader of standard output has gone.
+    The status is the result of `run`. If `run` raises an error, one line on standard error begins
+    with `name`, and the status is 1 for a run that failed, 2 for a mistake of the user or an
+    unusable path, and 3 for a model or a plan that does not fit in memory. It is 130 after Ctrl-C,
+    143 after SIGTERM, 129 after SIGHUP, and 141 if the reader of standard output has closed it.
     """
     try:
         with interruptible(), one_line_warnings(name):
@@ -110,8 +112,8 @@ def run_program(name: str, run: Callable[[], int]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        # The reader has gone, as in `megatrain ... | head`. Buffered output goes to /dev/null, so
-        # that Python's final flush does not fail.
+        # The reader has closed the pipe, as in `megatrain ... | head`. Buffered output goes to
+        # /dev/null, so Python's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

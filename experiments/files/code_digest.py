@@ -1,6 +1,6 @@
 """Digest of Python sources that changes only if their behavior can change.
 
-Comments, docstrings, imports, and the file that contains a definition do not affect it.
+It does not depend on comments, docstrings and imports, nor on which file contains a definition.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatrain.simulator.base.files import read_text
 def code_digest(paths: Iterable[Path]) -> str:
     """Returns the digest of all top-level statements of the files, as 16 hexadecimal digits.
 
-    It is the same in every version of Python. It does not notice an import that binds a name to
-    another object, or two files that exchange definitions of one name.
+    The digest is the same in every version of Python. It does not change if an import binds a name
+    to another object, or if two files exchange their definitions of one name.
     """
     statements = sorted(text for path in paths for text in _statements(read_text(path)))
     return xxhash.xxh3_64_hexdigest("\0".join(statements).encode())
@@ -36,17 +36,18 @@ def _statements(source: str) -> tuple[str, ...]:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
     tree = ast.parse(source)
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
-        text = (
+        is_docstring = (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         )
-        if text or isinstance(node, ast.Import | ast.ImportFrom):
+        if is_docstring or isinstance(node, ast.Import | ast.ImportFrom):
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 lines[number - 1] = ""
-    found = []
+    statements = []
     for node in tree.body:
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         kept = [line.rstrip() for line in lines[first - 1 : node.end_lineno] if line.strip()]
-        found += ["\n".join(kept)] if kept else []
-    return tuple(found)
+        statements += ["\n".join(kept)] if kept else []
+    return tuple(statements)

@@ -94,8 +94,8 @@ _COMMENTS = {
 
 
 def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
-    """Writes `hardware`, measured or corrected by `command`, to the file `path` in one atomic
-    operation.
+    """Writes `hardware` to the TOML file `path` in one atomic operation. The heading names
+    `command`, which measured or corrected the machine.
 
     Empty fields are left out. `HardwareSpec.load` returns an equal value.
     """
@@ -108,7 +108,9 @@ def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
 
 
 def write_shared(path: Path, machine: SharedMachine) -> None:
-    """Writes what may be shared of a calibration to the file `path` in one atomic operation."""
+    """Writes the part of a calibration that may be shared to the TOML file `path` in one atomic
+    operation.
+    """
     plain = msgspec.to_builtins(machine)
     first = {name: plain[name] for name in ("format", "gpu", "cpu", "date", "megatrain")}
     write_toml(path, _without_empty({**first, **plain}), _SHARED, _COMMENTS)

@@ -1,6 +1,6 @@
-"""Files of JSON lines to which a long job appends its results, so that it can be continued.
+"""Files of JSON lines to which a long job appends its results. The job can then be continued.
 
-If the job was interrupted while it wrote the last line, that line is dropped.
+If the job was interrupted while it wrote the last line, this line is dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def parse_rows(text: bytes, kind: type[T], where: str) -> tuple[list[T], int]:
-    """Returns the rows in a file's content, and how many of its bytes are complete lines.
+    """Returns the rows of type `kind` in the content `text` of a file, and the number of bytes of
+    its complete lines.
 
-    Raises UserError for a complete line that is not a `kind`.
+    Raises UserError for a complete line that is not a `kind`. `where` names the file in the error.
     """
     whole = text.rfind(b"\n") + 1
     decoder, rows = msgspec.json.Decoder(kind), list[T]()
@@ -49,8 +50,8 @@ def write_rows(file: BinaryIO, rows: Iterable[msgspec.Struct]) -> None:
 def append_row(path: Path, row: msgspec.Struct) -> None:
     """Appends `row` to the file `path`, which is created if it does not exist.
 
-    An incomplete last line is removed first. The row is synced to disk, so that it is kept if the
-    machine is lost.
+    An incomplete last line is removed first. The row is synced to disk, so it is not lost with the
+    process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:

@@ -1,12 +1,11 @@
-"""Calibrates once, then executes plans that were not calibrated on: `python -m
+"""Calibrates a machine once, then executes plans that the calibration did not measure: `python -m
 megatrain.experiments.heldout --out DIR`.
 
-DIR receives `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with one line for
-each repetition of a case, `timelines.jsonl` with the middle step of each case, and `summary.json`.
-The repetitions of a case are minutes apart. Their spread is the smallest error that a prediction
-can have on this machine. A second run with the same DIR continues the first: it reuses the
-calibration, plans and rows in DIR. `python -m megatrain.experiments.heldout.show DIR` makes tables
-and a picture of the results.
+It writes `hardware.toml`, `plans.json` with every prediction, `rows.jsonl` with one line for each
+repetition of a case, `timelines.jsonl` with the middle step of each case, and `summary.json` to
+DIR. The repetitions of a case are minutes apart. No prediction can be more exact than their spread.
+A second run with the same DIR continues the first one: it reuses the calibration, plans and rows in
+DIR. `python -m megatrain.experiments.heldout.show DIR` makes tables and a picture of the results.
 """
 
 from __future__ import annotations
@@ -50,24 +49,27 @@ HARDWARE, PLANS, ROWS, TIMELINES, SUMMARY = (
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A case's name and its plan."""
+    """A case and its plan, as stored in `plans.json`."""
 
     name: str
+    """The case's name."""
     choice: Choice
+    """The plan and its prediction."""
 
 
 def parser() -> options.OneLineParser:
-    made = options.OneLineParser(
+    """Returns the parser for the options."""
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.heldout", description=__doc__
     )
-    made.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DIR",
         help="the folder for calibration, plans, rows and summary",
     )
-    made.add_argument(
+    parser.add_argument(
         "--suite",
         default="h200",
         metavar="NAME",
@@ -76,32 +78,32 @@ def parser() -> options.OneLineParser:
             " tiny to try the script on a CPU"
         ),
     )
-    made.add_argument(
+    parser.add_argument(
         "--cases", nargs="+", metavar="TEXT", help="only cases whose name contains one of these"
     )
-    made.add_argument(
+    parser.add_argument(
         "--seconds",
         type=options.real("--seconds"),
         metavar="N",
         help="start only cases that will end within N seconds from now",
     )
-    made.add_argument(
+    parser.add_argument(
         "--repetitions",
         type=options.whole("--repetitions"),
         default=2,
         metavar="N",
         help="how often each case is executed (default 2); all cases run once before any repeats",
     )
-    made.add_argument(
+    parser.add_argument(
         "--plan-only", action="store_true", help="calibrate and plan, but execute nothing"
     )
-    options.add_device(made)
-    return made
+    options.add_device(parser)
+    return parser
 
 
 def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> HardwareSpec:
-    """Returns the calibration stored in the folder, or calibrates and stores it. A suite that is
-    predicted from the library's rates gets these.
+    """Returns the machine to predict for: the calibration stored in the folder, or the library's
+    machine if the suite names one, or a new calibration, which is then stored in the folder.
     """
     path = folder / HARDWARE
     if path.exists():
@@ -132,23 +134,23 @@ def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> Hardw
 def plans(
     chosen: Suite, cases: Sequence[HeldoutCase], folder: Path, hardware: HardwareSpec
 ) -> dict[str, Choice]:
-    """Returns the plan of each case by its name. Plans in the folder are reused, and missing ones
-    are made and stored. Cases without a plan are left out.
+    """Returns case -> plan. Plans in the folder are reused, and missing ones are made and stored.
+    A case is left out if it does not fit or if its variant changes nothing.
     """
     path = folder / PLANS
-    found = (
+    choices = (
         {entry.name: entry.choice for entry in convert(read_json(path), list[Planned], str(path))}
         if path.exists()
         else {}
     )
-    began, missing = time.monotonic(), [case for case in cases if case.name not in found]
+    began, missing = time.monotonic(), [case for case in cases if case.name not in choices]
     for case in missing:
         if choice := plan_case(chosen, case, hardware, chosen.library or HARDWARE):
-            found[case.name] = choice
+            choices[case.name] = choice
     if missing:
-        write_json(path, [Planned(name=name, choice=choice) for name, choice in found.items()])
+        write_json(path, [Planned(name=name, choice=choice) for name, choice in choices.items()])
         print(f"{time.monotonic() - began:6.1f} s  planned {len(missing)} cases", flush=True)
-    return {case.name: found[case.name] for case in cases if case.name in found}
+    return {case.name: choices[case.name] for case in cases if case.name in choices}
 
 
 def announce(
@@ -157,7 +159,7 @@ def announce(
     rows: Sequence[HeldoutRow],
     repetitions: int,
 ) -> None:
-    """Prints the cases that will run and their predicted run times."""
+    """Prints the predicted step, memory and run time of each case, and the total run time."""
     width, total = max(len(case.name) for case in cases), 0.0
     for case in cases:
         choice = choices.get(case.name)
@@ -181,6 +183,9 @@ def announce(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Calibrates, plans, executes and reports, and returns the exit status. Raises UserError if no
+    case has a text of `--cases` in its name, or if a case is a point of the calibration's grid.
+    """
     deadline = time.monotonic() + args.seconds if args.seconds else float("inf")
     chosen, device, folder = suite(args.suite), options.device(args), args.out
     cases = [
@@ -228,9 +233,9 @@ def _execute(
     device: torch.device,
     deadline: float,
 ) -> None:
-    """Executes all cases once, then all again until each has `args.repetitions` repetitions. Each
-    row is appended to the file in the folder and to `rows`. A case that failed is not tried again
-    in this run.
+    """Executes all cases once, and then again until each case has `args.repetitions` repetitions.
+    Appends each row to the file in the folder and to `rows`. A case that failed, or that would end
+    after `deadline` (of `time.monotonic`), is left for the next run.
     """
     waiting = [
         choices[case.name].account
@@ -288,8 +293,8 @@ def _execute(
 
 
 def _repetitions(rows: Iterable[HeldoutRow], case: HeldoutCase, choice: Choice) -> int:
-    """Returns how often this plan of the case was measured. If the plan is another case's plan, it
-    needs no measurement, and the count is `sys.maxsize`.
+    """Returns how often this plan of the case was measured. A plan that is measured as another
+    case's plan needs no measurement, so its count is `sys.maxsize`.
     """
     row = next(
         (row for row in by_case(rows) if row.name == case.name and row.plan == choice.plan), None
@@ -313,14 +318,16 @@ def _twin(case: HeldoutCase, choice: Choice, rows: Iterable[HeldoutRow]) -> Held
 
 
 def report(folder: Path, rows: list[HeldoutRow]) -> int:
-    """Writes the summary of the rows, and prints their tables."""
+    """Writes the summary of the rows, prints their tables, and returns the exit status 0."""
     write_json(folder / SUMMARY, summarize_errors(rows))
     print("\n" + markdown(rows))
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if it ran, whatever the errors are, and 2 for a user's mistake."""
+    """Returns 0 if the experiment ran, whatever the errors of the predictions are, and 2 for a
+    mistake of the user.
+    """
     return run_program("heldout", lambda: run(parser().parse_args(arguments)))
 
 

@@ -20,10 +20,12 @@ from megatrain.simulator.verdict.verdict import summarize
 
 
 class Compared(NamedTuple):
-    """Today's prediction of a step, and its errors."""
+    """The current simulator's prediction of a step, and its errors."""
 
     predicted: Timeline
+    """The predicted step."""
     errors: ErrorReport
+    """The errors against the measured step."""
 
 
 def predict_and_compare(
@@ -38,19 +40,19 @@ def predict_and_compare(
 
 
 def within_range(rows: Iterable[HeldoutRow], hardware: HardwareSpec) -> tuple[int, int]:
-    """Returns (number of measured steps within the range that the calibration's spreads give,
-    number of measured steps).
+    """Returns (number of measured steps within their predicted range, number of measured steps).
+    The range follows from the spreads of the calibration.
     """
-    found = []
+    inside = []
     for row in rows:
         if row.failure or row.same_as or row.step_seconds is None:
             continue
         verdict = summarize(
             assess(row.plan, cost_model(hardware, row.plan.model, row.plan.workload)), hardware
         )
-        found.append(
+        inside.append(
             verdict.step_seconds_low is not None
             and verdict.step_seconds_high is not None
             and verdict.step_seconds_low <= row.step_seconds <= verdict.step_seconds_high
         )
-    return sum(found), len(found)
+    return sum(inside), len(inside)

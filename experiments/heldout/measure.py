@@ -30,16 +30,18 @@ from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 STEPS, SECONDS = 3, 1.2
-"""The least number of steady steps of a case, and the least time that they take together."""
-_START_SECONDS = 1.5  # to build an executor
-_BYTES_PER_S = 4e9  # to fill its memory with weights
+"""The least number of steady steps of a case, and their least total time in seconds."""
+_START_SECONDS = 1.5
+"""Time to build an executor."""
+_BYTES_PER_S = 4e9
+"""Rate at which an executor's memory is filled with weights."""
 
 
 def plan_case(
     suite: Suite, case: HeldoutCase, hardware: HardwareSpec, hardware_name: str
 ) -> Choice | None:
-    """Returns the case's plan and its prediction, or None if the plan does not fit or its variant
-    changes nothing.
+    """Returns the case's plan and its prediction for a machine. Returns None if no plan fits, or if
+    the case's variant changes nothing or is not supported by the policy.
     """
     names = policies.names() if case.policy == BEST else [case.policy]
     limits = {
@@ -68,7 +70,7 @@ def plan_case(
 
 
 def case_seconds(choice: Choice) -> float:
-    """Returns the predicted time to execute a case, with building, loading weights and warm-up."""
+    """Returns the predicted seconds to execute a case, including start, loading and warm-up."""
     seconds = choice.step_seconds
     weights = 16 * choice.plan.model.parameters
     return (
@@ -86,8 +88,8 @@ def executed(
     device: torch.device,
     memory: ReusablePinnedPool,
 ) -> tuple[HeldoutRow, StoredTimeline | None]:
-    """Executes the plan and returns its row and the timeline of its middle step. If the plan fails,
-    the row has the reason and the timeline is None.
+    """Executes the plan and returns its row and the timeline of its middle step, the step with the
+    median time. If the plan fails, the row has the reason and the timeline is None.
     """
     plan = choice.plan
     row = HeldoutRow(
@@ -139,8 +141,8 @@ def executed(
 
 
 def load_libraries(model: ModelSpec, device: torch.device) -> None:
-    """Runs one step of a small model. It loads the libraries that a process's first step loads (0.7
-    GiB of host memory on an H200 machine), so that no case's memory contains them.
+    """Runs one step of a small model. The first step of a process loads libraries (0.7 GiB of host
+    memory on an H200 machine), which should not count as the memory of a case.
     """
     plan = Plan(
         policy="overlapped",

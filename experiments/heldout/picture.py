@@ -1,8 +1,8 @@
 """Picture of the held-out results: predicted and measured steps, the error over the length of the
 step, the targets, and one row for each plan with all of its errors.
 
-Each policy has its own marker and colour, so that the picture can also be read in grey. The
-planner's choice has a ring. A number that misses its target is bold.
+Each policy has its own marker and colour, so the picture can also be read in grey. The planner's
+choice has a ring. A number that misses its target is bold.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def draw(rows: Sequence[HeldoutRow], path: Path) -> None:
 
 
 def _mark(axes: Axes, x: float, y: float, row: HeldoutRow) -> None:
+    """Draws the marker of the row's policy, with a ring if the planner chose it."""
     colour, marker = _LOOKS.get(row.plan.policy, _OTHER)
     axes.plot(
         [x],
@@ -142,6 +143,7 @@ def _seconds(axis: Axes, low: float, high: float, name: str) -> None:
 
 
 def _span(rows: Sequence[HeldoutRow]) -> tuple[float, float]:
+    """Returns the limits in seconds of an axis of step times."""
     times = [
         time
         for row in rows
@@ -200,15 +202,16 @@ def _plain(axes: Axes, heading: str, label: str) -> None:
 
 
 def _reach(rows: Sequence[HeldoutRow]) -> float:
+    """Returns the limit of an axis of errors, as a share."""
     return 1.15 * max([targets.STEP_WORST, *(abs(step_error(row)) for row in rows)])
 
 
 def _targets(axes: Axes, summary: ErrorSummary) -> None:
     """Writes one line for each target: its name, the value, the target and whether it was met."""
-    found = summary.targets()
-    _empty(axes, len(found) + 0.5)
+    lines = summary.targets()
+    _empty(axes, len(lines) + 0.5)
     canvas.add_heading(axes, "targets", "")
-    for line, (what, value, target, met) in enumerate(found):
+    for line, (what, value, target, met) in enumerate(lines):
         missed = value is not None and not met
         for x, text, align in (
             (0.0, what, "left"),
@@ -257,15 +260,17 @@ def _legend(axes: Axes, rows: Sequence[HeldoutRow]) -> None:
 
 
 def _empty(axes: Axes, lines: float) -> None:
-    """Hides the axes and sets limits so that text can be placed by line, counted from the top."""
+    """Hides the axes and sets their limits to 0..1 and to `lines`, counted from the top. Text can
+    then be placed by line.
+    """
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(lines, 0)
 
 
 def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
-    """Draws one row for each plan, grouped by work. The mark is the error of its step, and the
-    numbers are all of its errors.
+    """Draws one row for each plan, grouped by workload and memory. The mark is the error of its
+    step, and the numbers are all of its errors.
     """
     rows = [row for members in groups.values() for row in members]
     for share, colour in ((targets.STEP_WORST, _WIDE), (targets.STEP_MEAN, _NARROW)):
@@ -309,6 +314,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
 
 
 def _numbers(axes: Axes, line: float, row: HeldoutRow) -> None:
+    """Writes a case's times and errors at the height `line`, and marks those that miss a target."""
     assert row.plan.prediction is not None
     assert row.step_seconds is not None
     device, host, replay = device_error(row), host_error(row), row.replay_error

@@ -27,9 +27,9 @@ class HeldoutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: str
     """The policy that the case asks for. `best` is the planner's choice."""
     variant: str = ""
-    """The change to the policy's best plan. Empty if there is none."""
+    """The change to the policy's best plan, or an empty text."""
     plan: Plan
-    """The plan with its digest and its prediction, both made before it ran."""
+    """The plan with its digest and its prediction, made before it ran."""
     extrapolated: tuple[str, ...] = ()
     """Op kinds whose cost lies outside the calibrated range."""
     failure: str = ""
@@ -47,14 +47,14 @@ class HeldoutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failures: tuple[str, ...] = ()
     """Why other repetitions failed. Empty in the file, where each repetition has its own line."""
     device_peak_bytes: int | None = None
-    """Highest use of the device's memory."""
+    """Peak of device memory."""
     host_bytes: int | None = None
-    """The plan's host pools and the growth of the process outside of them."""
+    """Host memory: the plan's pools, and the growth of the process outside of them."""
     host_pool_bytes: int | None = None
     """The plan's host pools."""
     replay_error: float | None = None
-    """Signed error of the engine: the step simulated from the measured durations of its ops,
-    against the measured step.
+    """Signed error of the engine, as a share: the step simulated with the measured durations of its
+    ops, divided by the measured step, minus 1.
     """
     kinds: dict[str, tuple[float, float]] = {}
     """Op kind -> (predicted, measured) seconds in a step."""
@@ -65,8 +65,8 @@ class HeldoutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def group(self) -> str:
-        """Returns the group of the row: rows of one group do the same work under the same cap, so
-        their step times can be compared.
+        """The group of the row, as text. Rows of one group have the same workload and memory limit,
+        so their step times can be compared.
         """
         work = self.plan.workload
         limit = format_bytes(self.plan.device_limit_bytes)
@@ -82,9 +82,9 @@ def read_repetitions(path: Path) -> list[HeldoutRow]:
 
 
 def by_case(repetitions: Iterable[HeldoutRow]) -> list[HeldoutRow]:
-    """Returns one row for each case, in the order in which the cases first ran. Repetitions with
-    another plan or on another machine than the last repetition are ignored. A case whose plan is
-    another case's plan takes that case's measurements.
+    """Returns one row for each case, in the order in which the cases first ran. Repetitions are
+    ignored if their plan or machine differs from the last repetition's. A case that has the plan of
+    another case gets that case's measurements.
     """
     found: dict[str, list[HeldoutRow]] = {}
     for row in repetitions:
@@ -122,5 +122,5 @@ def _together(repetitions: list[HeldoutRow]) -> HeldoutRow:
 
 
 def read_rows(path: Path) -> list[HeldoutRow]:
-    """Returns one row for each case of a file."""
+    """Returns one row for each case of a file, as `by_case` does."""
     return by_case(read_repetitions(path))

@@ -35,30 +35,34 @@ from megatrain.simulator.policies import verified
 
 
 def parser() -> options.OneLineParser:
-    made = options.OneLineParser(
+    """Returns the parser for the options."""
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.heldout.show", description=__doc__
     )
-    made.add_argument(
+    parser.add_argument(
         "folder",
         type=Path,
         metavar="DIR",
         help="a folder that `python -m megatrain.experiments.heldout` wrote",
     )
-    made.add_argument(
+    parser.add_argument(
         "--case",
         metavar="TEXT",
         help="compare one case op by op: the case whose name is TEXT or contains it",
     )
-    made.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
         help="where to write (default DIR, or DIR/cases/NAME for a case)",
     )
-    return made
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    """Shows all results or one case, and returns the exit status. Raises UserError if the folder
+    has no rows.
+    """
     rows = read_rows(args.folder / "rows.jsonl")
     if not rows:
         raise UserError(
@@ -98,8 +102,8 @@ def _chosen(rows: Sequence[HeldoutRow], text: str) -> HeldoutRow:
 
 
 def show_case(folder: Path, row: HeldoutRow, out: Path | None) -> int:
-    """Prints the errors of one case and writes them as files. Raises UserError if the case has no
-    stored timeline.
+    """Prints the errors of one case, writes them as files, and returns the exit status 0. Raises
+    UserError if the case has no stored timeline.
     """
     stored = read_timelines(folder / "timelines.jsonl").get(row.same_as or row.name)
     if stored is None:
@@ -140,7 +144,7 @@ def show_case(folder: Path, row: HeldoutRow, out: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if the results were shown, and 2 for a user's mistake."""
+    """Returns 0 if the results were shown, and 2 for a mistake of the user."""
     return run_program("heldout", lambda: run(parser().parse_args(arguments)))
 
 

@@ -1,9 +1,8 @@
-"""Suites: what is calibrated, and the cases that are held out of the calibration.
+"""Suites: the calibrated workloads, and the cases that are held out of the calibration.
 
-No case has the batch and sequence of a point of the calibration grid, which `refuse_grid` checks.
-Cases are ordered by their value, so that a run that is cut off has the most useful ones. Models
-have few layers: each layer costs as much as in the whole model, and registering their memory takes
-less time.
+`refuse_grid` checks that no case has the batch and sequence of a point of the calibration's grid.
+The most useful cases come first, in case a run is cut off. Models have few layers: a layer costs as
+much as in the whole model, and registering their memory takes less time.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALTERNATIVES = {
 """Policy -> changes to its best plan. The planner's choice is compared with these variants."""
 POLICIES = ("overlapped", "k_buffer", "double_buffer", "sequential")
 BEST = "best"
-"""The planner's choice among all policies that the runtime executes."""
+"""The policy of a case that takes the planner's choice among all policies that can be executed."""
 
 
 class HeldoutCase(NamedTuple):
@@ -57,7 +56,7 @@ class HeldoutCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the case's name: model, workload, cap, policy, variant, and `compiled`."""
+        """The case's name: model, workload, cap, policy, variant, and `compiled`."""
         cap = f"{self.device_cap / 2**30:g}GiB" if self.device_cap else "whole"
         return (
             f"{self.model}/{self.accumulation}x{self.batch}x{self.sequence}/{cap}/{self.policy}"
@@ -108,8 +107,8 @@ class Suite(NamedTuple):
 
 
 def refuse_grid(suite: Suite, cases: Iterable[HeldoutCase], table: CostTable | None = None) -> None:
-    """Raises UserError for a case that is calibrated on: its layer shapes and workload are a point
-    of the grid or of `table`.
+    """Raises UserError for a case whose layer shapes and workload were calibrated, as a point of
+    the suite's grid or of `table`.
     """
     measured = {
         f"{model.shape}/{point.shape}"
@@ -129,8 +128,8 @@ def refuse_grid(suite: Suite, cases: Iterable[HeldoutCase], table: CostTable | N
 
 
 def _h200() -> Suite:
-    """Returns the suite for an H200: three models, one with Llama's head counts, one with Qwen2.5's
-    and one with Qwen3's, 4k to 128k tokens per step, sequences of 1,024 to 4,096 tokens.
+    """Returns the suite for an H200: three models with the head counts of Llama, Qwen2.5 and Qwen3,
+    4k to 128k tokens per step, and sequences of 1,024 to 4,096 tokens.
     """
     models = {
         "llama-3.2-3b-8": ModelSpec.load("llama-3.2-3b").with_layers(8),
@@ -197,18 +196,19 @@ _FAMILIES = {
     "deepseek-v3": 3,
     "qwen3-next-80b-a3b": 4,
 }
-"""Model -> layers that it is cut to, so that one H200 with 128 GiB of host memory trains it. The
-first three layers of deepseek-v3 are dense."""
+"""Model -> the number of layers that it is cut to, because one H200 with 128 GiB of host memory
+must train it. The first three layers of deepseek-v3 are dense."""
 
 
 FITTED = tuple(_FAMILIES)[::2]
-"""The models that the traffic of compute ops was fitted to (`simulator/costs/kernel_traffic.py`).
-The others test it."""
+"""The models to which the memory traffic of compute ops was fitted
+(`simulator/costs/kernel_traffic.py`). The other models test it."""
 
 
 def _families() -> Suite:
-    """Returns the suite of models that nobody measured: one model of each of 21 families at its
-    real width, predicted from the library's rates of an H200. Layers are eager and compiled.
+    """Returns the suite that tests predictions without a calibration: one model of each of 21
+    families at its real width, predicted from the library's rates of an H200, with eager and with
+    compiled layers.
     """
     whole = {name: ModelSpec.load(name) for name in _FAMILIES}
     models = {name: whole[name].with_layers(layers) for name, layers in _FAMILIES.items()}
@@ -258,9 +258,9 @@ def _tiny() -> Suite:
 
 def suite(name: str) -> Suite:
     """Returns the suite `h200`, `families` or `tiny`. Raises UserError for another name."""
-    made = {"h200": _h200, "families": _families, "tiny": _tiny}
-    if name not in made:
+    suites = {"h200": _h200, "families": _families, "tiny": _tiny}
+    if name not in suites:
         raise UserError(
-            "--suite", found=repr(name), allowed=", ".join(made), fix="name one of these"
+            "--suite", found=repr(name), allowed=", ".join(suites), fix="name one of these"
         )
-    return made[name]()
+    return suites[name]()

@@ -17,7 +17,7 @@ from megatrain.experiments.heldout.suites import BEST
 from megatrain.simulator.compare.error_table import signed_percent
 
 TIE = 0.01
-"""Steps that differ by less than this share count as equal. Medians of one plan in two runs
+"""Step times that differ by at most this share count as equal. The medians of one plan in two runs
 differed by 0.9 % (experiments/results/h200-x2-qwen2.5-7b-peers).
 """
 LEAST_PLANS = 12
@@ -34,27 +34,27 @@ class ErrorSummary(msgspec.Struct, frozen=True, kw_only=True):
     cases: int
     """Cases of the suite with a row."""
     executed: int
-    """Plans that were executed. Other cases failed or have the same plan as another case."""
+    """Plans that were executed. The other cases failed or have the same plan as another case."""
     failed: int
     """Cases that failed."""
     step_mape: float | None
     """Mean absolute error of the step time."""
     step_worst: float | None
-    """Largest error by magnitude, signed."""
+    """Largest error of the step time by magnitude, signed."""
     step_bias: float | None
-    """Mean of the signed errors."""
+    """Mean signed error of the step time."""
     visited_again: int = 0
     """Plans that were executed more than once, with other plans in between."""
     spread_between_repetitions: float | None = None
-    """Median, over these plans, of how much slower the slowest repetition was than the fastest."""
+    """Median over these plans of `spread_between_repetitions`."""
     spread_between_repetitions_worst: float | None = None
-    """The largest such difference of a plan."""
+    """Maximum over these plans of `spread_between_repetitions`."""
     device_mape: float | None
     """Mean absolute error of the device peak."""
     device_worst: float | None
     """Largest error of the device peak by magnitude, signed."""
     device_smallest: float | None
-    """The most negative error: the largest underestimate of a peak."""
+    """Most negative error of the device peak: the largest underestimate."""
     host_worst: float | None
     """Largest error of the host memory by magnitude, signed."""
     replay_worst: float | None
@@ -66,8 +66,8 @@ class ErrorSummary(msgspec.Struct, frozen=True, kw_only=True):
     tau_of_plans: dict[str, float]
     """Group -> Kendall's tau of the order of all its plans. Steps within 1 % are ties."""
     regret: dict[str, float]
-    """Group of at least 12 executed plans -> how much slower the planner's choice was than the
-    fastest plan.
+    """Group of at least 12 executed plans -> measured time of the planner's choice divided by that
+    of the fastest plan, minus 1.
     """
 
     def targets(self) -> list[tuple[str, float | None, str, bool]]:
@@ -131,9 +131,9 @@ class ErrorSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]], tie: float = 0.0) -> float:
-    """Returns Kendall's tau-b (1945) of positive numbers: the number of concordant pairs minus the
-    number of discordant ones, divided by sqrt(pairs without a tie on the left * pairs without a tie
-    on the right). Two numbers are tied if they differ by at most `tie` times the smaller one.
+    """Returns Kendall's tau-b (1945) of pairs of positive numbers: (concordant pairs - discordant
+    pairs) / sqrt(pairs that are not tied on the left * pairs that are not tied on the right). Two
+    numbers are tied if they differ by at most `tie` times the smaller one.
 
     >>> kendall_tau([(1, 10), (2, 30), (3, 20)]), kendall_tau([(1, 2), (1.005, 1.99), (2, 3)], 0.01)
     (0.3333333333333333, 1.0)
@@ -155,7 +155,7 @@ def step_error(row: HeldoutRow) -> float:
 
 
 def spread_between_repetitions(row: HeldoutRow) -> float:
-    """Returns how much slower the slowest repetition was than the fastest."""
+    """Returns the slowest repetition's time divided by the fastest one's, minus 1."""
     return max(row.repetitions) / min(row.repetitions) - 1
 
 
@@ -167,7 +167,9 @@ def device_error(row: HeldoutRow) -> float:
 
 
 def host_error(row: HeldoutRow) -> float | None:
-    """Returns the error of the host memory, or None if the plan has less than one GiB of it."""
+    """Returns the signed error of the host memory as a share, or None if the plan's host pools are
+    smaller than 1 GiB.
+    """
     assert row.plan.prediction is not None
     if not row.host_bytes or not row.host_pool_bytes or row.host_pool_bytes < 2**30:
         return None
@@ -251,17 +253,13 @@ def format_value(what: str, value: float | None) -> str:
     >>> format_value("step time, worst", 0.0741)
     '+7.4 %'
     """
-    return (
-        "-"
-        if value is None
-        else (
-            f"{value:.3f}"
-            if "tau" in what
-            else signed_percent(value).removeprefix("+" if "mean" in what else "")
-        )
-    )
+    if value is None:
+        return "-"
+    if "tau" in what:
+        return f"{value:.3f}"
+    return signed_percent(value).removeprefix("+" if "mean" in what else "")
 
 
 def judged(value: float | None, met: bool) -> str:
-    """Returns whether a target was met, as text."""
+    """Returns `met`, `MISSED`, or `not measured` for a target without a value."""
     return "met" if met else "MISSED" if value is not None else "not measured"

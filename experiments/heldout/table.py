@@ -1,5 +1,5 @@
-"""Writes the held-out results as Markdown from stored rows alone: the targets, the errors by
-policy, model and op kind, the order of plans, and one line for each case.
+"""Formats stored held-out rows as Markdown: the targets, the errors by policy, model and op kind,
+the order of plans, and one line for each case.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatrain.simulator.compare.error_table import signed_percent
 
 
 def markdown(rows: Sequence[HeldoutRow]) -> str:
-    """Returns the tables. Every row is listed once, also those that failed. Errors are (predicted -
-    measured) / measured.
+    """Returns the tables. The last table lists every row once, failed rows too. Errors are
+    (predicted - measured) / measured.
     """
     ran = [row for row in rows if not row.failure]
     once, summary = [row for row in ran if not row.same_as], summarize_errors(rows)
     machines, dates = (
-        ", ".join(sorted({each for each in found if each}))
-        for found in ([row.machine for row in rows], [row.date for row in rows])
+        ", ".join(sorted({value for value in values if value}))
+        for values in ([row.machine for row in rows], [row.date for row in rows])
     )
     parts = [
         (
@@ -71,7 +71,7 @@ def _targets(summary: ErrorSummary) -> str:
 
 
 def _repetitions(summary: ErrorSummary) -> list[str]:
-    """Returns a sentence about how closely the machine repeats a step."""
+    """Returns the sentences on the spread between repetitions, or none without repetitions."""
     if summary.spread_between_repetitions is None:
         return []
     apart, worst = (
@@ -208,7 +208,7 @@ def _cases(rows: Sequence[HeldoutRow]) -> str:
         )
         notes = [
             note,
-            *(f"another repetition failed: {each.replace('|', '/')}" for each in row.failures),
+            *(f"another repetition failed: {text.replace('|', '/')}" for text in row.failures),
         ]
         lines.append([row.name, *times, *errors, "; ".join(filter(None, notes))])
     return _lines(["case", "predicted", "measured", "step", "device", "host", "replay", ""], lines)

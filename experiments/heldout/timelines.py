@@ -1,9 +1,8 @@
-"""Stored timelines: the middle measured step of each case, as one line of JSON. With them a case
-can be replayed and compared on a machine without a GPU.
+"""Stored timelines: the middle measured step of each case, as one line of JSON. With it, a case can
+be replayed and compared on a machine without a GPU.
 
-A line holds two numbers for each op, in the order of the schedule that the row's plan lowers to. Op
-ids and lanes come from that schedule. An op takes about 20 bytes: 0.3 MB for the 67 plans with
-14,687 ops of the suite `h200` (2026-11-22).
+A line has two numbers for each op, in the order of the schedule of the row's plan. Op ids and lanes
+come from that schedule. An op takes about 20 bytes: 0.3 MB for the suite `h200`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class StoredTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def of(cls, name: str, measured: Timeline, schedule: Schedule) -> StoredTimeline:
-        """Returns the spans of `measured` in the order of the schedule."""
+        """Returns the measured timeline of a case in the stored form."""
         spans = [measured.by_op[op.id] for op in schedule.ops]
         return cls(
             name=name,
@@ -42,7 +41,7 @@ class StoredTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """Returns the measured timeline. Raises UserError if `schedule` is not the one that ran."""
+        """Returns the measured timeline. Raises UserError if another schedule was measured."""
         if schedule.digest != self.digest or not len(schedule.ops) == len(self.starts_ns) == len(
             self.durations_ns
         ):
@@ -61,8 +60,8 @@ class StoredTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def read_timelines(path: Path) -> dict[str, StoredTimeline]:
-    """Returns the last timeline of each case by the case's name, or none if the file does not
-    exist, as with rows from before timelines were stored. Raises UserError for other content.
+    """Returns case -> its last timeline. The result is empty if the file does not exist, because
+    older experiments stored no timelines. Raises UserError for other content.
     """
     rows = parse_rows(path.read_bytes(), StoredTimeline, str(path))[0] if path.exists() else []
     return {row.name: row for row in rows}

@@ -2,10 +2,10 @@
 megatrain.experiments.heldout.uncalibrated DIR`.
 
 It predicts each stored plan again with the current simulator, and prints the errors of the step and
-of device memory for each case. It also prints the traffic of forward, backward and head relative to
-`ModelSpec.work`: the measured time, less those of matrix products and of attention, times the rate
-of a copy. The medians of the fitted half are the constants of `simulator/costs/kernel_traffic.py`.
-The other half is the test.
+of device memory for each case. It also prints the memory traffic of forward, backward and head as a
+share of the bytes that `ModelSpec.work` counts. The traffic is (measured time - predicted time of
+matrix products and attention) x the rate of a copy. The medians over the fitted half of the models
+are the constants of `simulator/costs/kernel_traffic.py`. The other half tests them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class UncalibratedCase(NamedTuple):
     """One case. Errors are (predicted - measured) / measured."""
 
     row: HeldoutRow
+    """The plan and its measurement."""
     step: float
     """Error of the step time."""
     memory: float
-    """Error of the device's peak."""
+    """Error of the peak of device memory."""
     shares: dict[str, float]
-    """Kind of op -> its traffic relative to `ModelSpec.work`."""
+    """Kind of op -> its memory traffic as a share of the bytes that `ModelSpec.work` counts."""
 
     @property
     def fitted(self) -> bool:
@@ -52,10 +53,10 @@ class UncalibratedCase(NamedTuple):
 
 
 def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> UncalibratedCase:
-    """Returns the errors of a case that was measured, and its traffic."""
+    """Returns the errors and the traffic of a measured case."""
     plan = row.plan
-    assert row.step_seconds is not None, "a case that was measured"
-    assert row.device_peak_bytes is not None, "a case that was measured"
+    assert row.step_seconds is not None, "the case was measured"
+    assert row.device_peak_bytes is not None, "the case was measured"
     choice = assess(plan, cost_model(hardware, plan.model, plan.workload))
     schedule, sheet = verified(plan), Datasheet(hardware, plan.model, plan.workload)
     measured = stored.timeline(schedule)
@@ -79,13 +80,15 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
 
 
 def _plain(row: HeldoutRow) -> bool:
-    """Whether the traffic of the model's layers is that of dense layers or experts alone."""
+    """Returns whether the model has only dense layers or experts. It has neither written-out
+    attention scores nor layers that are not compiled.
+    """
     model = row.plan.model
     return not model.writes_scores and all(layer.compilable for layer in model.decoders)
 
 
 def _groups(cases: Iterable[UncalibratedCase]) -> dict[str, list[UncalibratedCase]]:
-    """Returns the cases by execution (eager or compiled), kind of layer, and half."""
+    """Returns the cases by name of their group: eager or compiled, kind of layer, and half."""
     found: dict[str, list[UncalibratedCase]] = {}
     for case in cases:
         model = case.row.plan.model
@@ -99,8 +102,8 @@ def _groups(cases: Iterable[UncalibratedCase]) -> dict[str, list[UncalibratedCas
 
 
 def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
-    """Returns the tables of cases, of errors and of traffic, and how many steps were in the range
-    that `check` states for a machine with this `uncertainty`.
+    """Returns the tables of cases, errors and traffic, and the number of steps within the range
+    that `check` states for a machine with this relative `uncertainty`.
     """
     rows = [["case", "half", "step", "memory", *KINDS]]
     rows += [
@@ -137,7 +140,7 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
     traffic = [["median traffic", "count", *KINDS]]
     for name, group in _groups(case for case in cases if _plain(case.row)).items():
         medians = [statistics.median(case.shares[kind] for case in group) for kind in KINDS]
-        traffic.append([name, str(len(group)), *(f"{each:.2f}" for each in medians)])
+        traffic.append([name, str(len(group)), *(f"{median:.2f}" for median in medians)])
     inside = sum(abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases)
     tables = ["\n".join(align(table)) for table in (rows, errors, traffic)]
     stated = f"{inside} of {len(cases)} steps are within {uncertainty:.0%} of the prediction"
@@ -146,20 +149,22 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
 
 def parser() -> options.OneLineParser:
     """Returns the parser for the options."""
-    made = options.OneLineParser(
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.heldout.uncalibrated", description=__doc__
     )
-    made.add_argument(
+    parser.add_argument(
         "folder",
         type=Path,
         metavar="DIR",
         help="a folder that `python -m megatrain.experiments.heldout --suite families` wrote",
     )
-    return made
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report of the stored cases."""
+    """Prints the report of the stored cases, and returns the exit status 0. Raises UserError if no
+    case was measured.
+    """
     timelines = read_timelines(args.folder / "timelines.jsonl")
     hardware = HardwareSpec.load(suite("families").library)
     measured = [row for row in read_rows(args.folder / "rows.jsonl") if not row.failure]
@@ -179,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if the results were shown, and 2 for a user's mistake."""
+    """Returns 0 if the results were shown, and 2 for a mistake of the user."""
     return run_program("heldout.uncalibrated", lambda: run(parser().parse_args(arguments)))
 
 

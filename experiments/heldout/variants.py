@@ -1,6 +1,4 @@
-"""Variants: changed knobs for the best plan of a policy. The planner's choice is compared with
-them.
-"""
+"""Variants: a policy's best plan with changed knobs. The planner's choice is compared with them."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from megatrain.simulator.schedule.plan import Placement, Plan
 
 
 def _halved(plan: Plan) -> Plan:
-    """Keeps half of the resident layers of each class of data."""
+    """Returns the plan with the first half of its resident layers, for each class of data."""
     stack, fields = list(plan.model.stack), Placement.__struct_fields__
     chosen = {name: [layer for layer in stack if layer in plan.placed(name)] for name in fields}
     return with_knobs(
@@ -39,6 +37,6 @@ VARIANTS: dict[str, Callable[[Plan], Plan]] = {
     "blocks of two": lambda plan: with_knobs(plan, checkpoint_interval=2),
     "blocks of four": lambda plan: with_knobs(plan, checkpoint_interval=4),
 }
-"""Changes to knobs only, so the arithmetic stays the same. A variant that does not fit under the
-case's cap is left out.
+"""Name -> function that returns the changed plan. Only knobs change, so the arithmetic stays the
+same. A variant that does not fit under the case's cap is left out.
 """

@@ -1,3 +1,3 @@
-"""Simulations whose data the paper's figures show. Each figure has one module with `simulate() ->
-data`, which `megatrain figures NAME --rerun` runs.
+"""Simulations whose data the paper's figures show. The module of a figure has a function `simulate`
+that returns its data. `megatrain figures NAME --rerun` runs it.
 """

@@ -1,14 +1,16 @@
 """Ablations: our best plan for a step of a 7B model on the calibrated H200, and the same plan
 without one of its optimizations, as in the paper's Table 4.
 
-`no overlapped update`: AdamW runs on the host after backward, with the best plan of policy
-`k_buffer`. `no residency`: weights, gradients and optimizer state of the full plan are streamed,
-and its activations are unchanged. `no compile`: eager layers, with their measured times
-(experiments/published/h200.csv). The time of their head is modelled with the library's rates, and
-their memory by formula. `no chunked loss`: all logits of a micro-batch exist at one time. Its
-memory is 12 bytes per logit by `formulas.workspace_estimate`, although a compiled head was measured
-to need 2 (`experiments/results/figures/README.md`). Its head takes as long as the calibrated one,
-which is also a model.
+* `no overlapped update`: AdamW runs on the host after backward, in the best plan of the policy
+  `k_buffer`.
+* `no residency`: weights, gradients and optimizer state of the full plan are streamed. Its
+  activations are unchanged.
+* `no compile`: layers are eager, with their measured times (experiments/published/h200.csv). The
+  time of the head is modelled with the library's rates, and the memory by formulas.
+* `no chunked loss`: all logits of a micro-batch exist at one time. They take 12 bytes per logit by
+  `formulas.workspace_estimate`, although a compiled head was measured to need 2
+  (`experiments/results/figures/README.md`). The head is assumed to take as long as the calibrated
+  one.
 """
 
 from __future__ import annotations
@@ -40,9 +42,8 @@ CALIBRATED = RESULTS / "h200-qwen2.5-7b-batches" / "hardware.toml"
 HOST_BYTES = 118 * 2**30
 """Host memory that a run may use, of the H200's 128 GiB."""
 MODELLED_DEVICE_BYTES = 122 * 2**30
-"""Device memory for MODELLED cases: 15 GiB less than tensors can have, because their memory within
-an op was not measured. A plan for 134 GiB had predicted 66 GiB of activations and workspace for
-eager layers, which needed 72 (H200, 2026-11-22).
+"""Device memory for MODELLED cases: 15 GiB less than tensors can have, because temporary memory was
+not measured for them. For eager layers it was predicted 6 GiB too small (H200).
 """
 LOSS_CHUNK = 4096
 WORK = Workload(batch=32, sequence=1024, compiled=True, loss_chunk=LOSS_CHUNK)
@@ -52,10 +53,12 @@ plan.
 
 
 class Eager(NamedTuple):
-    """Times of an eager layer in ms."""
+    """Times of an eager layer."""
 
     forward: float
+    """Time of the forward pass in ms."""
     backward: float
+    """Time of the backward pass in ms."""
 
 
 def streamed(plan: Plan) -> Plan:
@@ -76,7 +79,7 @@ def whole_loss(work: Workload) -> Workload:
 
 
 def layer_times(name: str) -> Eager:
-    """Returns the measured times of a row of the published H200 figures, such as `layer 7b x 32,
+    """Returns the times of an item of experiments/published/h200.csv, such as `layer 7b x 32,
     eager`.
     """
     found = {row.quantity: row.value or 0.0 for row in load_rows() if row.item == name}
@@ -84,7 +87,7 @@ def layer_times(name: str) -> Eager:
 
 
 def machine(case: str, model: ModelSpec) -> HardwareSpec:
-    """Returns the calibrated machine, with the modelled costs that `case` needs."""
+    """Returns the calibrated machine with the modelled costs and the memory of one of CASES."""
     calibrated = HardwareSpec.load(str(CALIBRATED))
     calibrated = msgspec.structs.replace(calibrated, host_bytes=HOST_BYTES)
     table, work = calibrated.costs, workload(case)

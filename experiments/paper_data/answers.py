@@ -4,10 +4,10 @@ tokens per step.
 The paper's schedule is predicted twice: as stated, with bf16 weights and fp32 moments (12 bytes
 per parameter with gradients), and with an exact fp32 master, as our runtime executes it.
 
-All train as many tokens per step as the row. The paper's schedule checkpoints every 4 layers,
-every 2 or every layer, whichever fits first. It holds all activations of a block at once, which is
-K A_max in the paper's bound. A micro-batch that does not fit is split into 2, 4, 8 or 16. If sums
-of gradients for these do not fit, the step has fewer tokens.
+All predictions have as many tokens per step as the row. The checkpoint interval of the paper's
+schedule is the first of 4, 2 and 1 layers that fits. The schedule holds all activations of a block
+at once, which are K A_max in the paper's bound. A micro-batch that does not fit is split into 2, 4,
+8 or 16. If the sums of gradients for several micro-batches do not fit, the step has fewer tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PAPER = "double_buffer"
 PAPER_KNOBS = Knobs(
     weight_slots=2, gradient_slots=2, gradient_staging=12, checkpoint_interval=4, chunk_bytes=2**28
 )
-"""Knobs as the paper reports them: two weight buffers, 12 gradient staging buffers, K = 4. Copies
-have 256 MiB, so a layer is one or two copies.
+"""Knobs as the paper reports them: two weight buffers, 12 gradient staging buffers, K = 4. A copy
+has 256 MiB, so a layer needs one or two copies.
 """
 
 
@@ -47,12 +47,12 @@ STATED = StateFormat(
     what="bf16 weights and fp32 moments, as the paper states: 12 bytes per parameter",
     costs="not exact AdamW: no masters",
 )
-"""The paper's state. The runtime has no such format, so it is known only in `stated_format`."""
+"""The paper's state. The runtime has no such format, so it exists only within `stated_format`."""
 
 
 @contextmanager
 def stated_format() -> Iterator[str]:
-    """Lets workloads have the paper's state for a while, and yields its name."""
+    """Adds the paper's state format to FORMATS within the `with` block, and yields its name."""
     FORMATS[STATED.name] = STATED
     try:
         yield STATED.name
@@ -78,7 +78,7 @@ class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     """Tokens in a sequence."""
     interval: int
-    """Decoder layers for each checkpoint."""
+    """Decoder layers between two checkpoints."""
     step_s: float
     """Time of a step in seconds."""
     tokens_per_s: float
@@ -92,8 +92,8 @@ class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workloads(batch: int) -> list[tuple[int, int]]:
-    """Returns (micro-batch, accumulation) of about as many sequences with the largest micro-batch
-    first, and then of fewer sequences.
+    """Returns pairs of (micro-batch, accumulation). First come splits of at least `batch`
+    sequences, with the largest micro-batch first, and then single smaller micro-batches.
 
     >>> workloads(6)
     [(6, 1), (3, 2), (2, 3), (1, 6), (3, 1), (2, 1), (1, 1)]
@@ -113,9 +113,18 @@ def paper_schedule(
     intervals: tuple[int, ...] = (4, 2, 1),
     state: str = EXACT,
 ) -> PredictedStep:
-    """Returns the first plan that fits, which need not be the fastest. If none fits, returns the
-    one that needs the least memory, with `fits` false. Another policy, knobs or intervals make it
-    an ablation of the paper's schedule. `state` is EXACT, or the name that `stated_format` yields.
+    """Returns the prediction for the first split of `batch` and checkpoint interval that fit, which
+    need not be the fastest. If none fits, it is that of the last one, with `fits` false.
+
+    Args:
+        model: the model.
+        hardware: the machine.
+        batch: sequences in a step.
+        sequence: tokens in a sequence.
+        policy: another policy makes this an ablation of the paper's schedule.
+        knobs: the knobs; `checkpoint_interval` is replaced.
+        intervals: the checkpoint intervals to try, in their order.
+        state: EXACT, or the name that `stated_format` yields.
     """
     for size, accumulation in workloads(batch):
         work = Workload(batch=size, accumulation=accumulation, sequence=sequence, state=state)
@@ -145,9 +154,9 @@ def _plan(policy: str, model: ModelSpec, hardware: HardwareSpec, work: Workload)
 def ours(
     model: ModelSpec, hardware: HardwareSpec, work: Workload, policies: list[str] | None = None
 ) -> PredictedStep:
-    """Returns the planner's best plan for the first workload that fits, or for the next one with
-    smaller micro-batches and as many tokens if that is faster. If none fits, returns the plan of
-    one small micro-batch that exceeds the memory least.
+    """Returns the prediction for the planner's best plan: for the first split of the workload that
+    fits, or for the next one with as many tokens if that is faster. If none fits, the plan is for
+    one small micro-batch and exceeds the memory least. `policies` restricts the search.
     """
     names, found = (
         policies or (["resident"] if hardware.unified else contenders()),
@@ -191,6 +200,7 @@ def answer(choice: Choice, hardware: HardwareSpec) -> PredictedStep:
 
 
 def _regime(plan: Plan) -> str:
+    """Returns `PredictedStep.regime` of a plan."""
     if plan.policy != "overlapped":
         return ""
     layers, updated = len(plan.model.stack), len(plan.placed("host_updated"))

@@ -1,7 +1,7 @@
-"""Figure 1: speed by model size for all systems, on a GH200 and on an H200 with 1.5 TB. Takes about
-35 s.
+"""Figure 1: speed by model size for all systems, on a GH200 and on an H200 with 1.5 TB. It takes
+about 35 s.
 
-1.5 TB is read as 1,536 GiB. 120B is also predicted with the other reading, 1,500 GB.
+1.5 TB is read as 1,536 GiB. For 120B, 1,500 GB is predicted too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SYSTEMS = {
 
 
 def simulate() -> Any:
+    """Returns the records of the paper's rows, and of the points that the paper does not report."""
     reported = published("paper Figure 1")
     speeds = {(row.setting, row.policy, row.model) for row in reported if row.quantity == "tflops"}
     more = [

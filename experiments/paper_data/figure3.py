@@ -1,8 +1,8 @@
 """Figure 3: the paper's schedule, simulated with the costs that were measured on the H200 of our
-own run. Takes about 2 s.
+stored run. It takes about 2 s.
 
-The limits and the workload are those of our stored run, so that the three timelines share one axis.
-The paper's K = 4 does not fit these limits. K is the largest of 4, 2 and 1 that fits.
+Memory limits and workload are those of our run, so the three timelines can be compared. The paper's
+K = 4 does not fit these limits. K is the largest of 4, 2 and 1 that fits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RUN = "h200-qwen2.5-7b-24GiB"
 
 
 def simulate() -> Any:
+    """Returns the data of `Figure3Data` in paper_figures."""
     stored, hardware = (
         Plan.load(RESULTS / RUN / "plan.toml"),
         HardwareSpec.load(str(RESULTS / RUN / "hardware.toml")),

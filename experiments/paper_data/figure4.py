@@ -1,8 +1,8 @@
 """Figure 4: host memory by model size, for a step of one sequence of 1,024 tokens with all state on
-the host. Takes about 1 s.
+the host. It takes about 1 s.
 
-No machine's limit is applied. `paper` is the paper's 12 bytes per parameter. All other numbers are
-the account of a schedule with every pool, also staging buffers.
+There is no memory limit. `paper` is the paper's 12 bytes per parameter. All other numbers are the
+memory account of a schedule with every pool, including staging buffers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ STATE: tuple[DataClass, ...] = ("weights", "master_low", "gradients", "moments")
 
 
 def simulate() -> Any:
+    """Returns the data of `Size` in paper_figures for each of MODELS."""
     reported = {row.model: row for row in published("paper Figure 4")}
     return [
         {
@@ -47,6 +48,8 @@ def simulate() -> Any:
 
 
 def _host_gb(model: ModelSpec) -> dict[str, Any]:
+    """Returns the fields of `Size` that do not come from the paper."""
+
     def plan(policy: str, knobs: Knobs = _DEFAULT_KNOBS, state: str = EXACT) -> Plan:
         work = Workload(batch=1, sequence=1024, state=state)
         return Plan(

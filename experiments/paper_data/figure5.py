@@ -1,7 +1,8 @@
-"""Figure 5: speed and memory by depth, 28 to 180 layers of 7B's width on a GH200. Takes about 20 s.
+"""Figure 5: speed and memory by depth, 28 to 180 layers of 7B's width on a GH200. It takes about
+20 s.
 
-`device` has the peak of device memory at each depth with one batch, which shows whether it depends
-on depth. Every batch of `rows` fills the device, or is the paper's.
+`device` has the peak of device memory at each depth with the same batch, which shows whether it
+depends on depth. A batch of `rows` is the paper's, or fills the device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PEERS = {
 
 
 def simulate() -> Any:
+    """Returns the data of `Figure5Data` in paper_figures."""
     rows = published("paper Figure 5")
     setting, device = load_settings()["gh200"], []
     roomy = structs.replace(setting.machine(), host_bytes=2**50)

@@ -1,9 +1,9 @@
-"""Figure 6: width, 28 layers on a GH200. Takes about 12 s.
+"""Figure 6: speed by width, 28 layers on a GH200. It takes about 12 s.
 
-The paper does not report the width x1.0. `rows` use the validation's width, half of 7B's. `bases`
-repeats the published code's prediction for other widths x1.0, with the FFN and vocabulary of 7B,
-heads of size 128, and at most a seventh as many key-value heads, in a number that divides the
-heads.
+The paper does not report the width x1.0. `rows` have the width that validate_published assumes,
+half of 7B's. `bases` has predictions for other widths x1.0. Their MLP grows with the width as in
+7B, the vocabulary is 7B's, and heads have 128 elements. The number of key-value heads is the
+largest divisor of the number of heads that is at most a seventh of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def shape(base: int, factor: float) -> dict[str, str]:
-    """Returns the keys of config.json for a width.
+    """Returns the keys of config.json for a width of `factor` times `base`.
 
     >>> shape(1792, 3.5)
     {'hidden_size': '6272', 'intermediate_size': '33152', 'num_attention_heads': '49',
@@ -41,6 +41,7 @@ def factor(row: PublishedRow) -> float:
 
 
 def simulate() -> Any:
+    """Returns the data of `Figure6Data` in paper_figures."""
     rows = published("paper Figure 6")
     settings, bases = load_settings(), []
     for base in BASES:

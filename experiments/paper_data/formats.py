@@ -1,8 +1,8 @@
-"""Formats: device and host memory of a training step by model size and state format, with the least
-memory on the device. Takes about 2 s.
+"""Formats: device and host memory of a training step by model size and state format. It takes about
+2 s.
 
-A step of one sequence of 1,024 tokens with all state on the host, and no limit: the account of our
-schedule with every pool.
+The numbers are the memory account of our schedule, with every pool. The step has one sequence of
+1,024 tokens, all state is on the host, and there is no memory limit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatrain.simulator.schedule.plan import Knobs, Plan
 
 
 def simulate() -> Any:
+    """Returns the data of `FormatSize` in paper_figures for each model and state format."""
     found = []
     for name in MODELS:
         model = ModelSpec.load(name)

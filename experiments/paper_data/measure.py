@@ -1,12 +1,11 @@
-"""Measures on one H200 the plans of the figures that have no measurement yet: `python -m
-megatrain.experiments.paper_data.measure [CASE ...] --out DIR`
+"""Measures plans of the figures on one H200: `python -m megatrain.experiments.paper_data.measure
+[CASE ...] --out DIR`
 
-Each case is a plan, saved as `DIR/CASE.plan.toml`, and its benchmark in a process of its own,
-`DIR/CASE.json`. The result is written when the case is done, so an interrupted command loses one
-case. The figures read the results in `experiments/results/figures/measured`. The plans are for the
-H200 with 16 cores and 128 GiB of host memory that was calibrated (`ablations.CALIBRATED`). Table
-4's full plan and the contexts of 1,024 and 131,072 tokens are measured in
-`experiments/results/h200-qwen2.5-7b-batches`.
+Each case has a plan, `DIR/CASE.plan.toml`, and a benchmark in its own process, `DIR/CASE.json`. The
+result is written when the case is done, so an interrupted command loses at most one case. The
+figures read the results in `experiments/results/figures/measured`. The plans are for the calibrated
+H200 with 16 cores and 128 GiB of host memory (`ablations.CALIBRATED`). Table 4's full plan and the
+contexts of 1,024 and 131,072 tokens are measured in `experiments/results/h200-qwen2.5-7b-batches`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ CONTEXTS = {"table7-32k": (1, 32768), "table7-8k": (5, 8192)}
 CASES = (*ABLATIONS, *CONTEXTS)
 """All cases, the most useful first."""
 CONTEXT_DEVICE_BYTES = 131 * 2**30
-"""The limit of the measured step of 1 x 131,072 tokens. Compiled layers use less than it, because
-the library's costs are of eager activations.
-"""
+"""Device memory for contexts: that of the measured step of 1 x 131,072 tokens."""
 
 
 def plan(case: str) -> tuple[Choice, str]:
-    """Returns the plan of one of CASES and the machine that it is for. Contexts are planned for the
-    library's `h200`, because they were not calibrated.
+    """Returns the plan of one of CASES, and the file or library name of its machine. Contexts are
+    planned for the library's `h200`, because they were not calibrated.
     """
     if case in ABLATIONS:
         return ablations.ablated(ABLATIONS[case]), os.path.relpath(ablations.CALIBRATED)
@@ -67,9 +64,7 @@ def plan(case: str) -> tuple[Choice, str]:
 
 
 def arguments(case: str, out: Path, steps: int) -> list[str]:
-    """Returns the benchmark's arguments for a case. Writes the plan into the
-    folder of the result.
-    """
+    """Returns the benchmark's arguments for a case. Writes the plan into the folder `out`."""
     choice, hardware = plan(case)
     choice.plan.save(path := out / f"{case}.plan.toml")
     return [
@@ -87,6 +82,9 @@ def arguments(case: str, out: Path, steps: int) -> list[str]:
 
 
 def main() -> int:
+    """Plans and measures the cases. Returns 2 for a mistake of the user, or the largest exit status
+    of the benchmarks.
+    """
     parser = OneLineParser(
         prog="python -m megatrain.experiments.paper_data.measure", description=__doc__
     )

@@ -1,8 +1,8 @@
-"""Pareto: a sweep of schedules and knobs, 7B on an H200 with 512 GiB of host memory, 32 x 1024
-tokens. Takes about 30 s.
+"""Pareto: a sweep of schedules and knobs, for 7B on an H200 with 512 GiB of host memory and 32 x
+1024 tokens per step. It takes about 30 s.
 
-The policies with a fixed placement are run with several slots, staging buffers and checkpoint
-intervals. `overlapped` has the planner's placement under each of many limits of device memory.
+Policies with a fixed placement are predicted with several numbers of slots, staging buffers and
+checkpoint intervals. `overlapped` has the planner's placement under many limits of device memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ DEVICE_GIB = (*range(18, 60, 3), *range(60, 130, 8), 133)
 
 
 def simulate() -> Any:
+    """Returns the data of `Sweep` in paper_figures."""
     model, machine = ModelSpec.load(MODEL), HardwareSpec.load(MACHINE)
     costs, found = cost_model(machine, model, WORK), []
     for policy, slots in SLOTS.items():

@@ -1,8 +1,7 @@
-"""Compares a published row with the prediction for the published system, and with our answers for
-the same model, machine and tokens.
+"""Joins a published row with the prediction for the published system, and with the predictions of
+`answers.py` for the same model, machine and tokens.
 
-The prediction for the published system is `validation.predict`, which `validate_published` also
-reports.
+The prediction for the published system is made by `validation.predict`, as in `validate_published`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def unpublished(
     unit: str = "TFLOPS",
     **fields: Any,
 ) -> PublishedRow:
-    """Returns a row for a point that the paper does not report, so that it can be predicted.
-    `fields` replace those of the row.
+    """Returns a row for a point that the paper does not report, with `fields` of `PublishedRow`. It
+    can be predicted like a published row.
     """
     row = PublishedRow(
         item=item,
@@ -64,15 +63,17 @@ def unpublished(
 
 
 def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
-    """Returns each row as plain data: the published figure, `code` (the prediction for the system's
-    own code), for baselines without a stated batch `implied` (the batch that their speed implies),
-    and for MegaTrain's rows `paper_stated`, `paper_schedule` and `ours`.
+    """Returns each row as plain data, with the fields of `BenchmarkRecord` in paper_figures. `code`
+    is the prediction for the system's own code. Rows of baselines without a stated batch have
+    `implied`, the batch that their speed implies. Rows of MegaTrain have `paper_stated`,
+    `paper_schedule` and `ours`.
     """
     settings = load_settings()
     return [_compared(row, settings[row.setting]) for row in rows]
 
 
 def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
+    """Returns a row with the predictions for it. A prediction is None if it does not apply."""
     model, found = row.spec(), predict(row, setting)
     record: dict[str, Any] = {
         "item": row.item,

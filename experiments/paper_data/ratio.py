@@ -1,8 +1,8 @@
 """Ratio: every system's speed at the same number of sequences per step, for 7B and 14B on a GH200
-and on an H200 whose host has 512 GiB. Takes about 60 s.
+and on an H200 whose host has 512 GiB. It takes about 60 s.
 
-Sequences have 1,024 tokens and layers are eager. A micro-batch that does not fit is split into 2,
-4, 8 or 16, for every system alike. The published code is the version without pinned copies.
+Sequences have 1,024 tokens and layers are eager. For every system, a micro-batch that does not fit
+is split into 2, 4, 8 or 16. The published code is the version without pinned copies.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SYSTEMS = ("megatrain_code", "zero3_offload", "fsdp2_offload")
 
 
 def simulate() -> Any:
+    """Returns the data of `RatioData` in paper_figures."""
     points = []
     for machine in MACHINES:
         hardware = HardwareSpec.load(machine)
@@ -69,8 +70,8 @@ def _point(answer: PredictedStep) -> dict[str, Any]:
 def other_system(
     policy: str, model: ModelSpec, hardware: HardwareSpec, sequences: int
 ) -> dict[str, Any]:
-    """Returns the first workload of `sequences` sequences that fits, with its speed and the share
-    of the step in which the GPU computes. If none fits, `fits` is false.
+    """Returns the fields of `RatioPoint` for the first split of `sequences` that fits. If none
+    fits, it is the last split, with `fits` false.
     """
     for size, accumulation in workloads(sequences):
         work = Workload(batch=size, accumulation=accumulation, sequence=SEQUENCE)

@@ -1,8 +1,8 @@
-"""Regimes: our best plan by tokens per step and device memory, 7B on an H200 with 512 GiB of host
-memory. Takes about 3 min.
+"""Regimes: our best plan by tokens per step and device memory, for 7B on an H200 with 512 GiB of
+host memory. It takes about 3 min.
 
-A plan for less memory also fits into more, so a cell keeps the plan of a smaller limit if that is
-faster.
+A plan for a smaller memory limit also fits a larger one. So a cell keeps the plan of a smaller
+limit if that is faster.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ DEVICE_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 133)
 
 
 def simulate() -> Any:
+    """Returns the data of `Map` in paper_figures."""
     model, machine = ModelSpec.load(MODEL), HardwareSpec.load(MACHINE)
     cells, best = [], dict[int, PredictedStep]()
     for gib in DEVICE_GIB:

@@ -1,5 +1,5 @@
-"""The simulations of the figures, and running them again, one after the other. All together take
-about 11 minutes on one core.
+"""Runs the simulations of the figures, one after the other. All of them take about 11 minutes on
+one core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PUBLISHED = "published"
 
 
 def _table3() -> Any:
-    """Runs the simulation that trains. Only this one imports torch."""
+    """Trains the small models of Table 3. Only this simulation imports torch."""
     from megatrain.experiments.paper_data import table3
 
     return table3.simulate()
@@ -59,16 +59,17 @@ SIMULATIONS: dict[str, Callable[[], Any]] = {
     "times": times.simulate,
     "formats": formats.simulate,
 }
-"""Figure -> its simulation. `figure2`, `table1` and `predicted_measured` have none: they draw runs,
-folders or the library.
+"""Figure -> its simulation. `figure2`, `table1` and `predicted_measured` have none, because they
+draw stored runs, folders or the library.
 """
 
 
 @library_only()
 def rerun(names: Iterable[str], folder: Path, report: Callable[[str], None]) -> None:
-    """Runs those of `names` that have a simulation, and stores each in the results folder `folder`
-    when it is done. `published` is the validation's table. Machines have the library's own
-    estimates.
+    """Runs the simulations of `names` and stores each result in the results folder `folder` when it
+    is done. Names without a simulation are ignored. `published` stores the table of
+    validate_published. Machines have the library's own estimates. `report` receives a line for each
+    simulation.
     """
     for name in names:
         start = time.monotonic()

@@ -1,9 +1,9 @@
-"""Robustness: which conclusions of the page hold if an input of the predictions is changed. Takes
-about 90 s.
+"""Robustness: which conclusions of the page hold if an input of the predictions is changed. It
+takes about 90 s.
 
 Each perturbation changes one input: a rate of every machine, a rate of the GH200, or an assumption
 of `experiments/published/settings.toml`. Each conclusion is a statement about predictions that
-holds or not. A conclusion that some perturbation breaks rests on that input.
+holds or does not. If a perturbation breaks a conclusion, the conclusion depends on that input.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class ChangedSetting(Setting, frozen=True, kw_only=True):
 
 
 def _scaled(hardware: HardwareSpec, name: str, factor: float) -> HardwareSpec:
+    """Returns the machine with the rate `name` of `ChangedSetting.factors` multiplied."""
     known: dict[str, Any] = {}
     if name == "link":
         known = {f: factor * getattr(hardware, f) for f in ("h2d_gb_per_s", "d2h_gb_per_s")}
@@ -83,10 +84,13 @@ class Perturbation(NamedTuple):
     change: Callable[[str, Setting], Setting]
     """Takes a setting's key and the setting, and returns the changed setting."""
     rates: bool = False
-    """Whether it changes rates. Conclusions on our own plans are tried with these alone."""
+    """Whether it changes a rate of every machine, or nothing. Conclusions about our own plans are
+    tried only with such perturbations."""
 
 
 def _rate(field: str, factor: float, only: str = "") -> Callable[[str, Setting], Setting]:
+    """Returns a change that multiplies a rate of every machine, or of the machine `only`."""
+
     def change(_: str, setting: Setting) -> Setting:
         if only and setting.hardware != only:
             return setting
@@ -96,6 +100,8 @@ def _rate(field: str, factor: float, only: str = "") -> Callable[[str, Setting],
 
 
 def _value(field: str, value: float, only: str) -> Callable[[str, Setting], Setting]:
+    """Returns a change that replaces a field of the machine `only`."""
+
     def change(_: str, setting: Setting) -> Setting:
         if setting.hardware != only:
             return setting
@@ -105,6 +111,8 @@ def _value(field: str, value: float, only: str) -> Callable[[str, Setting], Sett
 
 
 def _assume(keys: tuple[str, ...], **fields: Any) -> Callable[[str, Setting], Setting]:
+    """Returns a change that replaces `fields` of the settings with these keys."""
+
     def change(key: str, setting: Setting) -> Setting:
         return msgspec.structs.replace(setting, **fields) if key in keys else setting
 
@@ -157,15 +165,17 @@ class World:
         self.decimal = perturbation.name == "the paper's GB are decimal"
 
     def predicted(self, row: PublishedRow) -> Predicted:
+        """Returns the prediction for a row that a policy can predict."""
         found = predict(row, self.settings[row.setting])
         assert found is not None, row.item
         return found
 
     def row(self, item: str, quantity: str = "tflops", **fields: Any) -> Predicted:
+        """Returns the prediction for a published row, with `fields` of it replaced."""
         return self.predicted(msgspec.structs.replace(_row(item, quantity), **fields))
 
     def error(self, item: str, quantity: str) -> float:
-        """Returns the signed error of a published row."""
+        """Returns the signed error of a published row, as a share."""
         published = _row(item, quantity).value
         assert published
         if self.decimal and quantity.endswith("_gib"):
@@ -184,21 +194,24 @@ class Conclusion(NamedTuple):
     name: str
     """The statement."""
     unit: str
-    """What `value` returns: `x`, `%`, `TFLOPS` or `GB`."""
+    """The unit of the number: `x` (a ratio), `%`, or `GB` (memory to spare)."""
     value: Callable[[World], float]
     """Returns the number that the statement is about."""
     holds: Callable[[float], bool]
-    """Whether the statement holds with this number."""
+    """Returns whether the statement holds with this number."""
     own: bool = False
     """Whether it is about our own plans."""
 
 
 def _worst(world: World, rows: tuple[tuple[str, str], ...]) -> float:
+    """Returns the largest error of the rows (item, quantity) by magnitude, signed, in percent."""
     return 100 * max((world.error(*row) for row in rows), key=abs)
 
 
 def _spare(setting: str, policy: str, model: str) -> Callable[[World], float]:
-    """Returns the host memory in GB that a system leaves free, below zero if it does not fit."""
+    """Returns a function that returns the host memory in GB that a system leaves free. It is
+    negative if the system does not fit.
+    """
 
     def spare(world: World) -> float:
         row = unpublished("", setting, policy, model, "host_gib", "GiB", batch=1)
@@ -402,6 +415,7 @@ CONCLUSIONS = (
 
 
 def simulate() -> Any:
+    """Returns the data of `Robustness` in paper_figures."""
     tried: list[dict[str, Any]] = []
     for perturbation in PERTURBATIONS:
         world = World(perturbation)

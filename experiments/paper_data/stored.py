@@ -1,8 +1,8 @@
-"""Stored data of a simulation, with how it was made: the command, the date, and a digest of its
-inputs.
+"""Stored data of a simulation, with the command and the date that it was made with, and a digest of
+its inputs.
 
 The digest covers the simulator's sources and library, the published figures and their validation,
-and the simulation's own code. If it differs from today's, running the simulation again may give
+and the simulation's own code. If the current inputs have another digest, a new simulation may give
 other numbers.
 """
 
@@ -36,8 +36,8 @@ _MORE = {
 
 
 def digest(name: str) -> str:
-    """Returns a digest of today's inputs of a simulation, 16 hexadecimal digits. Data files count
-    byte by byte, and code by `code_digest`.
+    """Returns a digest of the current inputs of a simulation, as 16 hexadecimal digits: of the
+    bytes of data files, and of code by `code_digest`.
     """
     patterns = (*_INPUTS, f"experiments/paper_data/{name}.py", *_MORE.get(name, ()))
     paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()})
@@ -49,7 +49,9 @@ def digest(name: str) -> str:
 
 
 def store(folder: Path, name: str, data: Any, date: str) -> Path:
-    """Writes `figures/NAME.json` in the results folder `folder`, whole or not at all."""
+    """Writes `figures/NAME.json` in the results folder `folder` in one atomic operation, and
+    returns its path.
+    """
     path = folder / "figures" / f"{name}.json"
     write_json(
         path,
@@ -64,8 +66,8 @@ def store(folder: Path, name: str, data: Any, date: str) -> Path:
 
 
 def writable_results(out: Path) -> Path:
-    """Returns the folder in which results may be stored: that of the repository, or for an
-    installed package a copy of its results in `out`.
+    """Returns the folder in which results may be stored: the repository's folder of results, or for
+    an installed package a copy of its results in `out`.
     """
     if (ROOT / "pyproject.toml").is_file():
         return RESULTS
@@ -76,8 +78,8 @@ def writable_results(out: Path) -> Path:
 
 
 def is_stale(folder: Path, name: str) -> bool:
-    """Returns whether the stored result was made from other inputs than today's. Raises UserError
-    if it is missing or malformed.
+    """Returns whether the stored result was made from other inputs than the current ones. Raises
+    UserError if it is missing or malformed.
     """
     found = read_json(folder / "figures" / f"{name}.json")
     return not isinstance(found, dict) or found.get("inputs") != digest(name)

@@ -1,11 +1,11 @@
-"""Table 3: one small fine-tuning job, trained in six ways. It is not the paper's job, because
-MetaMathQA and its models are not available here. Takes about 3 min.
+"""Table 3: one small fine-tuning job, trained in five ways. It is not the paper's job, because
+MetaMathQA and the paper's models are not available here. It takes about 3 min.
 
 A Qwen2-style model of 0.1 M parameters is trained on the sources of Python's email package. It is
 then fine-tuned on the text of Python's help topics (English prose) at a learning rate of 1e-5. The
-six ways are plain PyTorch with fp32 masters (`Plain`), this runtime under
-three plans, and bf16 weights alone with fp32 moments, as in the published code. The last 16 KiB of
-the text are held out for the loss and the share of correctly predicted bytes.
+five ways are plain PyTorch with fp32 masters (`Plain`), this runtime under three plans, and bf16
+weights alone with fp32 moments, as in the published code. The last 16 KiB of the text are held out
+for the loss and the share of correctly predicted bytes.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ Run = Iterator[tuple[float, Callable[[], Masters]]]
 
 
 class Plain:
-    """Trains in plain PyTorch: transformers' whole model in bf16, one autograd graph, clipping by
+    """Trains with plain PyTorch: transformers' whole model in bf16, one autograd graph, clipping by
     the norm of all gradients, and AdamW on the masters.
 
-    It rounds where the runtime does: each gradient to bf16, and a master to bf16 for the forward
-    pass. Squares are summed in the runtime's order, in which each tensor has its padding. With
-    `rounded`, masters are bf16 too, so the part of an update that rounding removes is lost.
+    It rounds the same values as the runtime: each gradient to bf16, and a master to bf16 for the
+    forward pass. Squares are summed in the runtime's order, which includes each tensor's padding.
+    With `rounded`, masters are bf16 too, so the part of an update that rounding removes is lost.
     """
 
     def __init__(self, masters: Masters, *, rounded: bool = False) -> None:
@@ -105,7 +105,7 @@ class Plain:
         ).train()
 
     def step(self, batch: Batch, rate: float, number: int) -> float:
-        """Runs one step and returns its loss."""
+        """Runs step `number`, counted from 1, with the learning rate `rate`. Returns its loss."""
         read_masters(self.model, self.masters)
         table = self.model.get_input_embeddings().weight
         # The gradients of a token that occurs several times are summed in fp32.
@@ -169,8 +169,8 @@ def read_masters(model: Any, masters: Masters) -> None:
 
 
 def texts() -> tuple[Documents, Documents, Documents, str]:
-    """Returns the documents to pre-train on, to fine-tune on, and held out, with bytes as tokens,
-    and a digest of all of them.
+    """Returns the documents for pre-training, for fine-tuning and for evaluation, with bytes as
+    tokens, and a digest of all of them.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     code = b"".join(path.read_bytes() for path in sorted((library / "email").glob("*.py")))
@@ -187,7 +187,7 @@ def texts() -> tuple[Documents, Documents, Documents, str]:
 
 
 def plan_with(policy: str, knobs: Knobs) -> Plan:
-    """Returns a plan for the CPU whose limits are exactly what it needs."""
+    """Returns a plan for the CPU. Its memory limits are exactly the memory that it needs."""
     plan = Plan(
         policy=policy,
         hardware="cpu",
@@ -209,13 +209,13 @@ def plan_with(policy: str, knobs: Knobs) -> Plan:
 
 
 def plain(trainer: Plain, corpus: Corpus, steps: int, rate: float) -> Run:
-    """Trains with plain PyTorch."""
+    """Trains with plain PyTorch for `steps` steps at the learning rate `rate`."""
     for number in range(1, steps + 1):
         yield trainer.step(corpus.step(number)[0], rate, number), lambda: trainer.masters
 
 
 def own(plan: Plan, start: Masters, corpus: Corpus) -> Run:
-    """Trains with this project's runtime."""
+    """Trains with this project's runtime from the weights `start`, for STEPS steps at RATE."""
     threads = dict.fromkeys(lane_threads(torch.device("cpu")), 1)
     with Executor(
         plan, config_of(MODEL), SETTINGS, torch.device("cpu"), threads=threads
@@ -231,8 +231,8 @@ def own(plan: Plan, start: Masters, corpus: Corpus) -> Run:
 
 @torch.no_grad()
 def evaluate(judge: PreTrainedModel, masters: Masters, held: Corpus) -> tuple[float, float]:
-    """Returns the loss and the share of correctly predicted bytes of the held-out text, with the
-    weights rounded to bf16.
+    """Returns the loss on the held-out text in nats per byte and the share of correctly predicted
+    bytes. `judge` is the model that is evaluated, with the weights rounded to bf16.
     """
     read_masters(judge, masters)
     losses, right = [], []
@@ -247,8 +247,8 @@ def evaluate(judge: PreTrainedModel, masters: Masters, held: Corpus) -> tuple[fl
 def followed(
     run: Run, judge: PreTrainedModel, held: Corpus, start: Masters
 ) -> tuple[dict[str, Any], str]:
-    """Returns the loss of every step with the evaluations, and a digest of the last evaluated
-    weights.
+    """Trains by iterating over `run`. Returns the loss of every step with the evaluations, and a
+    digest of the last evaluated weights.
     """
     losses, evaluations = [], [(0, *evaluate(judge, start, held))]
     for number, (loss, masters) in enumerate(run, 1):
@@ -268,8 +268,8 @@ def followed(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs PyTorch on one thread, because the order of additions in a matrix product depends on the
-    number of threads.
+    """Runs PyTorch on one thread within the `with` block, because the order of additions in a
+    matrix product depends on the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -280,6 +280,7 @@ def one_thread() -> Iterator[None]:
 
 
 def simulate() -> Any:
+    """Returns the data of `Job` in paper_figures."""
     before, after, held_out, digest = texts()
     with one_thread():
         corpora = [

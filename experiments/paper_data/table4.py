@@ -1,10 +1,10 @@
 """Table 4: the paper's ablation on a GH200, and ours on a GH200 and with an H200's measured costs
-(`ablations.py`). Takes about 15 s.
+(`ablations.py`). It takes about 15 s.
 
-Compiled layers were not measured on the GH200, and the datasheet's rates are for eager layers.
-Compiled compute is modelled with the measured ratio of compiled to eager time of a 14B layer with
-64 x 1024 tokens on an H200. Plans for the GH200 are the best ones for eager layers. A micro-batch
-that does not fit is split.
+Compiled layers were not measured on the GH200, and the datasheet's rates are for eager layers. So
+the time of compiled layers is the time of eager layers times a measured ratio: that of a 14B layer
+with 64 x 1024 tokens on an H200. Plans for the GH200 are the best ones for eager layers. A
+micro-batch that does not fit is split.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def compiled_share() -> float:
 def split(
     model: ModelSpec, hardware: HardwareSpec, work: Workload, policies: list[str] | None = None
 ) -> Plan:
-    """Returns the planner's best plan with the micro-batch that `ours` finds."""
+    """Returns the planner's best plan, with the split into micro-batches that `ours` chooses."""
     found = ours(model, hardware, work, policies)
     same = msgspec.structs.replace(work, batch=found.batch, accumulation=found.accumulation)
     return candidates(model, hardware, same, policies=policies)[0].plan
 
 
 def own(model: ModelSpec, hardware: HardwareSpec, work: Workload) -> dict[str, PredictedStep]:
-    """Returns our plan and its ablations on a machine that was not calibrated."""
+    """Returns case of `ablations.CASES` -> its prediction on a machine that was not calibrated."""
     full, share = split(model, hardware, work), compiled_share()
 
     def judged(plan: Plan, *, compiled: bool = True) -> PredictedStep:
@@ -92,6 +92,7 @@ def own(model: ModelSpec, hardware: HardwareSpec, work: Workload) -> dict[str, P
 
 
 def simulate() -> Any:
+    """Returns the data of `Table4Data` in paper_figures."""
     rows = published_vs_ours(published("paper Table 4"))
     machine, model = load_settings()["gh200"].machine(), ModelSpec.load("qwen2.5-14b")
     for record in rows:

@@ -1,8 +1,8 @@
-"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about. Takes about 20
-s.
+"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about. It takes about
+20 s.
 
-For the readers' cards there is only our best plan, with 4 sequences of 1,024 tokens per step and
-the library's host memory. An RTX 4090 also stands in a host of 256 GiB.
+For the readers' cards, only our best plan is predicted, with 4 sequences of 1,024 tokens per step
+and the library's host memory. The RTX 4090 is also predicted with 256 GiB of host memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ BATCH, SEQUENCE = 4, 1024
 
 
 def simulate() -> Any:
+    """Returns the data of `Tables89Data` in paper_figures."""
     readers = []
     for card, host in CARDS:
         hardware = HardwareSpec.load(card)

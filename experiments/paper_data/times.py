@@ -1,7 +1,8 @@
-"""Times: how long 1 B tokens take and how much energy the GPU uses, by model size and machine.
-Takes about 50 s.
+"""Times: how long 1 B tokens take and how much energy the GPU uses, by model size and machine. It
+takes about 50 s.
 
-Our best plan for a step of 32 x 1,024 tokens with exact state and eager layers, on one GPU.
+The plan is our best one for a step of 32 x 1,024 tokens with exact state and eager layers, on one
+GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TOKENS = 1_000_000_000
 
 
 def simulate() -> Any:
+    """Returns the data of `TimeData` in paper_figures."""
     points = []
     for machine, host in HOSTS.items():
         library = HardwareSpec.load(machine)

@@ -1,12 +1,12 @@
-"""Trains the same small model with several state formats, clippings, optimizers and dtypes, and
-compares the loss on text that was held out.
+"""Trains the same small model with several state formats, kinds of clipping, optimizers and dtypes,
+and compares the loss on held-out text.
 
     python -m megatrain.experiments.quality --out DIR --variants exact,master24,bf16-sr
 
 The text is the source and documentation of the packages that are installed here. A seed sets the
-weights and the order of the data, so that variants are compared in pairs. Each run is a process of
-its own. A command that was interrupted is continued by repeating it, and what is complete is not
-done again. With `--show DIR` nothing runs: table, figure and result are written again.
+initial weights and the order of the data, so runs with the same seed are compared in pairs. Each
+run is a process of its own. To continue an interrupted command, repeat it: complete runs are not
+repeated. `--show DIR` runs nothing and writes the table, the figure and the result again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _SETTINGS, _RESULT, _TABLE, _PICTURE = "settings.json", "quality.json", "table.m
 
 
 def seeds(words: str) -> list[int]:
-    """Returns the seeds in a comma-separated list, each once; an argparse type."""
+    """Returns the seeds in a comma-separated list, each once. It is the argparse type of `--seeds`.
+    Raises UserError if there is none or if one is not a whole number.
+    """
     parts = [part for part in words.replace(" ", "").split(",") if part]
     if not parts:
         raise UserError("--seeds", found="none", allowed="numbers", fix="write it like --seeds 0,1")
@@ -43,15 +45,15 @@ def seeds(words: str) -> list[int]:
 
 def parser() -> options.OneLineParser:
     """Returns the parser for the options of the comparison."""
-    made = options.OneLineParser(
+    parser = options.OneLineParser(
         prog="python -m megatrain.experiments.quality",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    place = made.add_mutually_exclusive_group(required=True)
+    place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--out", type=Path, metavar="DIR", help="folder for runs and result")
     place.add_argument("--show", type=Path, metavar="DIR", help="summarize the runs in DIR")
-    made.add_argument(
+    parser.add_argument(
         "--variants",
         type=variants,
         default=variants("exact,master24,bf16-sr"),
@@ -61,8 +63,8 @@ def parser() -> options.OneLineParser:
             " as exact+layer (default exact,master24,bf16-sr)"
         ),
     )
-    made.add_argument("--seeds", type=seeds, default=[0, 1, 2], help="default 0,1,2")
-    made.add_argument(
+    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], help="default 0,1,2")
+    parser.add_argument(
         "--fine-tune",
         action="store_true",
         help=(
@@ -70,7 +72,7 @@ def parser() -> options.OneLineParser:
             " constant rate"
         ),
     )
-    made.add_argument(
+    parser.add_argument(
         "--parallel",
         type=options.whole("--parallel"),
         default=3,
@@ -86,47 +88,48 @@ def parser() -> options.OneLineParser:
         ("--batch", 8, "rows of a step"),
         ("--seq", 1024, "tokens of a row"),
     ):
-        made.add_argument(
+        parser.add_argument(
             name, type=options.whole(name), default=default, help=f"{what} (default {default})"
         )
     for name, rate, what in (
         ("--lr", 6e-4, "peak learning rate from random weights"),
         ("--fine-tune-lr", 1e-6, "learning rate of a fine-tuning"),
     ):
-        made.add_argument(
+        parser.add_argument(
             name, type=options.real(name), default=rate, help=f"{what} (default {rate:g})"
         )
-    made.add_argument(
+    parser.add_argument(
         "--text",
         type=Path,
         action="append",
         metavar="DIR",
         help="folder with text; may be repeated (default: this Python's packages)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--text-bytes",
         type=options.size("--text-bytes"),
         default=96 * 2**20,
         metavar="SIZE",
         help="read no further file after this much text (default 96MiB)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="layers run through torch.compile (default)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--commit", metavar="HASH", help="commit to record if the code is not in a git repository"
     )
-    options.add_device(made)
-    return made
+    options.add_device(parser)
+    return parser
 
 
 def model_config(settings: RunSettings) -> dict[str, object]:
     """Returns `config.json` of a Llama with the sizes of `settings`.
 
-    Raises UserError if the width does not divide into heads of 128, or of 16 below a width of 128.
+    Raises UserError if the width is not a multiple of the head size, which is 128, or 16 for widths
+    below 128.
     """
     head = 128 if settings.hidden >= 128 else 16
     if settings.hidden % head:
@@ -158,10 +161,10 @@ def model_config(settings: RunSettings) -> dict[str, object]:
 
 
 def checked_settings(args: argparse.Namespace) -> RunSettings:
-    """Returns the settings of the options, and stores them in the folder.
+    """Returns the settings that the options name, and stores them in the folder.
 
     Raises UserError if the folder has runs with other settings, or if a variant or the model
-    cannot be trained. Nothing is written then.
+    cannot be trained. In this case nothing is written.
     """
     settings = RunSettings(
         hidden=args.hidden,
@@ -192,7 +195,7 @@ def checked_settings(args: argparse.Namespace) -> RunSettings:
             raise UserError(
                 str(args.out),
                 found=f"runs with another {', '.join(differing)}",
-                allowed="the settings that its runs have",
+                allowed="the settings of its runs",
                 fix="give the same options, or name another folder with --out",
             )
     else:
@@ -208,8 +211,8 @@ def show(
 
     Args:
         folder: the folder of the comparison.
-        arguments: the options of the command, to be recorded; None to keep what is recorded.
-        commit_hash: the commit to record with them.
+        arguments: the options of the command, to record; None keeps the recorded ones.
+        commit_hash: the commit to record with the options.
 
     Raises UserError if there are no runs.
     """
@@ -219,16 +222,16 @@ def show(
             str(folder), found="no runs", allowed="a folder of --out", fix="name that folder"
         )
     summaries, settings = summarize_variants(rows, folder), rows[0].spec.settings
-    made: dict[str, object] = {}
+    origin: dict[str, object] = {}
     if arguments is not None:
-        made = {"date": time.strftime("%Y-%m-%d"), "commit": commit_hash, "arguments": arguments}
+        origin = {"date": time.strftime("%Y-%m-%d"), "commit": commit_hash, "arguments": arguments}
     elif (folder / _RESULT).is_file():
         before = read_json(folder / _RESULT)
-        made = {key: before[key] for key in ("date", "commit", "arguments") if key in before}
+        origin = {key: before[key] for key in ("date", "commit", "arguments") if key in before}
     data = folder / "data" / text.SUMMARY
     done = [row for row in rows if not row.failure]
     result = {
-        **made,
+        **origin,
         "settings": settings,
         "model": model_config(settings),
         "parameters": done[0].parameters if done else None,
@@ -256,14 +259,14 @@ def show(
         ],
     }
     write_json(folder / _RESULT, result)
-    shown = table(summaries)
-    write_text(folder / _TABLE, f"```\n{shown}\n```\n")
+    lines = table(summaries)
+    write_text(folder / _TABLE, f"```\n{lines}\n```\n")
     quality_png(folder / _PICTURE, summaries, describe(settings, done))
-    return shown
+    return lines
 
 
 def describe(settings: RunSettings, done: Sequence[QualityRow]) -> str:
-    """Returns one line on the model and on the tokens of a run."""
+    """Returns one line on the model and the tokens of a run, or an empty text without a run."""
     if not done:
         return ""
     row = done[0]
@@ -275,7 +278,7 @@ def describe(settings: RunSettings, done: Sequence[QualityRow]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does the runs and shows their result. Returns 1 if a run failed, otherwise 0."""
+    """Trains all variants and shows the result. Returns 1 if a run failed, otherwise 0."""
     if args.show:
         print(show(args.show))
         return 0
@@ -285,7 +288,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "--fine-tune",
             found=f"--variants without {EXACT}",
-            allowed=f"{EXACT}, whose weights a fine-tuning begins with",
+            allowed=f"{EXACT}, because fine-tuning starts from its weights",
             fix=f"add {EXACT} to --variants",
         )
     if not args.out.is_dir():

@@ -1,7 +1,9 @@
-"""Does one run in a process of its own: `python -m megatrain.experiments.quality.child DIR SPEC`.
+"""Trains one run of a comparison in its own process: `python -m
+megatrain.experiments.quality.child DIR SPEC FIRST_SEED`.
 
-DIR is the folder of the whole comparison, and SPEC a `RunSpec` as JSON. `runs/NAME.json` is written
-at the end. After SIGTERM the run saves a checkpoint, and the next process continues from it.
+DIR is the folder of the whole comparison, SPEC is a `RunSpec` as JSON, and FIRST_SEED is the least
+seed of the comparison. `runs/NAME.json` is written at the end. After SIGTERM the run saves a
+checkpoint, and the next process continues from it.
 """
 
 from __future__ import annotations
@@ -41,18 +43,19 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 SAMPLED = 2**18
-"""Master weights whose change in a fine-tuning is stored, at most."""
+"""The largest number of master weights whose change in a fine-tuning is stored."""
 
 
 def base_name(spec: RunSpec, first_seed: int) -> str:
-    """Returns the name of the run whose weights a fine-tuning begins with."""
+    """Returns the name of the run from whose weights a fine-tuning starts."""
     return msgspec.structs.replace(spec, part="training", variant="exact", seed=first_seed).name
 
 
 def plan_of(spec: RunSpec, data: Path, device: torch.device) -> Plan:
-    """Returns the plan of a run: everything stays on the device, and nothing is recomputed.
+    """Returns the plan of a run, in which everything stays on the device and nothing is recomputed.
 
-    Gradients in 8 bits exist only where they wait on the host, so such a run keeps its state there.
+    Gradients in 8 bits are only for gradients that are stored on the host, so a run with them keeps
+    its state there.
 
     Raises UserError if the workload cannot have the variant's fields.
     """
@@ -71,7 +74,7 @@ def plan_of(spec: RunSpec, data: Path, device: torch.device) -> Plan:
 
 
 def config_of(spec: RunSpec, data: Path) -> Config:
-    """Returns the settings of a run that are not in its plan."""
+    """Returns the settings of a run that its plan does not contain."""
     shared, steps = spec.settings, spec.settings.steps_of(spec.part)
     fresh = spec.part == "training"
     return Config(
@@ -91,8 +94,8 @@ def config_of(spec: RunSpec, data: Path) -> Config:
 
 
 def data_options(data: Path) -> DataOptions:
-    """Returns the options of the data in `data`. Rows are plain text without borders, so that every
-    row is full and every shape is the same.
+    """Returns the options for the data in the folder `data`. Documents are packed without borders,
+    so every row is full and all shapes are equal.
     """
     return DataOptions(
         data=str(data / text.TRAINING),
@@ -103,7 +106,7 @@ def data_options(data: Path) -> DataOptions:
 
 
 def tokenize(spec: RunSpec, data: Path) -> None:
-    """Tokenizes the text into the cache, so that the runs do not each do it.
+    """Tokenizes the text into the cache, from which all runs read it.
 
     Raises UserError if the text does not fill one step.
     """
@@ -147,27 +150,27 @@ class _Recorder(Callback):
     def _masters(self, trainer: TrainingRun) -> list[torch.Tensor]:
         """Returns all fp32 master weights, one tensor [n] for each layer, on the CPU."""
         return [
-            torch.cat([each.flatten() for each in trainer.state.masters(layer).values()]).cpu()
+            torch.cat([master.flatten() for master in trainer.state.masters(layer).values()]).cpu()
             for layer in trainer.plan.model.stack.values()
         ]
 
     def _compare(self, last: list[torch.Tensor]) -> None:
-        """Sets `movement`, and stores the change of some of the weights."""
+        """Sets `movement`, and stores the changes of at most SAMPLED weights."""
         changes = [after - before for before, after in zip(self._first, last, strict=True)]
         distance, norm = (
-            sum(float(each.double().square().sum()) for each in tensors) ** 0.5
+            sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
             for tensors in (changes, self._first)
         )
-        count = sum(each.numel() for each in changes)
-        moved = sum(int(each.count_nonzero()) for each in changes)
+        count = sum(change.numel() for change in changes)
+        moved = sum(int(change.count_nonzero()) for change in changes)
         self.movement = Movement(distance=distance, relative=distance / norm, changed=moved / count)
-        # an odd distance, so that no column of a matrix is taken more often than others
+        # With an odd stride, no column of a matrix is sampled more often than others.
         every = -(-count // SAMPLED) | 1
         np.save(self._sample, torch.cat(changes)[::every].numpy())
 
 
 class _FirstEvaluation(Callback):
-    """Evaluates the weights that a fine-tuning begins with."""
+    """Evaluates the weights from which a fine-tuning starts."""
 
     def __init__(self) -> None:
         self.loss: float | None = None
@@ -185,7 +188,13 @@ class _FirstEvaluation(Callback):
 
 
 def run(folder: Path, spec: RunSpec, first_seed: int) -> None:
-    """Does the run, or continues it, and writes its row."""
+    """Trains or continues the run, and writes its row.
+
+    Args:
+        folder: the folder of the comparison.
+        spec: the run.
+        first_seed: the least seed of the comparison, whose `exact` run fine-tunings start from.
+    """
     device = torch.device("cpu") if spec.device == "cpu" else default_device()
     data, out = folder / "data", folder / "runs" / spec.name
     config = config_of(spec, data)
@@ -195,8 +204,8 @@ def run(folder: Path, spec: RunSpec, first_seed: int) -> None:
     recorder, begun = _Recorder(spec, out.with_suffix(".npy")), _FirstEvaluation()
     resumes = spec.part == "training" and any(out.glob("checkpoints/*"))
     if not resumes:
-        # Without a checkpoint there is nothing to continue. A fine-tuning is short, and its first
-        # weights are only known where it begins.
+        # Without a checkpoint there is nothing to continue. A fine-tuning starts again, because it
+        # is short and the change of weights is measured from its first weights.
         shutil.rmtree(out, ignore_errors=True)
     fitted = Trainer(
         plan,
@@ -226,26 +235,26 @@ def run(folder: Path, spec: RunSpec, first_seed: int) -> None:
 
 def row_of(spec: RunSpec, lines: list[str]) -> QualityRow:
     """Returns the row of a run's `metrics.jsonl`, which has a line for each step and evaluation."""
-    found = [json.loads(line) for line in lines]
-    steps = [each for each in found if "loss" in each]
-    evaluations = [each for each in found if "evaluation_loss" in each]
+    records = [json.loads(line) for line in lines]
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "evaluation_loss" in record]
     means = [
-        (steps[first + LOSSES - 1]["step"], statistics.fmean(each["loss"] for each in group))
+        (steps[first + LOSSES - 1]["step"], statistics.fmean(step["loss"] for step in group))
         for first in range(0, len(steps) - LOSSES + 1, LOSSES)
         for group in [steps[first : first + LOSSES]]
-    ] or [(steps[-1]["step"], statistics.fmean(each["loss"] for each in steps))]
+    ] or [(steps[-1]["step"], statistics.fmean(step["loss"] for step in steps))]
     return QualityRow(
         spec=spec,
         tokens=len(steps) * spec.settings.step_tokens,
         held_out_tokens=evaluations[-1]["tokens"],
         training=tuple((step, round(loss, 6)) for step, loss in means),
-        held_out=tuple((each["step"], each["evaluation_loss"]) for each in evaluations),
-        step_seconds=statistics.median(each["seconds"] for each in steps[WARM_UP_STEPS:] or steps),
+        held_out=tuple((record["step"], record["evaluation_loss"]) for record in evaluations),
+        step_seconds=statistics.median(step["seconds"] for step in steps[WARM_UP_STEPS:] or steps),
     )
 
 
 def main() -> int:
-    """Does the run of the command's arguments. Returns the exit status."""
+    """Trains the run that the command's arguments name, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder of the comparison")
     parser.add_argument("spec", help="the run, a RunSpec as JSON")

@@ -1,4 +1,4 @@
-"""RunSettings, RunSpec and QualityRow: what all runs share, what one run is, and what it found."""
+"""The settings of all runs, the specification of one run, and the row with its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOSSES = 10
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all runs of a folder share."""
+    """The settings that all runs of a folder share."""
 
     hidden: int
     """Width of the model."""
@@ -30,11 +30,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: int
     """Optimizer steps of a training from random weights."""
     rate: float
-    """Peak learning rate, after a warm-up over 3 % of the steps and before a cosine to 0."""
+    """Peak learning rate. The warm-up takes 3 % of the steps, and a cosine decay to 0 follows."""
     fine_tune_steps: int
     """Optimizer steps of a fine-tuning."""
     fine_tune_rate: float
-    """Learning rate of a fine-tuning, constant."""
+    """Constant learning rate of a fine-tuning."""
     evaluations: int
     """Evaluations of the held-out text in each run."""
     text_bytes: int
@@ -58,7 +58,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One run."""
 
     part: Part
-    """From random weights, or from those of `exact` with the least seed."""
+    """`training` starts from random weights, and `fine-tune` from the weights that `exact` trained
+    with the least seed."""
     variant: str
     """The variant's name (`variant.py`)."""
     seed: int
@@ -68,6 +69,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parallel: int
     """Number of runs that share the device."""
     settings: RunSettings
+    """The settings that all runs share."""
 
     @property
     def name(self) -> str:
@@ -76,20 +78,21 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Movement(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a fine-tuning moved the weights that the run began with."""
+    """How far a fine-tuning moved the weights from its first weights."""
 
     distance: float
     """L2 norm of the change of all master weights."""
     relative: float
     """`distance` divided by the L2 norm of the first weights."""
     changed: float
-    """Share of the master weights that are not what they were."""
+    """Share of the master weights that changed."""
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run found, or why it failed."""
+    """The result of one run, or the reason for its failure."""
 
     spec: RunSpec
+    """The run."""
     parameters: int = 0
     """Parameters of the model."""
     tokens: int = 0
@@ -99,23 +102,22 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     held_out_tokens: int = 0
     """Labelled tokens of each evaluation."""
     training: tuple[tuple[int, float], ...] = ()
-    """Number of a step, and the mean training loss of it and the steps before it since the last
-    value, which are `LOSSES`."""
+    """(number of a step, mean training loss of the `LOSSES` steps that end with it)."""
     held_out: tuple[tuple[int, float], ...] = ()
-    """Number of a step, 0 for the first weights of a fine-tuning, and the loss on the held-out text
-    after it."""
+    """(number of a step, loss on the held-out text after it). Step 0, which only a fine-tuning has,
+    stands for the weights before its first step."""
     step_seconds: float = 0.0
-    """Median time of a step, while `parallel` runs share the device."""
+    """Median time of a step in seconds, while `parallel` runs share the device."""
     interval_seconds: float = 0.0
-    """Median time from the end of a step to that of the next, with its data and records."""
+    """Median time in seconds between the ends of two steps, including data and records."""
     seconds: float = 0.0
     """Wall time of all steps and evaluations since the run began or was resumed."""
     movement: Movement | None = None
-    """How far a fine-tuning moved."""
+    """How far a fine-tuning moved the weights. None for other runs."""
     machine: dict[str, object] = {}
-    """The machine that it ran on."""
+    """The machine that it ran on, from `runtime.machine.describe`."""
     failure: str = ""
-    """Why the run failed; empty if it is complete."""
+    """The reason for the failure. Empty if the run is complete."""
 
 
 def load_rows(folder: Path) -> list[QualityRow]:

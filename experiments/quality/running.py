@@ -1,4 +1,4 @@
-"""Does all runs of a comparison, several at a time, each in a process of its own."""
+"""Starts all runs of a comparison, several at a time, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from megatrain.simulator.base.files import convert, read_json, write_json
 _LOCK = ".lock"
 _POLL_SECONDS = 0.2
 _LAST_LINES = 4096
-"""Bytes at the end of a run's output in which the reason of its failure is looked for."""
+"""Bytes at the end of a run's output that are searched for the reason of its failure."""
 OnEnd = Callable[[QualityRow], None]
+"""A function that is called with the row of a run that has ended."""
 
 
 class _Started(NamedTuple):
+    """A run whose process was started."""
+
     spec: RunSpec
+    """The run."""
     process: Popen[bytes]
+    """The process that trains it."""
     log: IO[bytes]
+    """The open file with the process's output."""
 
 
 def specs(
@@ -40,8 +46,8 @@ def specs(
     device: str,
     parallel: int,
 ) -> list[RunSpec]:
-    """Returns the runs in their order: all variants with the first seed, then with the second, so
-    that an interrupted comparison has whole seeds.
+    """Returns the runs in the order in which they start: all variants with the first seed, then
+    with the second, and so on. So an interrupted comparison has complete seeds.
     """
     return [
         RunSpec(
@@ -64,17 +70,17 @@ def is_complete(folder: Path, spec: RunSpec) -> bool:
 
 
 def run_all(folder: Path, runs: Iterable[RunSpec], first_seed: int, on_end: OnEnd) -> None:
-    """Does all `runs` that are not complete, and calls `on_end` with the row of each.
+    """Trains all `runs` that are not complete, and calls `on_end` with the row of each.
 
-    A run that fails gets a row with the reason, and the others go on. If this process is
-    interrupted, every run gets SIGTERM, saves a checkpoint, and is waited for.
+    A run that fails gets a row with the reason, and the other runs continue. If this process is
+    interrupted, it sends SIGTERM to every run, which saves a checkpoint, and waits for it.
 
-    Raises UserError if runs of another command are still in `folder`.
+    Raises UserError if runs of another command are still active in `folder`.
 
     Args:
         folder: the folder of the comparison.
-        runs: the runs; `parallel` of the first is the number that is done at a time.
-        first_seed: seed of the run that fine-tunings begin with.
+        runs: the runs; the field `parallel` of the first one says how many run at a time.
+        first_seed: seed of the run from whose weights fine-tunings start.
         on_end: called after each run.
     """
     waiting = [spec for spec in runs if not is_complete(folder, spec)]
@@ -88,21 +94,21 @@ def run_all(folder: Path, runs: Iterable[RunSpec], first_seed: int, on_end: OnEn
                 while waiting and len(started) < parallel:
                     started.append(_start(folder, waiting.pop(0), first_seed, lock.fileno()))
                 sleep(_POLL_SECONDS)
-                for each in [each for each in started if each.process.poll() is not None]:
-                    started.remove(each)
-                    on_end(_ended(folder, each))
+                for run in [run for run in started if run.process.poll() is not None]:
+                    started.remove(run)
+                    on_end(_ended(folder, run))
         finally:
-            for each in started:
-                each.process.send_signal(signal.SIGTERM)
-            for each in started:
-                each.process.wait()
-                each.log.close()
+            for run in started:
+                run.process.send_signal(signal.SIGTERM)
+            for run in started:
+                run.process.wait()
+                run.log.close()
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:
-    """Locks the folder. The runs keep the lock too, also if this process is killed.
+    """Locks the folder. The runs inherit the lock and keep it if this process is killed.
 
-    Raises UserError if runs of another command are still there.
+    Raises UserError if runs of another command are still active.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,12 +122,12 @@ def _take(lock: IO[bytes], folder: Path) -> None:
 
 
 def _start(folder: Path, spec: RunSpec, first_seed: int, lock: int) -> _Started:
-    """Starts the process of a run. It is in a session of its own, so that Ctrl-C does not reach it
-    twice.
+    """Starts the process of a run. It has its own session, so Ctrl-C does not reach it directly:
+    `run_all` sends it SIGTERM.
     """
     log = _log(folder, spec).open("wb")
     words = [str(folder), msgspec.json.encode(spec).decode(), str(first_seed)]
-    # All runs compile the same layers. The first that does so does it for all.
+    # All runs compile the same layers, so they share one cache of compiled code.
     compiled = str((folder / "compiled").resolve())
     process = Popen(
         [sys.executable, "-m", "megatrain.experiments.quality.child", *words],
@@ -140,9 +146,9 @@ def _start(folder: Path, spec: RunSpec, first_seed: int, lock: int) -> _Started:
     return _Started(spec, process, log)
 
 
-def _ended(folder: Path, ended: _Started) -> QualityRow:
-    """Returns the row of a run whose process has ended. A run that failed gets one."""
-    spec, process, log = ended
+def _ended(folder: Path, run: _Started) -> QualityRow:
+    """Returns the row of a run whose process has ended. If the run failed, writes its row first."""
+    spec, process, log = run
     log.close()
     path = folder / "runs" / f"{spec.name}.json"
     if process.returncode == 0 and path.is_file():

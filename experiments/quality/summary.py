@@ -1,9 +1,9 @@
 """Summarizes the rows of a comparison: means and spreads over seeds, and differences from `exact`.
 
-The seeds of a variant and of `exact` are compared in pairs, because a seed sets weights and data
-for both. The *spread* is the standard deviation over seeds, and the *standard error* of a mean
-difference is the standard deviation of the differences divided by the root of their number. Both
-need two seeds.
+Runs of a variant and of `exact` with the same seed are compared in pairs, because they start from
+the same weights and have the same data. The *spread* is the standard deviation over seeds. The
+*standard error* of a mean difference is the standard deviation of the differences divided by the
+square root of their number. Both need two seeds.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.model.state_format import EXACT
 
 _LAST = 10
-"""Values of the training loss, of some steps each, that are averaged for the table."""
+"""The number of last values of `QualityRow.training` that are averaged for the table."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean of some numbers, and how far they are apart."""
+    """The mean of some numbers and their spread."""
 
     mean: float
+    """The mean."""
     deviation: float | None
     """Standard deviation with n - 1; None for one number."""
     error: float | None
     """Standard error of the mean; None for one number."""
     count: int
+    """How many numbers there are."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -53,36 +55,39 @@ class MovementSummary(msgspec.Struct, frozen=True, kw_only=True):
     changed: float
     """Share of the weights that changed."""
     progress: float | None
-    """The component of the change in the direction of that of `exact`, divided by the length of
-    `exact`'s change. 1 is the same distance in its direction. None without `exact`."""
+    """The component of the change in the direction of `exact`'s change, divided by the length of
+    `exact`'s change. 1 means as far as `exact` in its direction. None without `exact`."""
     cosine: float | None
-    """Cosine between the change and that of `exact`."""
+    """Cosine of the angle between the change and `exact`'s change. None without `exact`."""
 
 
 class VariantSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runs of one variant found."""
+    """The results of the runs of one variant."""
 
     part: Part
+    """Whether the runs are trainings from random weights or fine-tunings."""
     variant: str
+    """The variant's name."""
     seeds: tuple[int, ...]
-    """Seeds of the runs that are complete."""
+    """Seeds of the complete runs."""
     failures: tuple[str, ...]
-    """Why the others failed, one line each."""
+    """One line for each failed run, with the reason."""
     held_out: Spread | None = None
     """Loss on the held-out text after the last step; None if no run is complete."""
     difference: Spread | None = None
-    """`held_out` minus that of `exact` with the same seed; None if there is none."""
+    """`held_out` minus that of `exact` with the same seed; None without such runs."""
     gain: Spread | None = None
-    """How much a fine-tuning changed the loss on the held-out text."""
+    """Change of the loss on the held-out text in a fine-tuning; None for trainings."""
     training: float | None = None
     """Mean training loss of the last steps."""
     step_seconds: float | None = None
-    """Median of the median step times."""
+    """Median over the runs of their median step times, in seconds."""
     curve: tuple[tuple[int, Spread], ...] = ()
-    """Number of a step, and the loss on the held-out text after it."""
+    """(number of a step, loss on the held-out text after it)."""
     differences: tuple[tuple[int, Spread], ...] = ()
-    """Number of a step, and the differences from `exact` with the same seed after it."""
+    """(number of a step, difference from `exact` with the same seed after it)."""
     movement: MovementSummary | None = None
+    """How far the weights moved; None for trainings."""
 
 
 def summarize_variants(
@@ -92,7 +97,8 @@ def summarize_variants(
 
     Args:
         rows: the rows of all runs.
-        folder: the folder of the comparison, which has the changes of weights; None for none.
+        folder: the folder of the comparison, which has the changes of weights. With None, progress
+            and cosine are left out.
     """
     keys = dict.fromkeys((row.spec.part, row.spec.variant) for row in rows)
     ordered = sorted(keys, key=lambda key: (key[0] != "training", key[1] != EXACT))
@@ -102,6 +108,7 @@ def summarize_variants(
 def _summary(
     rows: Sequence[QualityRow], part: Part, variant: str, folder: Path | None
 ) -> VariantSummary:
+    """Returns the summary of one variant over its seeds that ended without a failure."""
     of_part = [row for row in rows if row.spec.part == part]
     found = {row.spec.seed: row for row in of_part if row.spec.variant == variant}
     done = {seed: row for seed, row in sorted(found.items()) if not row.failure}
@@ -150,7 +157,7 @@ def _last(row: QualityRow) -> float:
 
 
 def _movement(rows: Sequence[QualityRow], folder: Path | None) -> MovementSummary | None:
-    """Returns how far the weights moved in the runs of one variant, None if nobody measured it."""
+    """Returns how far the weights moved in the runs of one variant, or None for trainings."""
     moved = [(row, row.movement) for row in rows if row.movement is not None]
     if not moved:
         return None
@@ -160,8 +167,8 @@ def _movement(rows: Sequence[QualityRow], folder: Path | None) -> MovementSummar
         if folder is not None and (found := _against_exact(row, folder)) is not None
     ]
     return MovementSummary(
-        relative=statistics.fmean(each.relative for _, each in moved),
-        changed=statistics.fmean(each.changed for _, each in moved),
+        relative=statistics.fmean(movement.relative for _, movement in moved),
+        changed=statistics.fmean(movement.changed for _, movement in moved),
         progress=statistics.fmean(progress for progress, _ in along) if along else None,
         cosine=statistics.fmean(cosine for _, cosine in along) if along else None,
     )
@@ -170,7 +177,8 @@ def _movement(rows: Sequence[QualityRow], folder: Path | None) -> MovementSummar
 def _against_exact(row: QualityRow, folder: Path) -> tuple[float, float] | None:
     """Returns the progress and the cosine of a run, compared with `exact` and the same seed.
 
-    They come from the stored weights. Returns None if one of the two runs has not stored them.
+    They are computed from the stored changes of weights. Returns None if one of the two runs has
+    not stored them.
     """
     other = msgspec.structs.replace(row.spec, variant=EXACT)
     paths = [folder / "runs" / f"{spec.name}.npy" for spec in (row.spec, other)]
@@ -190,7 +198,7 @@ def along(mine: np.ndarray, exact: np.ndarray) -> tuple[float, float] | None:
 
 
 def table(summaries: Sequence[VariantSummary]) -> str:
-    """Returns a table of each part, one line for each variant, and a line for each failure."""
+    """Returns a table for each part, with a line for each variant and for each failure."""
     lines: list[str] = []
     for part, title in (
         ("training", "from random weights"),
@@ -208,6 +216,7 @@ def table(summaries: Sequence[VariantSummary]) -> str:
 
 
 def _part_table(chosen: Sequence[VariantSummary], *, fine_tune: bool) -> list[str]:
+    """Returns the lines of one part's table, and after them one line for each failure."""
     head = ["variant", "seeds", "held-out loss", "spread", "minus exact", "standard error"]
     head += ["training loss", "step"]
     if fine_tune:

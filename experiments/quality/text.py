@@ -1,15 +1,14 @@
-"""Makes data of the text that a Python installation has: its sources and documentation.
+"""Makes training data from the text of a Python installation: its sources and documentation.
 
 `prepare` writes a folder with
 
 * `training.jsonl` and `held_out.jsonl`: one object `{"text": ...}` for each file
 * `tokenizer.json` and `tokenizer_config.json`: byte-level BPE, trained on the training text
 * `config.json`: the model
-* `text.json`: what was read, with checksums
+* `text.json`: a summary of the text, with checksums
 
-Files are taken in the order of the SHA-256 of their names, so that every package has its share
-whatever the limit. A file whose text was seen already is left out, whether that was in the training
-data or in the held-out data.
+Files are taken in the order of the SHA-256 of their names, so every package has its share with any
+size limit. If several files have the same text, only the first one is taken.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_bytes, write_json
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
-"""Endings of the names of files that are read."""
+"""Name endings of the files that are read."""
 LEAST_BYTES, MOST_BYTES = 200, 2**20
-"""Sizes of files that are read. Longer ones are mostly tables."""
+"""Least and largest size of a file that is read. Larger files are mostly tables."""
 HELD_OUT = 64
 """One file in this many is held out."""
 TOKENIZER_CHARACTERS = 2**23
 """Characters of training text that the tokenizer is trained on."""
 END = "<|endoftext|>"
-"""The token between two files."""
+"""The token at the end of a file."""
 TRAINING, HELD_OUT_FILE, SUMMARY = "training.jsonl", "held_out.jsonl", "text.json"
 
 
@@ -53,16 +52,18 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data was made from."""
+    """A summary of the text, as stored in `text.json`."""
 
     globs: tuple[str, ...]
     """Patterns of the names of files."""
     packages: int
-    """Number of folders and files at the top of the roots that the text comes from."""
+    """Number of packages that the text comes from: top-level folders and files of the roots."""
     duplicates: int
-    """Files that were left out because their text was seen already."""
+    """Number of files that were left out because another file has the same text."""
     training: TextPart
+    """The training text."""
     held_out: TextPart
+    """The held-out text."""
     vocabulary: int
     """Number of tokens of the tokenizer."""
     tokenizer_sha256: str
@@ -73,7 +74,7 @@ def roots() -> list[Path]:
     """Returns the folders of the standard library and of the installed packages."""
     paths = sysconfig.get_paths()
     found = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
-    # Also the packages of another environment that this one sees.
+    # This environment may also see the packages of another one, which has torch.
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         found.append(str(Path(torch.origin).parents[1]))
@@ -83,13 +84,13 @@ def roots() -> list[Path]:
 def prepare(
     folder: Path, text_roots: Sequence[Path], most_bytes: int, config: dict[str, object]
 ) -> TextSummary:
-    """Returns what is in the data in `folder`, which is made unless it is there already.
+    """Makes the data in `folder` if it does not exist, and returns its summary.
 
     Args:
-        folder: folder for the data, as above.
+        folder: folder for the data, whose files the module's docstring describes.
         text_roots: folders whose files are read.
         most_bytes: bytes of text after which no further file is read.
-        config: the model's `config.json`; `vocab_size` is the largest size of the tokenizer.
+        config: the model's `config.json`; its `vocab_size` is the maximal size of the vocabulary.
 
     Raises UserError if there are fewer than two files.
     """
@@ -106,8 +107,8 @@ def prepare(
         )
     held = -(-len(texts) // HELD_OUT)
     parts = {HELD_OUT_FILE: texts[:held], TRAINING: texts[held:]}
-    for name, each in parts.items():
-        write_bytes(folder / name, b"".join(msgspec.json.encode({"text": t}) + b"\n" for t in each))
+    for name, part in parts.items():
+        write_bytes(folder / name, b"".join(msgspec.json.encode({"text": t}) + b"\n" for t in part))
     vocabulary = config["vocab_size"]
     assert isinstance(vocabulary, int), "a config has the size of its vocabulary"
     trained = _train_tokenizer(parts[TRAINING], vocabulary)
@@ -131,7 +132,7 @@ def prepare(
 
 
 def _files(text_roots: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yields the name below its root and the path of each file, in the order of the roots."""
+    """Yields each file as (path relative to its root, path), in the order of the roots."""
     seen: set[str] = set()
     for root in text_roots:
         for place, folders, names in os.walk(root):
@@ -146,8 +147,8 @@ def _files(text_roots: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _texts(text_roots: Sequence[Path], most_bytes: int) -> tuple[list[str], int, int]:
-    """Returns the texts, the number of packages that they come from, and that of duplicates."""
-    # Inner roots first, so that a file's name does not depend on a root around its own.
+    """Returns the texts, the number of their packages, and the number of duplicates."""
+    # Inner roots come first. So a file's name does not depend on a root that contains its root.
     inner_first = sorted(text_roots, key=lambda root: (-len(root.parts), str(root)))
     ordered = sorted(
         (hashlib.sha256(name.encode(errors="replace")).digest(), name, path)
@@ -180,22 +181,22 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> bytes:
     """Returns `tokenizer.json` of a byte-level BPE with at most `vocabulary` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_first(texts, TOKENIZER_CHARACTERS), trainer)
-    written: str = made.to_str()
-    return written.encode()
+    tokenizer.train_from_iterator(_first(texts, TOKENIZER_CHARACTERS), trainer)
+    content: str = tokenizer.to_str()
+    return content.encode()
 
 
 def _first(texts: Sequence[str], most: int) -> Iterator[str]:
-    """Yields texts until they have `most` characters."""
+    """Yields texts until they have at least `most` characters in total."""
     total = 0
     for text in texts:
         yield text

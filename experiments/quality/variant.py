@@ -1,4 +1,4 @@
-"""A variant: a workload's fields by name, such as `master24` or `exact+layer`."""
+"""Variants: names such as `master24` or `exact+layer`, which set fields of a workload."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
 
 _FIXED = ("attention",)
-"""Fields of a workload with words as values that no variant changes: they decide which kernels run,
-not what is computed."""
+"""Fields of a workload that no variant changes although their values are words. They decide which
+kernels run, not what is computed."""
 
 
 class FieldValue(NamedTuple):
     """A field of a workload and its value."""
 
     field: str
+    """The field's name."""
     value: str
+    """Its value."""
 
 
 def words() -> dict[str, FieldValue]:
-    """Returns every word that may follow a state format, and what it sets.
+    """Returns word -> the field and the value that it sets, for words that may follow a state
+    format.
 
-    A word is a value of a field, such as `layer`, or the name of a field that is None by default,
-    for the first of its values. A word that is a value of two fields is left out.
+    A word is a value of a field, such as `layer`. The name of a field that is None by default is
+    also a word, which sets the first value of the field. A word that is a value of two fields is
+    left out.
     """
     hints = typing.get_type_hints(Workload)
     values = {
@@ -37,28 +41,28 @@ def words() -> dict[str, FieldValue]:
         if name not in ("state", "optimizer", *_FIXED)
     }
     values["optimizer"] = tuple(registered())
-    found = [(word, FieldValue(name, word)) for name, each in values.items() for word in each]
+    found = [(word, FieldValue(name, word)) for name, texts in values.items() for word in texts]
     found += [
-        (name, FieldValue(name, each[0]))
-        for name, each in values.items()
-        if each and type(None) in typing.get_args(hints[name])
+        (name, FieldValue(name, texts[0]))
+        for name, texts in values.items()
+        if texts and type(None) in typing.get_args(hints[name])
     ]
     counts = Counter(word for word, _ in found)
     return {word: value for word, value in found if counts[word] == 1}
 
 
 def _words_of(hint: Any) -> tuple[str, ...]:
-    """Returns the words of a `Literal`, also within a union; none for another type."""
+    """Returns the words of a `Literal` type, or of the `Literal` types in a union."""
     if typing.get_origin(hint) is typing.Literal:
         return tuple(word for word in typing.get_args(hint) if isinstance(word, str))
-    return tuple(word for each in typing.get_args(hint) for word in _words_of(each))
+    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
 
 
 def fields_of(variant: str) -> dict[str, str]:
-    """Returns the fields of a workload that `variant` sets, among them `state`.
+    """Returns field -> value for the fields of a workload that `variant` sets. One is `state`.
 
-    A variant is `STATE[+WORD ...]`. STATE is a state format, and each WORD a value of another
-    field of the workload, such as `layer` (clipping) or `fp32` (dtype).
+    A variant is `STATE[+WORD ...]`. STATE is a state format, and each WORD is one of `words`, such
+    as `layer` (clipping) or `fp32` (dtype).
 
     Raises UserError for an unknown state or word, or two words for one field.
     """
@@ -77,7 +81,7 @@ def fields_of(variant: str) -> dict[str, str]:
             raise UserError(
                 f"--variants {variant}",
                 found=repr(word) if found is None else f"two words for {found.field}",
-                allowed=", ".join(f"{each} ({value.field})" for each, value in known.items()),
+                allowed=", ".join(f"{name} ({value.field})" for name, value in known.items()),
                 fix="use one of these words for each field, or leave it out",
             )
         fields[found.field] = found.value
@@ -104,7 +108,8 @@ def workload_of(variant: str, settings: RunSettings) -> Workload:
 
 
 def variants(text: str) -> list[str]:
-    """Returns the variants in a comma-separated list, each once; an argparse type.
+    """Returns the variants in a comma-separated list, each once. It is the argparse type of
+    `--variants`.
 
     Raises UserError if one of them is unknown, or if there is none.
     """

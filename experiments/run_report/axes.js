@@ -12,7 +12,7 @@ function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** Takes the colours that hold now: light or dark. */
+/** Reads the current colours, light or dark. */
 function readColours() {
   [INK, MUTED, RULE, PALE, MARK, GROUND, VEIL, CURSOR, AXIS_LINE] = ["ink", "muted", "rule", "pale",
     "mark", "ground", "veil", "cursor", "axis"].map(themed);
@@ -47,7 +47,7 @@ function contrast(first, second) {
   return (high + 0.05) / (low + 0.05);
 }
 
-/** Returns a colour that can be seen: on a dark page, a dark colour becomes lighter. */
+/** Returns a colour with enough contrast: on a dark page, a dark colour becomes lighter. */
 function visible(colour) {
   let found = colour;
   while (DARK && contrast(found, PALE) < 3) {
@@ -69,7 +69,7 @@ function time(ns) {
   return rounded(ns / 1e3, 1) + " us";
 }
 
-/** Rounds as the tables do: a tie goes to the even digit, while toFixed rounds it up. */
+/** Rounds as the tables do: a tie is rounded to the even digit. toFixed rounds it up. */
 function rounded(value, digits) {
   const scaled = value * 10 ** digits, below = Math.floor(scaled);
   const halfway = scaled - below === 0.5 && Number.isInteger(value * 2 ** (digits + 1));
@@ -94,7 +94,7 @@ function ticks(from, to, count) {
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const found = [];
   for (let index = Math.ceil(from / step); index * step <= to * (1 + 1e-9); index += 1) {
-    found.push(index * step + 0);  // 0 in place of -0, which a label would show
+    found.push(index * step + 0);  // turns -0 into 0, because a label would show the sign
   }
   return { step, values: found };
 }
@@ -134,8 +134,8 @@ function write(context, text, x, y,
   context.fillText(text, x, y);
 }
 
-/** Writes a panel's name at its left and its result at its right. `pairs` go from long to short,
-    and the first one that has room is written. */
+/** Writes a panel's name on the left and its result on the right. `pairs` of name and result are
+    ordered from long to short. The first pair that fits is written. */
 function head(context, pairs, left, right, y) {
   const wide = (text, font) => {
     context.font = `${font} ${FONT}`;
@@ -159,7 +159,7 @@ function line(context, x0, y0, x1, y1, colour, width = 1, dash = []) {
   context.setLineDash([]);
 }
 
-/** Returns the last index whose value is at most `value`, or -1. `values` ascend. */
+/** Returns the last index whose value is at most `value`, or -1. `values` are sorted. */
 function lastAtMost(values, value) {
   let low = 0, high = values.length;
   while (low < high) {

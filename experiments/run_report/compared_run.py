@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.run_report.peaks import peaks
+from megatrain.experiments.files.peaks import peaks
 from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.compare import compare
@@ -22,26 +22,26 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 
 class ComparedRun(NamedTuple):
-    """A run's files, its plan simulated with the current simulator, and the errors."""
+    """A run's files, its plan simulated by the current simulator, and the errors."""
 
     folder: Path
     """The run's folder."""
     plan: Plan
-    """Plan of the run."""
+    """The run's plan."""
     hardware: HardwareSpec
     """The machine for which the plan was made."""
     costs: CostModel
-    """Predicts the durations of operations on this machine."""
+    """The cost model of the plan on this machine."""
     schedule: Schedule
-    """Operations of one step."""
+    """The operations of one step."""
     predicted: Timeline
-    """Timeline of the simulated step."""
+    """The timeline of the simulated step."""
     measured: Timeline
-    """Timeline of the measured step."""
+    """The timeline of the measured step."""
     record: StepRecord
-    """Steps of the run and its machine."""
+    """The run's steps and machine."""
     errors: ErrorReport
-    """Differences between the two timelines."""
+    """The errors of the predicted timeline and memory."""
 
 
 def refuse_unmeasured(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Data of the page's pictures, as plain lists: a thousand ops take some hundred kilobytes."""
+"""Data of the page's pictures, as plain lists. A thousand ops take some hundred kilobytes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def pictures(run: ComparedRun) -> dict[str, Any]:
 
 
 def _kinds(run: ComparedRun) -> list[dict[str, str]]:
-    """Returns the kinds of op with their colours, in the order that the legends of other pictures
-    have.
-    """
+    """Returns the kinds of op with their colours, in the order of the legends of other pictures."""
     used = {op.kind for op in run.schedule.ops}
     return [
         {"name": kind, "colour": KIND_COLOURS.get(kind, UNKNOWN)}
@@ -41,8 +39,8 @@ def _kinds(run: ComparedRun) -> list[dict[str, str]]:
 
 
 def _ops(run: ComparedRun) -> dict[str, list[Any]]:
-    """Returns one list for each column, in program order. `after` has the indices of the ops on
-    other lanes that an op waits for.
+    """Returns column -> one value for each op, in program order. `after` has the indices of the ops
+    on other lanes for which an op waits.
     """
     schedule, place = run.schedule, {op.id: index for index, op in enumerate(run.schedule.ops)}
     kinds, lanes = [kind["name"] for kind in _kinds(run)], list(schedule.lanes)
@@ -75,15 +73,14 @@ def _size(op: Op) -> str:
 
 
 def _memory(run: ComparedRun) -> dict[str, Any]:
-    """Returns the memory of each place that holds any bytes: its limit, and for each timeline the
-    bytes of each class. An entry of `classes` holds from the time with the same index, and the
-    first time is 0.
+    """Returns the memory of each place with any bytes: its limit, and for each timeline the bytes
+    of each class. Entry i of a class is its bytes from time i on. The first time is 0.
     """
     plan, costs = run.plan, run.costs
     account = plan_account(plan, run.schedule, costs)
     limits = {"device": plan.device_limit_bytes, "host": plan.host_limit_bytes}
     places: dict[str, Any] = {}
-    # The account leaves out the slots whose bytes another pool reuses; `kinds_of` has them too.
+    # The account leaves out slots that share the bytes of another pool. `kinds_of` has all slots.
     kinds = kinds_of(run.schedule)
     classes = {pool: class_of(kinds.get(pool)) for pool in (*account.pools, *kinds)}
     for timeline in (run.predicted, run.measured):
@@ -103,7 +100,9 @@ def _memory(run: ComparedRun) -> dict[str, Any]:
 def _by_class(
     pools: dict[str, list[tuple[int, int]]], class_by_pool: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the bytes of each class at each time at which one of them changes."""
+    """Returns the times at which a class changes, and the bytes of each class from each time on.
+    `pools` has the points (time, bytes) of each pool.
+    """
     changes: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for pool, points in pools.items():
         before = 0
@@ -132,6 +131,6 @@ def _training(record: StepRecord) -> dict[str, Any]:
         "rates": [float(f"{rate:.6g}") for rate in record.rates],
         "norms": [None if norm is None else float(f"{norm:.6g}") for norm in record.norms],
         "speeds": [round(speed, 1) for speed in record.speeds],
-        "evaluations": [[each.step, round(each.loss, 6)] for each in record.evaluations],
+        "evaluations": [[found.step, round(found.loss, 6)] for found in record.evaluations],
         "window": record.smoothing,
     }

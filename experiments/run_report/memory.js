@@ -1,5 +1,5 @@
-// Memory: bytes in use over the step by class of data, one panel for each place. The outline is the
-// prediction.
+// Memory: bytes in use during the step by class of data, with one panel for the device and one for
+// the host. The outline is the prediction.
 
 const PANEL = 150;
 
@@ -73,8 +73,8 @@ class MemoryCanvas {
     }
   }
 
-  /** Returns runs of pixels with one amount: from, to, and its index in `times`. If several amounts
-      fall into one pixel, the largest is shown, so that no peak is lost. */
+  /** Returns runs of pixels with the same amount: `from`, `to`, and the amount's `index` in
+      `times`. If several amounts fall into one pixel, the largest is shown, so no peak is lost. */
   runs(times, totals) {
     const found = [], { view, width, left } = this;
     let index = Math.max(lastAtMost(times, view.from), 0);

@@ -1,4 +1,4 @@
-"""model_card: the text that describes a trained model on the hub."""
+"""The model card: the text that describes a trained model on the hub."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatrain.simulator.schedule.plan import Plan
 def model_card(run: Path, title: str, *, base: str | None = None, step: int | None = None) -> str:
     """Returns a card in Markdown with the base model, the data, the settings and the loss of `run`.
 
-    Of local files and folders it has the names only, not the paths.
+    It names local files and folders without their paths.
 
     Args:
         run: the folder of a run.
         title: the model's name.
-        base: the model that the run began with; None for that of the plan.
-        step: the step after which the weights were exported; None for the last.
+        base: the model from which the run started; None for the plan's model.
+        step: the step after which the weights were exported; None for the last step.
 
     Raises UserError if the run's files cannot be read.
     """
@@ -84,19 +84,19 @@ def model_card(run: Path, title: str, *, base: str | None = None, step: int | No
 
 
 def _front_matter(head: dict[str, str | list[str]]) -> list[str]:
-    """Returns the lines of YAML that the hub reads, without empty lists."""
+    """Returns `head` as lines of YAML, which the hub reads. Empty lists are left out."""
     lines = ["---"]
     for key, value in head.items():
         if isinstance(value, str):
             lines.append(f"{key}: {value}")
         elif value:
-            lines += [f"{key}:", *(f"- {each}" for each in value)]
+            lines += [f"{key}:", *(f"- {entry}" for entry in value)]
     return [*lines, "---", ""]
 
 
 def _shown(text: str) -> str:
-    """Returns a source of the data as the card names it: by its name on the hub, or by the last
-    part of its path.
+    """Returns the name of a data source in the card: its name on the hub, or the last part of its
+    path.
     """
     path = weighted_path(text).path
     return text if hub_data(path) else f"{path.name}{text[len(str(path)) :]}"

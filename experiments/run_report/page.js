@@ -1,4 +1,4 @@
-// Page: connects the pictures with clicks, keys and the pointer.
+// Page: makes the pictures react to clicks, keys and the pointer.
 
 const element = (id) => document.getElementById(id);
 const data = JSON.parse(element("data").textContent);
@@ -34,7 +34,8 @@ function select(op) {
   view.redraw();
 }
 
-/** Returns a row of the readout: a name, a value and a remark. `id` is that of the value. */
+/** Returns a row of the readout: a name, a value and a remark. `id` is the id of the value's
+    element. */
 function readoutRow(name, value, remark, id) {
   const bold = `<b${id ? ` id=${id}` : ""}>${value}</b>`;
   return `<div><span>${name}</span>${bold}<span>${remark}</span></div>`;
@@ -60,7 +61,7 @@ function described(op) {
   ].join("");
 }
 
-/** Selects an op and shows it with its neighbours, large enough to be read. */
+/** Selects an op and zooms to it and its neighbours. */
 function reveal(op) {
   const from = Math.min(predicted.start[op], measured.start[op]),
     to = Math.max(predicted.end[op], measured.end[op]);
@@ -231,7 +232,7 @@ function colourLegends() {
   }
 }
 
-// A printer needs the pictures at once, so they are not drawn in the next frame as usual.
+// A printer needs the pictures at once, so they are drawn now and not in the next frame.
 onColourChange(() => {
   colourLegends();
   timeline.recolour();

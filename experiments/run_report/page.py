@@ -1,9 +1,9 @@
-"""Writes a run as one HTML file that works offline. Text and tables are plain HTML, and scripts
-draw the pictures that can be zoomed and hovered.
+"""Writes a run as one HTML file that works offline. Text and tables are plain HTML. Scripts draw
+the interactive pictures.
 
-Nothing is fetched: style, scripts and data are inline. The data are JSON in a script element. They
-hold ids of ops, kinds, classes and numbers, but no text that a user wrote, which could close the
-element. Text that a user wrote is escaped and shown in the tables.
+Style, scripts and data are inline, so nothing is fetched. The data are JSON in a script element.
+They contain ids of ops, kinds, classes and numbers, but no text of users, which could close the
+element. Text of users is escaped and shown in the tables.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SCRIPTS = ("axes.js", "view.js", "timeline.js", "memory.js", "training.js", "pa
 
 
 def write_page(run: ComparedRun, path: Path) -> None:
-    """Writes the page of `run` to `path`, whole or not at all. Raises UserError if `path` cannot be
-    written, or if a file of the run is not as the command writes it.
+    """Writes the page of `run` to `path` in one atomic operation. Raises UserError if `path` cannot
+    be written, or if a file of the run has unexpected content.
     """
     here = Path(__file__).parent
     data_json = msgspec.json.encode(pictures(run)).decode()

@@ -1,5 +1,5 @@
-"""Draws the pictures in a run's folder: the predicted and the measured timeline, the errors, memory
-against its limit, and the loss.
+"""Draws the pictures in a run's folder: the predicted and the measured timeline, the errors, the
+memory with its limit, and the loss.
 """
 
 from __future__ import annotations

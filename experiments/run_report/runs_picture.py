@@ -21,10 +21,10 @@ _LOSS_INCHES, _SPEED_INCHES, _GAP_INCHES, _BOTTOM_INCHES = 3.4, 1.2, 0.75, 0.5
 
 
 def runs_png(path: Path, compared: RunsCompared, runs: Sequence[NamedRun]) -> None:
-    """Draws the loss and the speed of each run by step, and the memory that it took.
+    """Writes a PNG with the loss and the speed of each run by step, and its memory.
 
-    Evaluations are points. Where losses are averaged, those of each step are pale. Raises UserError
-    if `path` cannot be written.
+    Evaluations are points. If losses are averaged, the loss of each step is drawn in a paler
+    colour. Raises UserError if `path` cannot be written.
     """
     colours = [colour for _, colour in zip(runs, cycle(_COLOURS), strict=False)]
     memory = 0.34 * len(runs)
@@ -54,7 +54,7 @@ def runs_png(path: Path, compared: RunsCompared, runs: Sequence[NamedRun]) -> No
                 means = np.convolve(record.losses, np.full(window, 1 / window), "valid")
                 steps = record.steps[window // 2 :][: len(means)]
                 upper.plot(steps, means, color=colour, linewidth=1.8, label=label)
-            points = [(each.step, each.loss) for each in record.evaluations]
+            points = [(evaluation.step, evaluation.loss) for evaluation in record.evaluations]
             if points:
                 upper.plot(*zip(*points, strict=True), "D", markersize=4.5, color=colour)
             middle.plot(record.steps, record.speeds, color=colour, linewidth=1.2)

@@ -1,5 +1,5 @@
-"""The page's text and tables as HTML. Errors come from the run's error report, and sizes and times
-have the same format as in the command's output.
+"""The page's text and tables as HTML. Errors come from the run's error report. Sizes and times have
+the same format as in the command's output.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def figures(run: ComparedRun) -> str:
 
 
 def _loss(run: ComparedRun) -> list[tuple[str, str, str, str]]:
-    """Returns the tile of the loss, if a step was completed."""
+    """Returns the loss as an entry of `figures`, or nothing if no step was completed."""
     record = run.record
     if not record.losses:
         return []
@@ -140,8 +140,8 @@ def lead(run: ComparedRun) -> str:
 def _whole_step(run: ComparedRun) -> tuple[float, float, float]:
     """Returns the measured and the predicted seconds of a step, and the error of the prediction.
 
-    They are those of the run's steady steps, as `train` and the comparison of several runs have
-    them, or of the one step whose ops are recorded if the others are not known.
+    The measured time is the median of the run's steady steps, as in `train` and in the comparison
+    of several runs. If these are not known, it is the time of the one step whose ops are recorded.
     """
     errors = run.errors
     if steps := errors.steps:
@@ -330,8 +330,8 @@ def _order(run: ComparedRun) -> str:
 
 
 def memory(run: ComparedRun) -> str:
-    """Returns the table of memory by class: the planned and the allocated bytes. The framework's
-    own allocations are known only as one number.
+    """Returns the table of memory by class, with planned and allocated bytes. PyTorch's own
+    allocations are known only as one number.
     """
     measured = read_json(run.folder / "memory.json")
     account = plan_account(run.plan, run.schedule, run.costs)
@@ -396,9 +396,7 @@ def _bytes_row(name: str, predicted: int, measured: int | None) -> list[Cell]:
 
 
 def machine(run: ComparedRun) -> str:
-    """Returns where the run was measured, the source of its costs, and the
-    commands to repeat it.
-    """
+    """Returns the machine of the run, the source of its costs, and the commands to repeat it."""
     found = read_json(run.folder / "environment.json")
     rows: list[Sequence[Cell]] = [
         *(

@@ -25,7 +25,7 @@ _LEFT_OUT = {"data.data", "data.cache", "data.evaluation_data", "evaluation.ask"
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the runs that are compared. A value that was not measured is None."""
+    """One of the compared runs. A value that was not measured is None."""
 
     run: str
     """The run's folder."""
@@ -44,19 +44,19 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     """Mean loss of the last steps. All runs have the same number of these."""
     common_loss: float
-    """The same up to the last step that all runs have."""
+    """Mean loss of as many steps before `RunsCompared.common_step`."""
     evaluation_loss: float | None
     """Loss of the last evaluation."""
     best_evaluation_loss: float | None
     """Lowest loss of an evaluation."""
     tokens_per_second: float
-    """Median over the steps under the plan that the run has now, without warm-up steps."""
+    """Median over the steps under the run's current plan, without warm-up steps."""
     step_seconds: float
     """Median wall time of the same steps."""
     predicted_step_seconds: float | None
-    """What the plan predicts."""
+    """The step time that the plan predicts."""
     device_bytes: int | None
-    """Peak of the device's memory, or the size of its pools where no GPU measures a peak."""
+    """Peak of device memory. Without a GPU, the size of the pools that represent it."""
     host_bytes: int | None
     """Size of the pools in host memory."""
 
@@ -71,22 +71,22 @@ class RunsCompared(msgspec.Struct, frozen=True, kw_only=True):
     common_step: int
     """Last step that all runs have."""
     settings: dict[str, list[str]]
-    """Settings in which the runs differ, with the value of each run."""
+    """Name of a setting in which the runs differ -> its value in each run."""
 
 
 class NamedRun(msgspec.Struct, frozen=True):
-    """A run's record with its short name."""
+    """A run's record and its short name."""
 
     name: str
     """The shortest end of its path that no other run has."""
     record: StepRecord
-    """Its steps."""
+    """The run's steps and machine."""
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunsCompared, list[NamedRun]]:
-    """Returns the comparison of the runs in `folders`, and their steps.
+    """Returns the comparison of the runs in `folders`, and their records.
 
-    Raises UserError if one is not the folder of a run that did a step.
+    Raises UserError if one of them is not the folder of a run with at least one step.
     """
     records = [_record(folder) for folder in folders]
     last_steps = max(min(len(record.steps) for record in records) // 25, 1)
@@ -99,7 +99,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunsCompared, list[NamedRun]]:
         settings=_differences([_settings(folder) for folder in folders]),
     )
     names = _short_names([str(folder) for folder in folders])
-    return compared, [NamedRun(*each) for each in zip(names, records, strict=True)]
+    return compared, [NamedRun(*pair) for pair in zip(names, records, strict=True)]
 
 
 def _record(folder: Path) -> StepRecord:
@@ -114,6 +114,7 @@ def _record(folder: Path) -> StepRecord:
 
 
 def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> RunSummary:
+    """Returns the summary of a run. `common` is the last step that all compared runs have."""
     plan = Plan.load(folder / "plan.toml")
     measured: dict[str, Any] = {}
     if (folder / "memory.json").is_file():
@@ -121,7 +122,7 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
     shared = [
         loss for step, loss in zip(record.steps, record.losses, strict=True) if step <= common
     ]
-    evaluations = [each.loss for each in record.evaluations]
+    evaluations = [evaluation.loss for evaluation in record.evaluations]
     speeds = record.speeds[record.first :]
     return RunSummary(
         run=str(folder),
@@ -163,20 +164,21 @@ def _settings(folder: Path) -> dict[str, str]:
     }
     if (folder / "data.json").is_file():
         counts = convert(read_json(folder / "data.json"), dict[str, DataSummary], str(folder))
-        flat |= {f"tokens of the {name} data": f"{each.tokens:,}" for name, each in counts.items()}
+        flat |= {f"tokens of the {name} data": f"{data.tokens:,}" for name, data in counts.items()}
     flat["plan.device_limit"] = format_bytes(plan.device_limit_bytes)
     flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes)
     return flat
 
 
 def _differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    keys = dict.fromkeys(key for each in settings for key in each if key not in _LEFT_OUT)
-    rows = {key: [each.get(key, "-") for each in settings] for key in keys}
+    """Returns `RunsCompared.settings` from the settings of each run."""
+    keys = dict.fromkeys(key for run in settings for key in run if key not in _LEFT_OUT)
+    rows = {key: [run.get(key, "-") for run in settings] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
-    """Returns for each path its shortest end that no other path has."""
+    """Returns the shortest end of each path that no other path has."""
     parts = [Path(path).absolute().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -186,9 +188,9 @@ def _short_names(paths: Sequence[str]) -> list[str]:
 
 
 def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -> str:
-    """Returns what all runs have in common, and a table with one column for each run. With two
-    runs, a further column has the change from the first to the second. What they have in common
-    is wrapped at `width` columns.
+    """Returns a line of facts that all runs have in common, and a table with one column for each
+    run. With two runs, a further column has the change from the first to the second. The line is
+    wrapped at `width` columns.
     """
     runs, last = compared.runs, compared.last_steps
     two = len(runs) == 2
@@ -199,7 +201,7 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
         values = [getattr(run, field) for run in runs]
         cells = [name, *("-" if value is None else shown(value) for value in values)]
         if two:
-            # A change from a value that is shown as zero would be a number of any size.
+            # If the first value is shown as zero, the relative change means nothing.
             known = change and None not in values and shown(values[0]) != shown(0)
             cells.append(signed_percent(values[1] / values[0] - 1) if known else "")
         return cells
@@ -236,8 +238,8 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
     lines = [*textwrap.wrap(f"the same in all: {common}", width), ""] if shared else []
     lines += align(rows)
     if compared.settings:
-        values = [[key, *each] for key, each in compared.settings.items()]
-        lines += ["", *align([["settings that differ", *names], *values])]
+        settings = [[key, *values] for key, values in compared.settings.items()]
+        lines += ["", *align([["settings that differ", *names], *settings])]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""StepRecord: the machine and the steps of a run, as its folder records them."""
+"""Reads the machine and the steps of a run from its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
     loss: float
     """Mean loss over all labelled tokens."""
     perplexity: float | None
-    """exp(loss), or None if that is too large for a float."""
+    """exp(loss), or None if this is too large for a float."""
     tokens: int
     """Number of labelled tokens."""
     seconds: float
@@ -29,7 +29,7 @@ class Evaluation(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """The machine and the steps of a run, as its folder records them."""
+    """The machine and the steps of a run. The lists of steps have one entry for each step."""
 
     device: str
     """Name of the GPU, or of the CPU if there is none."""
@@ -50,19 +50,19 @@ class StepRecord(NamedTuple):
     evaluations: list[Evaluation]
     """The evaluations."""
     first: int = 0
-    """Position in `steps` of the first step of the plan that the run has now."""
+    """Position in `steps` of the first step under the run's current plan."""
 
     @property
     def steady_seconds(self) -> dict[int, float]:
-        """Wall time by step number, of the steps under the plan that the run has now. Warm-up steps
-        are left out, unless there are no others.
+        """Step number -> wall time in seconds, for the steps under the run's current plan. Warm-up
+        steps are left out, unless there are no other steps.
         """
         times = list(zip(self.steps, self.seconds, strict=True))[self.first :]
         return dict(times[WARM_UP_STEPS:] or times)
 
     @property
     def known_norms(self) -> list[tuple[int, float]]:
-        """Step number and gradient norm of the steps that have one."""
+        """(step number, gradient norm) of the steps with a norm."""
         pairs = zip(self.steps, self.norms, strict=True)
         return [(step, norm) for step, norm in pairs if norm is not None]
 
@@ -80,7 +80,7 @@ class StepRecord(NamedTuple):
 def read_record(folder: Path) -> StepRecord:
     """Returns the contents of `environment.json` and `metrics.jsonl` in a run's folder.
 
-    Raises UserError if they are not as `megatrain train` writes them.
+    Raises UserError if their content is unexpected.
     """
     machine, text = read_json(folder / "environment.json"), read_text(folder / "metrics.jsonl")
     name = "environment.json"
@@ -127,6 +127,8 @@ def read_record(folder: Path) -> StepRecord:
 
 
 def _first_of_plan(schedules: Sequence[str]) -> int:
-    """Returns the position from which on all of `schedules` are that of the last step."""
-    others = [index for index, each in enumerate(schedules) if each != schedules[-1]]
+    """Returns the position of the first step after which the schedule did not change. `schedules`
+    has the digest of each step's schedule.
+    """
+    others = [index for index, digest in enumerate(schedules) if digest != schedules[-1]]
     return others[-1] + 1 if others else 0

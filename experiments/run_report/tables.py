@@ -1,4 +1,4 @@
-"""Tables of the page. A cell is text, or an op that a click shows in the timeline."""
+"""Tables of the page. A cell is text or an op. A click on an op shows it in the timeline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 
 class OpRow(NamedTuple):
-    """A cell, or a word in a text, that is the id of an op."""
+    """The id of an op, as a cell or as a word in a text."""
 
     id: str
+    """The id."""
 
     def html(self) -> str:
         """Returns a button that shows the op in the timeline."""
@@ -26,8 +27,8 @@ def table(
     left: Collection[int] = (0,),
     total: bool = False,
 ) -> str:
-    """Returns an HTML table. Columns not in `left` are right-aligned numbers. With `total` the last
-    row is set apart.
+    """Returns an HTML table. Columns in `left` are left-aligned, and the others right-aligned. With
+    `total`, the last row is styled as a total.
     """
 
     def row(cells: Sequence[Cell], tag: str) -> str:

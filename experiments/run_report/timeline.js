@@ -1,5 +1,6 @@
-// Timeline: predicted above measured on one axis, with one row for each lane. Below them: how much
-// later than predicted each op of compute started. Without a measurement: the prediction alone.
+// Timeline: the predicted step above the measured one, on one axis, with one row for each lane. A
+// panel below shows how much later than predicted each op of compute started. Without a
+// measurement, only the prediction is drawn.
 
 const ROW = 24, HEAD = 30, AXIS = 24, DRIFT = 54;
 
@@ -33,7 +34,7 @@ class TimelineCanvas {
     view.drawers.push(() => this.draw());
   }
 
-  /** Takes the colours of the kinds for a light or a dark page. */
+  /** Sets the colours of the kinds for a light or a dark page. */
   recolour() {
     this.colours = this.kinds.map((kind) => visible(kind.colour));
     this.inks = this.colours.map((colour) => (lightness(colour) < 0.58 ? "#fff" : DARK_INK));
@@ -73,8 +74,8 @@ class TimelineCanvas {
     return best;
   }
 
-  /** Returns the op that ended last among those that `op` waits for, on its lane or another, or -1
-      if it waits for none. */
+  /** Returns the last op to end among the ops that `op` waits for, on any lane, or -1 if it waits
+      for none. */
   waitsFor(op, panel) {
     const lane = panel.rows[this.ops.lane[op]], before = lane[lane.indexOf(op) - 1];
     const candidates = before === undefined ? this.ops.after[op] : [before, ...this.ops.after[op]];
@@ -159,8 +160,8 @@ class TimelineCanvas {
 
   shade(kind) { return this.chosenKind < 0 || this.chosenKind === kind ? 1 : 0.15; }
 
-  /** Draws ops narrower than a pixel, summed for each column of one pixel. A column is darker the
-      busier the lane was in it, and never too pale to be seen. */
+  /** Draws ops that are narrower than a pixel, summed for each column of pixels. The busier the
+      lane was, the darker is the column. It is never too pale to be seen. */
   drawThin(context, thin, y) {
     let run = null;
     const flush = () => {

@@ -1,5 +1,5 @@
-// Training: the loss of every step with its running mean and the evaluations, and below it learning
-// rate, gradient norm and tokens/s.
+// Training: the loss of every step, its running mean and the evaluations. Panels below show the
+// learning rate, the gradient norm and tokens/s.
 
 const LOSS_HEIGHT = 172, LOWER_HEIGHT = 56, PANEL_GAP = 34;
 
@@ -70,7 +70,8 @@ class TrainingCanvas {
 
   /** Draws the panel of the loss, and returns its function from value to y. */
   drawLoss(context) {
-    const evaluated = this.evaluations.map(([, loss]) => loss), all = [...this.losses, ...evaluated];
+    const evaluated = this.evaluations.map(([, loss]) => loss);
+    const all = [...this.losses, ...evaluated];
     const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
     const room = 0.06 * (high - low) || 0.5;
     const y = this.panel(context, 28, LOSS_HEIGHT, low - room, high + room, "loss", null);
@@ -85,7 +86,8 @@ class TrainingCanvas {
     return y;
   }
 
-  /** Draws a heading, an axis at the left and its lines. Returns the function from value to y. */
+  /** Draws a heading, the axis on the left, and grid lines. Returns the function from a value to
+      y. */
   panel(context, top, height, low, high, name, text) {
     const y = (value) => top + height - ((value - low) / (high - low)) * height;
     const { step, values } = ticks(low, high, height / (text ? 18 : 28)),

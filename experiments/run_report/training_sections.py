@@ -1,5 +1,5 @@
-"""The page's text and tables on the training itself: loss, learning rate, gradient norm,
-evaluations, data, and answers of the trained model.
+"""The page's text and tables about the training: loss, learning rate, gradient norm, evaluations,
+data, and answers of the trained model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.base.units import format_seconds
 
 _MOST_EVALUATIONS = 20
-"""number of evaluations in the table; of more, these are chosen evenly"""
+"""The number of evaluations in the table. If there are more, this many are chosen evenly."""
 
 
 def curves(run: ComparedRun) -> str:
@@ -49,24 +49,24 @@ def _norm(norms: list[float]) -> str:
 
 
 def evaluations(run: ComparedRun) -> str:
-    """Returns the table of evaluations. With many, it has the first, the last, the best, and some
-    in between.
+    """Returns the table of evaluations. If there are many, it has the first one, the last, the
+    best, and some in between.
     """
-    found = run.record.evaluations
-    if not found:
+    every = run.record.evaluations
+    if not every:
         return ""
-    best = min(found, key=lambda each: each.loss)
+    best = min(every, key=lambda evaluation: evaluation.loss)
     chosen = {
-        round(i * (len(found) - 1) / (_MOST_EVALUATIONS - 1)) for i in range(_MOST_EVALUATIONS)
+        round(i * (len(every) - 1) / (_MOST_EVALUATIONS - 1)) for i in range(_MOST_EVALUATIONS)
     }
     shown = [
-        each
-        for index, each in enumerate(found)
-        if len(found) <= _MOST_EVALUATIONS or index in chosen or each is best
+        evaluation
+        for index, evaluation in enumerate(every)
+        if len(every) <= _MOST_EVALUATIONS or index in chosen or evaluation is best
     ]
-    some = (
-        f"<p class=note>{len(shown)} of {len(found):,} evaluations.</p>"
-        if len(shown) < len(found)
+    note = (
+        f"<p class=note>{len(shown)} of {len(every):,} evaluations.</p>"
+        if len(shown) < len(every)
         else ""
     )
     head = ["after step", "loss", "perplexity", "tokens", "took", ""]
@@ -81,11 +81,11 @@ def evaluations(run: ComparedRun) -> str:
         ]
         for each in shown
     ]
-    return f"<div><h3>Evaluations</h3>{table(head, rows, left=(5,))}{some}</div>"
+    return f"<div><h3>Evaluations</h3>{table(head, rows, left=(5,))}{note}</div>"
 
 
 def data(run: ComparedRun) -> str:
-    """Returns the table of what is in the data: rows, documents, tokens, and what is left out.
+    """Returns the table of the data: rows, documents and tokens, used and left out.
 
     It is empty for a run without `data.json`, whose batches did not come from files.
     """

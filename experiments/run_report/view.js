@@ -1,4 +1,4 @@
-// View: the part of the step that is shown, shared by all pictures with the time axis.
+// View: the visible part of the step, which all pictures with a time axis share.
 
 class View {
   /** `end` is the end of the longer timeline, in ns. */
@@ -56,8 +56,8 @@ class View {
   }
 }
 
-/** A strip with the compute ops of the whole step, and a frame around the part that is shown. The
-    frame can be dragged. */
+/** A strip with the compute ops of the whole step, and a frame around the visible part. The frame
+    can be dragged. */
 class Overview {
   constructor(canvas, view, timeline) {
     Object.assign(this, { canvas, view, timeline });

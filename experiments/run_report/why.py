@@ -1,4 +1,4 @@
-"""The reasons for a plan, from its memory, its bounds and its timeline, and the plans of other
+"""The reasons for a plan (its memory, its bounds and its timeline), and the plans of other
 policies.
 """
 
@@ -82,8 +82,8 @@ def reasons(run: ComparedRun) -> list[str]:
 
 
 def _marginal_gains(run: ComparedRun) -> list[str]:
-    """Returns what one more GiB of each memory would buy on this run's machine, in the words of
-    `megatrain plan`.
+    """Returns the sentences of `megatrain plan` on what one more GiB of each memory would gain on
+    this run's machine.
     """
     try:
         choice = assess(run.plan, run.costs)
@@ -99,9 +99,9 @@ def _marginal_gains(run: ComparedRun) -> list[str]:
 
 
 def rivals(run: ComparedRun) -> list[list[str]]:
-    """Returns one row for each policy: its best plan by today's planner on the same machine and
-    limits, with its step time, its difference to this plan, and its memory. A plan that does not
-    fit is marked as such.
+    """Returns one row for each policy, with its best plan by the current planner for the same
+    machine and limits: the step time, its difference from this plan's, and the memory. A plan that
+    does not fit is marked.
     """
     plan, step = run.plan, run.errors.predicted_seconds + run.costs.step_overhead_ns / 1e9
     try:

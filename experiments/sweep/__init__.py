@@ -1,4 +1,4 @@
-"""Sweeps: simulates or executes every plan of a grid, as `megatrain sweep` does.
+"""Sweeps: simulating or executing every plan of a grid. `megatrain sweep` uses this package.
 
 >>> from megatrain.experiments.sweep import load_sweep
 """

@@ -16,8 +16,9 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: str) -> SweepRow:
-    """Returns `predicted` with the time and memory of `steps` executed steps, the first of which
-    are warm-up. The plan is written to `path`. If the run fails, the row has the reason.
+    """Returns `predicted` with the time and memory of `steps` executed steps. The first steps are
+    warm-up and are not counted. The plan is written to `path`. If the run fails, or if the policy
+    can only be predicted, the row is `refused` with the reason.
     """
     if policies.find(plan.policy).prediction_only:
         return msgspec.structs.replace(

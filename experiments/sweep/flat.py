@@ -11,9 +11,8 @@ import msgspec
 
 from megatrain.experiments.files.row_file import parse_rows
 from megatrain.experiments.sweep.store import SweepRow
-from megatrain.simulator.base.csv_text import csv_text
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import write_text
+from megatrain.simulator.base.files import csv_text, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,8 +25,8 @@ _SECONDS = ("step_seconds", "tokens_per_second", "predicted_seconds")
 def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """Returns the rows of the sweep in `folder` as a DataFrame with the columns of `rows.csv`.
 
-    A plan that was simulated several times, for example before and after a policy was changed, has
-    its last row only. Raises UserError if `folder` has no sweep.
+    If a plan was simulated several times, for example before and after a policy was changed, only
+    its last row is returned. Raises UserError if `folder` has no sweep.
     """
     import pandas as pd
 
@@ -45,8 +44,8 @@ def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
-    """Returns the last row of each plan. The knobs of a point that was planned are a result, so
-    they do not tell two points apart.
+    """Returns the last row of each plan. Rows whose knobs the planner chose are of one plan if they
+    differ only in their knobs, because these are a result.
     """
     found: dict[bytes, SweepRow] = {}
     for row in rows:
@@ -58,7 +57,7 @@ def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
 
 
 def flat_row(row: SweepRow) -> dict[str, object]:
-    """Returns a row by column. Columns of axes have the names that `--over` takes."""
+    """Returns column -> value for a row. Columns of axes have the names that `--over` takes."""
     knobs = msgspec.structs.asdict(row.knobs)
     placed = msgspec.structs.asdict(knobs.pop("placement"))
     return {

@@ -10,8 +10,9 @@ from megatrain.experiments.sweep.store import SweepRow
 
 
 def front(rows: Iterable[SweepRow], least_gain: float = 0.0) -> list[SweepRow]:
-    """Returns the front by ascending device memory. Each row is faster than the one before by more
-    than the share `least_gain`. Among equal rows, the one with smaller limits is kept.
+    """Returns the front by ascending device memory. Each row takes less time per token than the row
+    before, by more than the share `least_gain`. Among equal rows, the one with smaller limits is
+    kept.
     """
     kept: list[SweepRow] = []
     for row in sorted(

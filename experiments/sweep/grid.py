@@ -1,9 +1,9 @@
-"""The grid of a sweep: plans are the product of axes. An axis is a name with its values, from the
-command line or from TOML.
+"""The grid of a sweep: a plan for each combination of the axes' values. An axis is a name with its
+values, from the command line or from TOML.
 
-An axis is `policy`, a knob (`weight_slots`, `placement.weights`, ...), a field of the workload
-(`batch`, `clipping`, ...), or a limit (`device_memory`, `host_memory`). Sizes may be written as
-`24GiB`. A file may hold several grids. The sweep has the plans of all of them:
+The name of an axis is `policy`, a knob (such as `weight_slots` or `placement.weights`), a field of
+the workload (such as `batch` or `clipping`), or a limit (`device_memory` or `host_memory`). Sizes
+may be written as `24GiB`. A file may have several grids. The sweep has the plans of all of them:
 
     [[grid]]
     policy = ["k_buffer"]
@@ -51,12 +51,14 @@ AXES = (
 """Every name that an axis may have."""
 
 Axes = dict[str, tuple[Any, ...]]
+"""Name of an axis -> its values."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of a grid file."""
 
     grid: list[dict[str, list[Any]]]
+    """The grids: axis -> its values."""
 
 
 def read_grids(path: Path) -> list[Axes]:
@@ -73,8 +75,9 @@ def read_grids(path: Path) -> list[Axes]:
 
 
 def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, ...]]:
-    """Returns an axis from its name and its values, which are texts or TOML values. Raises
-    UserError for an unknown name or a value that the axis cannot have.
+    """Returns the full name and the converted values of an axis. The given values are texts or TOML
+    values. Raises UserError for an unknown name or a value that the axis cannot have. `where` names
+    the source in the error.
     """
     name = _ALIASES.get(name, name)
     if name not in AXES:
@@ -119,8 +122,8 @@ def _type_of(into: type[msgspec.Struct], name: str) -> Any:
 
 
 def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
-    """Returns every plan of the grids once. Fields that a grid does not name are those of `base`.
-    Raises UserError for a value that a plan cannot have, or for more than a million plans.
+    """Returns every plan of the grids, each once. Fields that a grid does not name are taken from
+    `base`. Raises UserError for a value that a plan cannot have, or for more than a million plans.
     """
     count = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
     if count > _MOST:
@@ -146,7 +149,7 @@ def plans(base: Plan, grids: Sequence[Axes]) -> list[Plan]:
 
 
 def changed(base: Plan, values: dict[str, Any]) -> Plan:
-    """Returns `base` with other values of some axes. Raises UserError for an impossible value."""
+    """Returns `base` with the `values` of some axes. Raises UserError for an impossible value."""
     placed = {name.partition(".")[2]: values[name] for name in _PLACED if name in values}
     knobs = {name: value for name, value in values.items() if name in Knobs.__struct_fields__}
     work = {name: value for name, value in values.items() if name in Workload.__struct_fields__}

@@ -1,8 +1,8 @@
 """Draws a sweep's plans by device memory and time, with one marker for each policy and a line
-through the Pareto front. Writes PNG and PDF whose bytes depend only on the rows.
+through the Pareto front. The bytes of the PNG and the PDF depend only on the rows.
 
-Markers of a later policy are smaller, so that plans at the same place are all seen. Points are
-labelled with what differs between the plans, such as the batch, where there is room.
+Markers of later policies are smaller, so plans at the same place can all be seen. If there is room,
+points are labelled with settings that differ between the plans, such as the batch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from megatrain.simulator.plots.canvas import DPI, INK, MUTED, STYLE
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#8a949e")
-# One more than colours, so that 56 policies look different.
+# There is one more mark than colours, so 56 policies look different.
 _MARKS = ("o", "D", "s", "^", "v", "P", "X", "<")
 _MANY = 400  # with more rows, points are smaller and paler
 _PLACES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...] = (
     ((8, 5), "left"),
     ((-8, 5), "right"),
 )
-"""where a label may be, as a shift from its point in points of type and its side at the point"""
+"""Places of a label: its shift from the point in typographic points, and its horizontal alignment.
+"""
 _LABELLED = 30  # with more rows, only points of the front are labelled
 _CLOSE_PIXELS = 50
 _LABEL_KEYS = 2  # most settings in a label
@@ -44,9 +45,10 @@ _METADATA: dict[str, dict[str, None]] = {
 }
 
 
-def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Path]:
-    """Writes `STEM.png` and `STEM.pdf` of the timed rows. `made` says how and when the sweep was
-    made. If the rows differ in tokens per step, time is for a million tokens.
+def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list[Path]:
+    """Writes `STEM.png` and `STEM.pdf` of the timed rows, and returns the paths. `caption` says how
+    and when the sweep was made. If the rows differ in tokens per step, the time is that of a
+    million tokens.
     """
     timed, best = [row for row in rows if row.timed], front(rows)
     one_step = len({row.workload.step_tokens for row in timed}) == 1
@@ -111,7 +113,7 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Pa
         axes.set_ylabel("seconds per step" if one_step else "seconds for a million tokens")
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22)
         axes.annotate(
-            made,
+            caption,
             (0, 1),
             (0, 8),
             xycoords="axes fraction",
@@ -134,11 +136,11 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, made: str) -> list[Pa
 def _label(
     axes: Axes, labels: Sequence[tuple[float, float, str]], points: Sequence[tuple[float, float]]
 ) -> None:
-    """Writes labels (x, y, text) next to their points, the first ones first.
+    """Writes labels (x, y, text) next to their points, in their order.
 
-    A label that would cover another label or a point wherever it is written is left out. A
-    label is also left out if its point is close to another point with a label, since it would not
-    be clear which one is meant.
+    A label is left out if it would cover another label or a point at each of its places. It is also
+    left out if its point is close to another point with a label, because it would be unclear to
+    which point it belongs.
 
     The layout of the figure must be final.
     """
@@ -172,15 +174,16 @@ def _label(
 
 
 def _labels(rows: Sequence[SweepRow], timed: Sequence[SweepRow]) -> list[str]:
-    """Returns for each of `rows` the settings that differ between the plans, as a short text.
+    """Returns a short text for each of `rows`: at most two settings that differ between the `timed`
+    plans.
 
-    The workload and the limits come first. Placements are too long for a label.
+    The workload and the limits come before knobs. Placements are too long for a label.
     """
     every = [settings(row) for row in timed]
     differing = [
         key
         for key in every[0]
-        if not key.startswith("placement.") and len({each[key] for each in every}) > 1
+        if not key.startswith("placement.") and len({texts[key] for texts in every}) > 1
     ]
     knobs = set(timed[0].knobs.__struct_fields__)
     chosen = sorted(differing, key=lambda key: key in knobs)[:_LABEL_KEYS]

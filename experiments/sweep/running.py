@@ -1,5 +1,5 @@
-"""Runs a sweep: simulates the plans that are not in the store yet on all cores, or executes them
-one after the other. Each row is stored as soon as it is known.
+"""Runs a sweep: simulates plans in several processes, or executes them one after the other. Each
+row is stored as soon as it is known.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from megatrain.experiments.sweep.store import Store, SweepRow
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 
-_TASK = 40  # least number of plans that a process receives at a time, about 0.3 s of work
-# New objects before the garbage collector visits the young ones. A schedule has tens of thousands
-# of objects, and all of them stay alive.
+_TASK = 40
+"""Least number of plans that a process receives at a time, about 0.3 s of work."""
 _OBJECTS = 200_000
+"""New objects after which the garbage collector runs. A schedule has tens of thousands of objects,
+and all of them stay alive."""
 
 
 class SweepEntry(NamedTuple):
     """A plan and its key in the store."""
 
     plan: Plan
+    """The plan."""
     key: str
+    """Its key."""
     planned: bool = False
-    """Whether the planner chooses the knobs. Those of `plan` are ignored then."""
+    """Whether the planner chooses the knobs. Then the knobs of `plan` are ignored."""
 
 
 OnRows = Callable[[list[SweepRow]], None]
+"""A function that is called with new rows."""
 
 
 def simulate(
@@ -77,9 +81,9 @@ def _keep(rows: list[SweepRow], store: Store, on_rows: OnRows) -> None:
 
 
 def _tasks(entries: Iterable[SweepEntry]) -> Iterator[list[SweepEntry]]:
-    """Yields lists of entries. Plans of one structure are in one list, and each list is long enough
-    for the cost of a message to another process. An entry to plan is a list of its own, because
-    planning takes about a second.
+    """Yields lists of entries. Plans of one structure are in one list. A list is long enough that
+    the cost of a message to another process does not matter. An entry whose knobs the planner
+    chooses has a list of its own, because planning takes about a second.
     """
     entries = list(entries)
     yield from ([entry] for entry in entries if entry.planned)
@@ -115,12 +119,15 @@ _started_with: list[tuple[Simulator, Plan]] = []  # the arguments of this worker
 
 
 def _message(entry: SweepEntry) -> _Message:
-    """Returns the fields in which entries differ. The model is large and is sent only once."""
+    """Returns an entry without the fields that all entries share, such as the model, which is large
+    and is sent only once.
+    """
     values = tuple(getattr(entry.plan, field) for field in _FIELDS)
     return entry.key, entry.planned, values
 
 
 def _begin(hardware: HardwareSpec, plan: Plan) -> None:
+    """Prepares a worker process. `plan` has the fields that all entries share."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
     gc.freeze()
     gc.set_threshold(_OBJECTS)
@@ -154,8 +161,9 @@ def execute(
     steps: int,
     device: str,
 ) -> None:
-    """Runs each plan for `steps` optimizer steps on random tokens, in a process of its own. A plan
-    that its policy refuses or that does not fit is only simulated, and its row has the reason.
+    """Runs each plan for `steps` optimizer steps on random tokens, each in its own process, stores
+    its row, and calls `on_rows` with it. If a policy refuses the plan, or if the plan does not fit,
+    it is only simulated, and its row has the reason.
     """
     from megatrain.experiments.sweep.executed import executed
 

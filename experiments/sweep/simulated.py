@@ -1,15 +1,16 @@
-"""Rows of a sweep from simulation. Memory is computed first, and then the time: by the evaluator if
-no op slows another, which is exact, and otherwise by the engine.
+"""Simulates the rows of a sweep. Memory is computed first, and then the time of plans that fit. If
+no op slows another, the time is computed by the evaluator, which is exact, and otherwise by the
+engine.
 
 Work that plans share is done once, so plans should be sorted by `likeness`:
 
-* A limit does not change the schedule or its time, only whether the plan fits.
-* Another batch or sequence length changes the sizes of ops and buffers, and in most policies
-  nothing else. One lowering then serves all of them: sizes that depend on the tokens are computed
-  for the other workload. The first such schedule of each policy and workload is also lowered and
-  compared. If it differs, every later schedule is lowered.
+* A memory limit does not change the schedule or its time, only whether the plan fits.
+  * In most policies, another batch or sequence length changes only the sizes of ops and buffers. So
+    one lowered schedule is resized for other workloads. The first schedule of each policy and
+    workload is both lowered and resized. If the two differ, every later schedule is lowered.
 
-A point that is planned shares no work: the planner searches its knobs and its placement.
+A plan whose knobs the planner chooses shares no work, because the planner searches knobs and
+placement.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ _SIZES = ("bytes", "parameters", "flops", "elements", "shape", "offset")
 
 
 def structure(plan: Plan) -> tuple[str, Knobs, Workload]:
-    """Returns the fields of a plan that the order of its ops may depend on, without the number of
-    tokens.
+    """Returns the fields of a plan on which the order of its ops may depend. Batch and sequence are
+    set to 1.
     """
     return plan.policy, plan.knobs, msgspec.structs.replace(plan.workload, batch=1, sequence=1)
 
 
 def likeness(plan: Plan) -> tuple[bytes, int, int]:
-    """Returns a sort key: plans of one structure are next to each other, and within a structure
-    those of one workload.
+    """Returns a sort key. It puts plans of one structure next to each other, and within a structure
+    plans of one workload.
     """
     return msgspec.msgpack.encode(structure(plan)), plan.workload.batch, plan.workload.sequence
 
@@ -61,10 +62,12 @@ _Timed = tuple[float, str, Decided]
 
 
 class _Lowered(NamedTuple):
-    """A schedule and the plan it was made for."""
+    """A schedule and the plan from which it was lowered."""
 
     plan: Plan
+    """The plan."""
     schedule: Schedule
+    """Its schedule."""
 
 
 class Simulator:
@@ -81,7 +84,7 @@ class Simulator:
 
     def planned_row(self, plan: Plan, key: str) -> SweepRow:
         """Returns the row of the fastest plan that fits, with the policy, workload and limits of
-        `plan` and with other knobs. If none fits, it is that of the plan with the least memory.
+        `plan` and with any knobs. If none fits, it is the row of the plan with the least memory.
         """
         fields = {**self._fields(plan, key), "planned": True}
         try:
@@ -114,8 +117,8 @@ class Simulator:
         }
 
     def row(self, plan: Plan, key: str) -> SweepRow:
-        """Returns the plan's row. If the policy refuses the plan, or an op has no known cost, the
-        row has the reason.
+        """Returns the plan's row. If the policy refuses the plan, or if the cost of an op is not
+        known, the row has the reason.
         """
         fields = self._fields(plan, key)
         try:
@@ -130,7 +133,7 @@ class Simulator:
         return self._costs[plan.workload]
 
     def _measure(self, plan: Plan, costs: CostModel) -> tuple[Account, _Timed | None]:
-        """Returns the memory, and if the plan fits (seconds, binding lane, decided by)."""
+        """Returns the memory and the time of a plan. The time is None if the plan does not fit."""
         known = (plan.policy, plan.knobs, plan.workload)
         if self._known is None or self._known[0] != known:
             self._known = known, plan_account(plan, self._outline(_bare(plan)), costs), None
@@ -164,7 +167,7 @@ class Simulator:
         )
 
     def _outline(self, plan: Plan) -> Schedule:
-        """Returns a schedule with the plan's buffers. It may have no ops."""
+        """Returns a schedule with the plan's buffers. Its ops may be left out."""
         if base := self._base(plan):
             share = plan.workload.tokens / base.plan.workload.tokens
             buffers = tuple(resized(buffer, share) for buffer in base.schedule.buffers)
@@ -191,8 +194,8 @@ class Simulator:
         return schedule
 
     def _keep(self, fresh: _Lowered) -> None:
-        """Keeps the schedule. Also compares it with the last one, resized, if that was not done yet
-        for this policy and workload.
+        """Keeps the schedule as the last one. If it is the first of its policy and workload, also
+        checks whether resizing the previous one would have given the same schedule.
         """
         plan, last = fresh.plan, self._last
         if (
@@ -207,7 +210,7 @@ class Simulator:
 def _row(
     fields: dict[str, Any], workload: Workload, account: Account, timed: _Timed | None
 ) -> SweepRow:
-    """Returns a row with the memory, and with the time of a plan that fits."""
+    """Returns a row with the memory, and with the time if the plan fits."""
     fields |= {
         "device_peak_bytes": account.device_peak_bytes,
         "host_peak_bytes": account.host_peak_bytes,
@@ -230,19 +233,19 @@ def _bare(plan: Plan) -> Plan:
 
 
 class _Resizing:
-    """Maps an op of another workload's schedule to the op with the sizes that `plan` gives it."""
+    """Maps an op of another workload's schedule to the same op with the sizes of `plan`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._activation_bytes = (
             plan.workload.tokens * plan.model.carried * DTYPE_BYTES[plan.workload.dtype]
         )
-        self._found: dict[str, Op] = {}
+        self._cache: dict[str, Op] = {}
 
     def __call__(self, op: Op) -> Op:
-        if op.id not in self._found:
-            self._found[op.id] = self._resized(op)
-        return self._found[op.id]
+        if op.id not in self._cache:
+            self._cache[op.id] = self._resized(op)
+        return self._cache[op.id]
 
     def _resized(self, op: Op) -> Op:
         kind = op.kind
@@ -266,22 +269,22 @@ class _Resizing:
 
 
 def _equal_when_resized(last: _Lowered, fresh: _Lowered) -> bool:
-    """Returns whether the last schedule, resized, equals the one that was lowered."""
-    base, found, resizing, share = (
+    """Returns whether the last schedule, resized for the fresh plan, equals the fresh schedule."""
+    base, lowered, resizing, share = (
         last.schedule,
         fresh.schedule,
         _Resizing(fresh.plan),
         fresh.plan.workload.tokens / last.plan.workload.tokens,
     )
     return (
-        base.compiled == found.compiled
-        and [op.id for op in base.ops] == [op.id for op in found.ops]
-        and base.sizes.which == found.sizes.which
+        base.compiled == lowered.compiled
+        and [op.id for op in base.ops] == [op.id for op in lowered.ops]
+        and base.sizes.which == lowered.sizes.which
         and all(
-            _sizes(resizing(one)) == _sizes(other)
-            for one, other in zip(base.sizes.ops, found.sizes.ops, strict=True)
+            _sizes(resizing(op)) == _sizes(other)
+            for op, other in zip(base.sizes.ops, lowered.sizes.ops, strict=True)
         )
-        and tuple(resized(buffer, share) for buffer in base.buffers) == found.buffers
+        and tuple(resized(buffer, share) for buffer in base.buffers) == lowered.buffers
     )
 
 

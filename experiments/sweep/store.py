@@ -1,9 +1,9 @@
-"""The store of a sweep: rows as JSON lines, appended as soon as they are known, so that an
+"""The store of a sweep: rows as JSON lines, which are appended as soon as they are known. So an
 interrupted sweep can continue.
 
-A row is found by its key. The key is a digest of everything that decides the row: the plan, the
-machine, and for a simulation the simulator's sources, so that a sweep with an edited policy is
-simulated again. If a key occurs twice, the later line counts.
+The key of a row is a digest of everything that decides the row: the plan, the machine, and for a
+simulation the simulator's sources. So a sweep with an edited policy is simulated again. If a key
+occurs twice, the later line counts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
+"""How a row's result was found (`SweepRow.decided_by`)."""
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,23 +50,24 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     host_limit_bytes: int
     """The plan's limit of host memory."""
     decided_by: Decided
-    """How the result was found. `refused`: the policy or the run cannot do the plan. `memory`: the
-    plan does not fit. `evaluator`: no op slows another, so the evaluator is as exact as the engine.
-    `engine`: simulated by the engine. `execution`: run on a machine.
+    """How the result was found. `refused`: the policy refuses the plan, or its run failed.
+    `memory`: the plan does not fit. `evaluator`: computed by the evaluator, which is exact because
+    no op slows another. `engine`: simulated by the engine. `execution`: measured on a machine.
     """
     planned: bool = False
-    """Whether the planner chose the knobs. Otherwise the sweep gave them."""
+    """Whether the planner chose the knobs. Otherwise they are those of the grid."""
     reason: str = ""
-    """Why the plan was refused. Empty if it was not."""
+    """Why the plan was refused, or an empty text."""
     binding: str = ""
-    """The lane with the most work. If the plan does not fit, the pool that binds."""
+    """The lane with the most work. If the plan does not fit, the largest pool of the fuller memory.
+    """
     device_peak_bytes: int = 0
     """Peak of device memory, or 0 if the plan was refused."""
     host_peak_bytes: int = 0
     """Peak of host memory, or 0 if the plan was refused."""
     step_seconds: float | None = None
-    """Time of a step, or None if there is none. For an execution, the median of the steps after the
-    warm-up.
+    """Time of a step, or None if the plan was refused or does not fit. For an execution, the median
+    of the steps after the warm-up.
     """
     tokens_per_second: float | None = None
     """Tokens of a step divided by `step_seconds`."""
@@ -74,23 +76,25 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timed(self) -> bool:
-        """Returns whether the plan has a step time."""
+        """Whether the plan has a step time."""
         return self.step_seconds is not None
 
     @property
     def seconds_per_token(self) -> float:
-        """Returns the time per token, which is infinite if the plan was not timed."""
+        """Seconds per token, or infinity if the plan has no step time."""
         return 1 / self.tokens_per_second if self.tokens_per_second else float("inf")
 
 
 def sources_digest() -> str:
-    """Returns a digest of all source files of the simulator, also of policies that a user added."""
+    """Returns a digest of all source files in the simulator's folder, including policies that a
+    user added there.
+    """
     return code_digest(Path(str(megatrain.simulator.__file__)).parent.rglob("*.py"))
 
 
 class Keys:
-    """Makes keys for one model's plans on one machine. `context` holds everything else that decides
-    a row.
+    """Makes keys for one model's plans on one machine. `context` has everything else on which a row
+    depends, such as the digest of the sources.
     """
 
     def __init__(self, plan: Plan, hardware: HardwareSpec, context: Iterable[Any]) -> None:
@@ -99,7 +103,9 @@ class Keys:
         ).digest()
 
     def of(self, plan: Plan, *, planned: bool = False) -> str:
-        """Returns the key of a plan, or of a point whose knobs the planner chooses (`planned`)."""
+        """Returns the key of a plan. With `planned`, the planner chooses the knobs, so the key does
+        not depend on those of `plan`.
+        """
         source = (
             Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
         )
@@ -115,10 +121,12 @@ class Keys:
 
 
 class Store:
-    """The rows of a file, which is open for more. One process at a time may use it."""
+    """A file of rows to which rows can be added. Only one process at a time can open it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError if the file holds other content or another sweep writes it."""
+        """Opens or creates the file. Raises UserError if it has other content, or if another sweep
+        has opened it.
+        """
         self._path = path
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -152,7 +160,7 @@ class Store:
         return {row.key: row for row in rows}
 
     def add(self, rows: Iterable[SweepRow]) -> None:
-        """Appends the rows to the file."""
+        """Appends rows to the file and to `rows`."""
         rows = list(rows)
         self.rows.update((row.key, row) for row in rows)
         write_rows(self._file, rows)

@@ -21,11 +21,12 @@ _MEANINGS = {
     "refused": "refused",
 }
 _REASONS = 3
-_LEAST_GAIN = 0.01  # a printed row of the front is faster than the one before by this share
+_LEAST_GAIN = 0.01
+"""A printed row of the front is faster than the row before by more than this share."""
 
 
 def table(rows: Sequence[SweepRow]) -> str:
-    """Returns the text. The rows themselves are in the JSONL file."""
+    """Returns a summary of the sweep as text. It does not list all rows."""
     counts = Counter[str](row.decided_by for row in rows)
     reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
     others = len(reasons) - _REASONS
@@ -54,8 +55,8 @@ def table(rows: Sequence[SweepRow]) -> str:
 
 
 def settings(row: SweepRow) -> dict[str, str]:
-    """Returns every axis of the row as text. Knobs that the planner chose are only `planned`, so
-    that a table has no columns for results that `rows.csv` has.
+    """Returns axis -> value of the row as text. If the planner chose the knobs, their value is
+    `planned`: they are a result, so a table needs no columns for them. `rows.csv` has them.
     """
     knobs = {
         name: _text(name, getattr(row.knobs, name))
@@ -92,6 +93,7 @@ def _varied(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _lines(rows: Sequence[SweepRow]) -> list[str]:
+    """Returns the lines of the table. It has a column for each setting that varies between rows."""
     varied = _varied(rows)
     executed = any(row.predicted_seconds is not None for row in rows)
     head = [

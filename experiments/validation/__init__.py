@@ -1,3 +1,1 @@
-"""Compares published figures with the policies' predictions: the rows, their predictions, and the
-report.
-"""
+"""Published figures as rows, their predictions by the policies, and a report of the errors."""

@@ -1,4 +1,4 @@
-"""Predicts published rows with the policies and the simulator's own costs, engine and memory
+"""Predicts published rows with the policies and with the simulator's costs, engine and memory
 account.
 """
 
@@ -34,7 +34,7 @@ _TIMES = 200  # ops of each lane; more would change a rate by less than 1 %
 
 
 class Predicted(NamedTuple):
-    """The predicted figure of a row, and the workload that it was predicted for."""
+    """The predicted figure of a row, and the workload of the prediction."""
 
     value: float
     """The figure, in the row's unit."""
@@ -56,16 +56,23 @@ class Implied(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """One step. Several rows may report figures of it."""
+    """A system's step on a machine. Several rows may report figures of the same step."""
 
     setting: Setting
+    """The assumptions about the machine and the system."""
     policy: str
+    """The policy that stands for the system."""
     model: ModelSpec
+    """The model, with the row's changes."""
     ablation: tuple[tuple[str, int], ...]
+    """Changes to the published code, as pairs of field and value of `Ablation`."""
     batch: int
+    """Sequences in a micro-batch."""
     sequence: int
+    """Tokens in a sequence."""
 
     def plan(self, hardware: HardwareSpec) -> Plan:
+        """Returns the system's plan on `hardware`."""
         work = Workload(batch=self.batch, sequence=self.sequence)
         return Plan(
             policy=self.policy,
@@ -78,6 +85,7 @@ class _Case(NamedTuple):
         )
 
     def schedule(self, plan: Plan) -> Schedule:
+        """Returns the schedule of `plan`, or that of the published code's version and changes."""
         if self.policy == "megatrain_code":
             return megatrain_code.lower_ablated(
                 plan,
@@ -91,18 +99,25 @@ class _Case(NamedTuple):
 
 
 class _Step(NamedTuple):
+    """A simulated step."""
+
     seconds: float
+    """Time of the step in seconds."""
     parts: dict[str, float]
+    """Quantity of a part of the step -> its time in seconds."""
     account: Account
+    """The account of memory."""
 
 
 @functools.cache
 def _machine(setting: Setting) -> HardwareSpec:
+    """Returns the machine of a setting."""
     return setting.machine()
 
 
 @functools.cache
 def _account(case: _Case) -> Account:
+    """Returns the account of memory of a case."""
     plan = case.plan(_machine(case.setting))
     return plan_account(
         plan, case.schedule(plan), cost_model(_machine(case.setting), plan.model, plan.workload)
@@ -111,6 +126,7 @@ def _account(case: _Case) -> Account:
 
 @functools.cache
 def _step(case: _Case) -> _Step:
+    """Returns the times of a simulated step, and its account of memory."""
     plan = case.plan(_machine(case.setting))
     schedule, costs = (
         case.schedule(plan),
@@ -169,9 +185,9 @@ def predict(row: PublishedRow, setting: Setting) -> Predicted | None:
 
 
 def implied_batch(row: PublishedRow, setting: Setting) -> Implied | None:
-    """Returns the batch with which a baseline's published speed would be met best, or None if the
-    source states the batch or the row is no baseline's speed. One number is taken from the row, so
-    this explains the row and tests nothing.
+    """Returns the batch whose predicted speed is nearest to a baseline's published speed. Returns
+    None if the source states the batch, or if the row is not the speed of a baseline. The batch is
+    fitted to the row, so this can explain the row but does not test it.
     """
     if row.policy not in BASELINES or row.quantity != "tflops" or row.batch or not row.value:
         return None
@@ -216,8 +232,8 @@ def _figure(quantity: str, case: _Case, account: Account) -> float:
 
 
 def _filled(row: PublishedRow, setting: Setting) -> _Case:
-    """Returns the step of a row. A batch or sequence that the source does not report is chosen by
-    the setting's rule.
+    """Returns the step of a row. If the source does not report the batch or the sequence, the
+    setting's value or rule is used.
     """
     batch, sequence = row.batch or setting.batch, row.sequence or setting.sequence
 
@@ -241,8 +257,8 @@ def _filled(row: PublishedRow, setting: Setting) -> _Case:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number from 1 to `most` that fits, or 1. Bisection finds it, because
-    memory grows with the number of tokens.
+    """Returns the largest number from 1 to `most` that fits, or 1 if none does. It is found by
+    bisection, so `fits` must be true up to this number and false above.
     """
     low, high = 1, most + 1
     while high - low > 1:
@@ -266,7 +282,7 @@ def _layer_ms(case: _Case, quantity: str) -> float:
 
 
 def _rate(row: PublishedRow, setting: Setting) -> float:
-    """Returns the rate of a lane in the row's unit, while all lanes in the row's `changes` are kept
+    """Returns the rate of a lane in the row's unit, while all lanes in the row's `changes` are
     busy.
     """
     lanes, hardware = row.changes["lanes"].split("+"), _machine(setting)

@@ -1,15 +1,15 @@
-"""Errors of predicted against published figures, their summary, and tables of
-both.
+"""Errors of the predictions of published figures, their summary, and tables of both.
 
 An error is (predicted - published) / published. MAPE is the mean of absolute errors. A prediction
-that is too low has an error of at most 100 %, but one that is too high may have any. The symmetric
-error is the same for both: exp(mean of |ln(predicted / published)|) - 1.
+that is too low has an error of at most 100 %, but one that is too high has no such limit. The
+symmetric error, exp(mean of |ln(predicted / published)|) - 1, treats both alike.
 
-Both leave out figures that are themselves inputs of a machine's file or a policy or that chose an
-assumption, bounds, rows that repeat another row's experiment, and `runs`, which is right or wrong.
+Both leave out figures that are inputs of a machine's file or a policy, figures by which an
+assumption was chosen, bounds, rows that repeat another row's experiment, and `runs`, which is right
+or wrong.
 
-Rows of the paper, of others and of our own measurements are summed up apart, because the policies
-were written with our measurements at hand. Rows are classified by how certain the figure is.
+Rows of the paper, of others and of our own measurements are summarized separately, because the
+policies were written with our measurements known. Rows are classified by how certain the figure is.
 Certain rows are classified by whether their source reports batch and sequence, because an assumed
 workload changes the error more than any model of the machine does.
 """
@@ -24,7 +24,7 @@ import msgspec
 
 from megatrain.experiments.validation.predict import Implied, Predicted
 from megatrain.experiments.validation.rows import GROUPS, HOST, LAYERS, ORIGINS, RATES, PublishedRow
-from megatrain.simulator.base.csv_text import csv_text
+from megatrain.simulator.base.files import csv_text
 
 MISSED = 0.20
 STATED, ASSUMED, SINGLE, DOUBTFUL = (
@@ -49,8 +49,8 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float | None:
-        """Returns the signed error as a share, or None if there is no prediction or the figure is a
-        yes or no. A prediction above a lower bound has the error 0.
+        """The signed error as a share. None if there is no prediction, or if the figure is a yes or
+        no. A prediction above a lower bound has the error 0.
         """
         if self.predicted is None or self.row.quantity == "runs" or not self.row.value:
             return None
@@ -59,8 +59,8 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missed(self) -> bool:
-        """Returns whether the error exceeds MISSED or, for `runs`, whether the
-        prediction is wrong.
+        """Whether the absolute error exceeds MISSED, or for `runs`, whether the prediction is
+        wrong.
         """
         if self.row.quantity == "runs":
             return self.predicted is not None and self.predicted.value != self.row.value
@@ -68,7 +68,7 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        """Returns the key of GROUPS that has the row's quantity."""
+        """The key of GROUPS that contains the row's quantity."""
         return next(
             (name for name, quantities in GROUPS.items() if self.row.quantity in quantities),
             "other",
@@ -76,7 +76,7 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sureness(self) -> str:
-        """Returns the row's class, one of CLASSES."""
+        """The row's class, one of CLASSES."""
         row = self.row
         if row.sure != "++":
             return SINGLE if row.sure == "+" else DOUBTFUL
@@ -85,15 +85,13 @@ class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> bool:
-        """Returns whether the result counts in MAPE."""
+        """Whether the result counts in the mean errors."""
         row = self.row
         return self.error is not None and not row.used and not row.repeats and not row.bound
 
 
 def mape(results: Iterable[ValidationResult]) -> float | None:
-    """Returns the mean absolute error, as a share, of the results that count,
-    or None if none does.
-    """
+    """Returns the mean absolute error, as a share, of the results that count, if any counts."""
     errors = [
         abs(result.error) for result in results if result.counted and result.error is not None
     ]
@@ -102,7 +100,7 @@ def mape(results: Iterable[ValidationResult]) -> float | None:
 
 def symmetric(results: Iterable[ValidationResult]) -> float | None:
     """Returns exp(mean of |ln(predicted / published)|) - 1 of the results that count, or None if
-    none does. Twice as much and half as much are both 1.0.
+    none does. A prediction of twice or of half the figure gives 1.0.
     """
     logs = [
         abs(math.log1p(max(result.error, -0.999999)))
@@ -113,8 +111,8 @@ def symmetric(results: Iterable[ValidationResult]) -> float | None:
 
 
 def summary(results: Sequence[ValidationResult]) -> dict[str, object]:
-    """Returns errors and number of rows by origin, class and group, and how many predictions of
-    `runs` are right in each origin. Only rows that are no input count.
+    """Returns errors and numbers of rows by origin, class and group, and how many predictions of
+    `runs` are right in each origin. Inputs are left out.
     """
     origins, runs = {}, {}
     for origin in ORIGINS:
@@ -168,8 +166,9 @@ def _numbers(members: Sequence[ValidationResult]) -> dict[str, float | int | Non
 
 
 def as_text(results: Sequence[ValidationResult]) -> str:
-    """Returns every row, then the summary, the batches that the baselines' speeds imply, the ten
-    largest errors, and the missed rows with their reasons.
+    """Returns the text of the command: every row, the summary, the batches that the baselines'
+    speeds imply, the ten largest errors, the missed rows with their reasons, and the rows that are
+    not predicted.
     """
     found = summary(results)
     origins, runs = found["origins"], found["runs"]
@@ -220,7 +219,7 @@ def as_text(results: Sequence[ValidationResult]) -> str:
 
 
 def _table(origin: str, classes: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Returns the lines of one origin's errors."""
+    """Returns the lines of the table with one origin's errors."""
     return [
         f"{origin:<41} {'group':<16} {'rows':>5} {'MAPE':>8} {'median':>8} {'symmetric':>10}"
         f" {'signed':>8}",
@@ -295,7 +294,7 @@ _COLUMNS: dict[str, Callable[[ValidationResult], object]] = {
 
 
 def records(results: Sequence[ValidationResult]) -> list[dict[str, object]]:
-    """Returns the columns of every row as plain values."""
+    """Returns column -> plain value for every row."""
     return [{name: column(result) for name, column in _COLUMNS.items()} for result in results]
 
 

@@ -1,9 +1,7 @@
-"""Published figures as rows, and the settings that rows of one machine are
-predicted with.
+"""Published figures as rows, and the settings with which the rows of a machine are predicted.
 
-`experiments/published/*.csv` has one line for each figure. `settings.toml` in the same folder has
-every assumption. A row has only what its source reports (model, batch, sequence, ablation) and no
-assumption.
+`experiments/published/*.csv` has one line for each figure. A row has only what its source reports
+(model, batch, sequence, ablation). `settings.toml` in the same folder has all assumptions.
 """
 
 from __future__ import annotations
@@ -44,21 +42,20 @@ GROUPS = {
 }
 PAPER, OTHERS, OWN = "the paper", "the authors' repository and others", "our measurements"
 ORIGINS = (PAPER, OTHERS, OWN)
-"""Who published a figure. Errors of one origin are never averaged with those of another."""
+"""Who published a figure. Errors of different origins are never averaged together."""
 _ABLATIONS = ("buffers", "staging_buffers", "interval")
 
 
 class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One published figure. A row without a policy cannot be predicted, and
-    `note` has the reason.
-    """
+    """One published figure. A row without a policy cannot be predicted. `note` has the reason."""
 
     item: str
     """What the figure describes, as the source names it."""
     setting: str
     """Key of the row's setting in `settings.toml`."""
     policy: str
-    """The policy that ran. `engine` means ops of the lanes in `changes`, all at the same time."""
+    """The policy that predicts the row. `engine` means ops on all lanes of `changes` at one time.
+    """
     model: str
     """A model of the library."""
     changes: dict[str, str]
@@ -74,7 +71,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     """The unit of `value`."""
     value: float | None
-    """The figure, or None if the source gives a word and no number. For `runs`, 1, or 0 if it ran
+    """The figure, or None if the source gives no number. For `runs`, 1 if it ran, or 0 if it ran
     out of memory.
     """
     sure: Literal["++", "+", "?"]
@@ -82,16 +79,16 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     doubtful.
     """
     used: bool
-    """Whether the figure is itself an input of a machine's file or a policy, or chose an assumption
-    in `settings.toml`. It then tests nothing.
+    """Whether the figure is an input of a machine's file or a policy, or whether an assumption in
+    `settings.toml` was chosen by it. Then it tests nothing.
     """
     source: str
     """The figure, table or file that reports the figure."""
     note: str
     """Why the figure cannot be predicted, or what was assumed for it."""
     bound: Literal["", "least"] = ""
-    """`least` if the source only says that the figure exceeds `value`. A prediction above it has
-    no error, and the row is in no mean."""
+    """`least` if the source only says that the figure exceeds `value`. A prediction above it has no
+    error, and the row is left out of all means."""
     repeats: str = ""
     """The row of the same experiment that counts instead of this one. Empty for a row that counts.
     Seconds and TFLOPS of one run are one experiment."""
@@ -112,20 +109,20 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ablation(self) -> dict[str, int]:
-        """Returns the changes to the published code."""
+        """The changes to the published code."""
         return {key: int(value) for key, value in self.changes.items() if key in _ABLATIONS}
 
     @property
     def origin(self) -> str:
-        """Returns who published the figure, one of ORIGINS."""
+        """Who published the figure, one of ORIGINS."""
         if self.source.startswith("paper"):
             return PAPER
         return OWN if self.setting in ("h200-a", "h200-b") else OTHERS
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine, and the workload of rows whose source does not report it. `fill` is the largest
-    workload that fits in the device's memory.
+    """A machine, and the workload that is assumed if a row's source does not report it. `fill`
+    means the largest workload that fits in device memory.
     """
 
     hardware: str
@@ -135,7 +132,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     batch: int | Literal["fill"]
     """Sequences in a micro-batch."""
     assumed: str
-    """What was assumed, and why."""
+    """The assumptions and their reasons, as text."""
     host_memory: str = ""
     """The machine's host memory, such as `512GiB`. Empty for the library's value."""
     link_gb_per_s: float | None = None
@@ -170,8 +167,8 @@ def load_settings() -> dict[str, Setting]:
 
 
 def load_rows() -> list[PublishedRow]:
-    """Returns every published figure, file by file. Raises UserError, with file and line, for a
-    malformed row.
+    """Returns every published figure, file by file. Raises UserError for a malformed row, with its
+    file and line.
     """
     rows = []
     for path in sorted(FOLDER.glob("*.csv")):
@@ -184,6 +181,10 @@ def load_rows() -> list[PublishedRow]:
 
 
 def _row(where: str, cells: dict[str, str]) -> PublishedRow:
+    """Returns the row of a line of a CSV file.
+
+    `where` is the file and the line. Raises UserError if the line is not a valid row.
+    """
     parsed: dict[str, Any] = dict(cells)
     try:
         parsed["changes"] = dict(part.split("=") for part in cells["changes"].split(";") if part)

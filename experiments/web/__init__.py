@@ -1,1 +1,3 @@
-"""The page on which one asks what a model needs on a machine, served or as a static site."""
+"""The web page of `megatrain serve`: the verdict of `check` for a model on a machine. It is served
+or written as a static site.
+"""

@@ -1,4 +1,4 @@
-"""Computes what the page shows: the verdict of `megatrain check`, in words and as a picture."""
+"""Computes the content of the page: the verdict of `megatrain check`, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
 
 TOKENS = 10**9
-"""The tokens of `training` in each verdict. The page scales it to those that are asked for."""
+"""Tokens to train on in each verdict. The page scales the times to the number that the user asks
+for."""
 _ONE_LINE = 10**6
 """A width at which no text is wrapped."""
 
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the `outlook`, which takes a fraction of a second, the `verdict` on one plan, and
-    then `advice`: the verdict with the gains of other plans.
+    """Yields three parts (name, data): `outlook`, `verdict` and `advice`.
 
-    The outlook is what is known before plans are searched, as the page shows it, or None. The
-    others have the verdict as `check --json` prints it, and as the page shows it. Raises UserError
-    as the command does.
+    The outlook takes a fraction of a second. It has what is known before plans are searched, in the
+    page's form, or it is None. The verdict is about the best plan, and the advice is the same
+    verdict with the gains of other plans. Both have the verdict in the form of `check --json` and
+    in the page's form. Raises UserError as `check` does.
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     with without_garbage_collection():
@@ -74,7 +75,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def _expected(verdict: Verdict) -> dict[str, Any]:
-    """Returns what the page shows of the verdict of `from_options.outlook`."""
+    """Returns the outlook in the page's form."""
     texts = shown(verdict)
     names = ("answer", "sentence", "step_tokens", *(() if verdict.feasible else ("memory",)))
     most = {"speed": f"at most {texts['speed']}"} if verdict.feasible else {}
@@ -82,18 +83,18 @@ def _expected(verdict: Verdict) -> dict[str, Any]:
 
 
 def _told(verdict: Verdict) -> dict[str, Any]:
-    """Returns a verdict as `check --json` prints it, and as the page shows it."""
+    """Returns a verdict in the form of `check --json` and in the page's form."""
     return {"verdict": from_options.as_json(verdict), "shown": shown(verdict)}
 
 
 def answer_by_policy(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the `policies`: one row for each policy, the fastest first."""
+    """Yields one part, `policies`, with one row for each policy, the fastest first."""
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     args.policy = "all"
     with without_garbage_collection():
         fitted, _ = _fitted(args, hardware, model)
-        found = _choices(fitted, question, model, hardware)
-        verdicts = [summarize(choice, hardware) for choice in found]
+        choices = _choices(fitted, question, model, hardware)
+        verdicts = [summarize(choice, hardware) for choice in choices]
         yield (
             "policies",
             {
@@ -107,8 +108,10 @@ def answer_by_policy(question: Question) -> Iterator[tuple[str, dict[str, Any]]]
 def _fitted(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> tuple[argparse.Namespace, bool]:
-    """Returns the options with the page's tokens and the workload that `check` chooses, and whether
-    the micro-batch was chosen.
+    """Returns the options of the verdict, and whether `check` chose the micro-batch.
+
+    The options are `args` with `TOKENS` tokens to train on, and with the workload that `check`
+    chooses.
     """
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
     return from_options.with_fitting_workload(args, hardware, model)
@@ -121,22 +124,22 @@ def _best(
     model: ModelSpec,
     hardware: HardwareSpec,
 ) -> Choice:
-    """Returns the best plan. `known` is what is known of it before a search."""
-    if known and not known.feasible:  # a search would find the same
+    """Returns the best plan. `known` is the outlook, or None."""
+    if known and not known.feasible:  # a search would also find no plan that fits
         plan = known.plan
         return assess(plan, cost_model(hardware, plan.model, plan.workload))
     return _choices(args, question, model, hardware)[0]
 
 
 def _source(question: Question, model: ModelSpec) -> str:
-    """Returns the model as plans name it."""
+    """Returns the model's source as a plan states it."""
     return "config.json" if question.config else model.name
 
 
 def _choices(
     args: argparse.Namespace, question: Question, model: ModelSpec, hardware: HardwareSpec
 ) -> list[Choice]:
-    """Returns the plans as the command searches them."""
+    """Returns the plans that `check` would find, the best first."""
     source = _source(question, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
@@ -144,7 +147,7 @@ def _choices(
 
 
 def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:
-    """Returns the simulated step, or None if it does not fit or has too many ops to draw."""
+    """Returns the simulated step, or None if the plan does not fit or has too many ops to draw."""
     if not choice.feasible:
         return None
     plan = choice.plan
@@ -154,7 +157,7 @@ def _timeline(choice: Choice, hardware: HardwareSpec) -> dict[str, Any] | None:
 
 
 def shown(verdict: Verdict) -> dict[str, Any]:
-    """Returns the words and numbers of the page, as the command writes them."""
+    """Returns a verdict in the page's form: texts and numbers in the command's words."""
     work = verdict.workload
     return {
         "answer": "YES" if verdict.feasible else "NO",
@@ -187,7 +190,9 @@ def _has_shares(verdict: Verdict) -> bool:
 
 
 def _memory(verdict: Verdict) -> list[dict[str, Any]]:
-    """Returns the memory of each place: its peak, its limit, and the bytes by class of data."""
+    """Returns the peak, the limit and the bytes by class of data for each place: device and host,
+    or one unified memory.
+    """
     places = [
         ("Memory" if verdict.unified else "VRAM", "device"),
         *([] if verdict.unified else [("RAM", "host")]),
@@ -221,7 +226,7 @@ def _memory(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _waits(verdict: Verdict) -> list[dict[str, Any]]:
-    """Returns what the GPU does in a step, with shares of at least 0.5 %, computing first."""
+    """Returns how the GPU spends a step, as shares of at least 0.5 %. Computing comes first."""
     if not _has_shares(verdict):
         return []
     names = {"compute": "GPU computes"} | {
@@ -251,4 +256,4 @@ def _row(verdict: Verdict) -> dict[str, Any]:
 
 
 KINDS = {"answer": answer, "compared": answer_by_policy}
-"""What a job can compute, by name."""
+"""Kind of job -> the function that yields its parts."""

@@ -27,10 +27,10 @@ _FILES = {
 
 
 def page_files(source: str) -> dict[str, str]:
-    """Returns the text of each file of the page by its name.
+    """Returns name -> text for each file of the page.
 
-    `source` is the script that gets the answers: `served.js` from a server, or `stored.js` from the
-    files of a static site.
+    `source` is the script that gets the answers: `served.js` asks a server, and `stored.js` reads
+    the files of a static site.
     """
     chosen = {**_FILES, "source.js": (_OWN, source)}
     return {
@@ -42,15 +42,15 @@ def page_files(source: str) -> dict[str, str]:
 def library_data(
     models: list[str] | None = None, hardware: list[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the models and machines to choose from, the smallest first. The default is all of the
-    library.
+    """Returns the choices of the page's fields: models and machines, the smallest first, policies,
+    state formats and optimizers. By default, it has all models and machines of the library.
     """
     specs = [ModelSpec.load(str(path)) for name, path in library().items() if _in(name, models)]
     found = [HardwareSpec.of_library(name) for name in machines.library() if _in(name, hardware)]
     return {
         "models": [
             {"name": spec.name, "parameters": spec.parameters}
-            for spec in sorted(specs, key=lambda each: each.parameters)
+            for spec in sorted(specs, key=lambda spec: spec.parameters)
         ],
         "machines": [
             {
@@ -60,10 +60,10 @@ def library_data(
                 "host_bytes": spec.host_bytes,
                 "unified": spec.unified,
             }
-            for spec in sorted(found, key=lambda each: (each.device_bytes, each.name))
+            for spec in sorted(found, key=lambda spec: (spec.device_bytes, spec.name))
         ],
         "policies": {"own": names(), "others": peers()},
-        "states": [{"name": made.name, "what": made.what} for made in FORMATS.values()],
+        "states": [{"name": state.name, "what": state.what} for state in FORMATS.values()],
         "optimizers": optimizer.registered(),
     }
 

@@ -1,4 +1,6 @@
-"""Jobs: answers computed in processes of their own, kept, and ended when nobody waits for them."""
+"""Jobs: each computes one answer in its own process. Answers are kept. A job is ended when no page
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.errors import RunError, UserError
 
 MOST_SECONDS = 120
-"""The most processor time of one job."""
+"""The largest processor time of one job, in seconds."""
 _MOST_KEPT, _MOST_RUNNING, _MOST_TABS = 256, 4, 64
 
 
 class Superseded(Exception):
-    """The page has asked something else since."""
+    """The page has asked another question in the meantime."""
 
 
 class Jobs:
     """The jobs of a server.
 
-    A job computes one question. A page that asks another one no longer waits for the first, and a
-    job for which no page waits is ended.
+    A job answers one question. When a page asks another question, it no longer waits for the first
+    one. A job for which no page waits is ended.
     """
 
     def __init__(self) -> None:
@@ -39,21 +41,22 @@ class Jobs:
         self._wanted: dict[tuple[str, str], tuple[str, Question]] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["megatrain.experiments.web.answer"])
-        forkserver.ensure_running()  # so that the first answer does not wait for the imports
+        forkserver.ensure_running()  # imports now, so the first answer does not wait for it
 
     def answer(self, kind: str, part: str, question: Question, tab: str, turn: int) -> Any:
-        """Returns one part of what a job computes.
+        """Returns one part of a job's answer.
 
         Args:
-            kind: what to compute, a key of `answer.KINDS`.
+            kind: the kind of job, a key of `answer.KINDS`.
             part: the name of one of its parts.
-            tab: the page that asks.
+            question: the question.
+            tab: an id of the page that asks.
             turn: a number that grows with each change of the page.
 
-        An answer is kept, a failure is not.
+        Answers are kept, but failures are not.
 
-        Raises Superseded if the page has asked something else since, UserError as the job does, and
-        RunError if the job was ended before it had an answer.
+        Raises Superseded if the page has asked another question in the meantime, UserError if the
+        question is wrong, and RunError if the job was ended before it had an answer.
         """
         key = (kind, question)
         with self._lock:
@@ -68,7 +71,7 @@ class Jobs:
             return job.part(part)
         except (UserError, RunError):
             with self._lock:
-                if self._kept.get(key) is job:  # it may have been asked again since
+                if self._kept.get(key) is job:  # the question may have been asked again
                     del self._kept[key]
             raise
 
@@ -80,7 +83,7 @@ class Jobs:
             self._kept.clear()
 
     def _note(self, tab: str, turn: int) -> None:
-        """Notes that a page is at `turn`. Raises Superseded if it is further."""
+        """Records that a page is at `turn`. Raises Superseded if it is at a later one already."""
         if turn < self._turns.get(tab, turn):
             raise Superseded
         self._turns[tab] = turn
@@ -90,7 +93,9 @@ class Jobs:
             self._wanted = {key: job for key, job in self._wanted.items() if key[0] != gone}
 
     def _end_unwanted(self) -> None:
-        """Ends jobs that no page waits for, and the oldest of too many, and forgets old answers."""
+        """Ends jobs for which no page waits, ends the oldest jobs if too many run, and forgets the
+        oldest answers if too many are kept.
+        """
         wanted = set(self._wanted.values())
         running = [key for key, job in self._kept.items() if job.running]
         ended = [key for key in running if key not in wanted]
@@ -103,7 +108,7 @@ class Jobs:
 
 
 class _Job:
-    """One question, computed in a process."""
+    """One question and the process that answers it."""
 
     def __init__(self, context: Any, kind: str, question: Question) -> None:
         self._changed = threading.Condition()
@@ -117,7 +122,7 @@ class _Job:
         threading.Thread(target=self._receive, args=(receiving,), daemon=True).start()
 
     def part(self, name: str) -> dict[str, Any]:
-        """Returns a part as soon as it is computed. Raises what the job raised."""
+        """Waits until a part is computed and returns it. Raises the job's error if it failed."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._parts or not self.running)
             if name in self._parts:
@@ -125,7 +130,7 @@ class _Job:
             raise self._error or RunError("the answer took too long; ask `megatrain check` for it")
 
     def end(self) -> None:
-        """Ends the process, if it still runs."""
+        """Ends the process if it still runs."""
         with self._changed:
             if self.running:
                 self._error = Superseded()

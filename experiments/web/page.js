@@ -1,14 +1,14 @@
-// Page: connects the fields with the source of answers.
+// Page: asks `source` for the answer to the fields, and shows it.
 
 const KNOBS = ["host-memory", "seq", "batch", "accumulation"];
 const CHOICES = ["hardware", "policy", "clipping", "state", "optimizer"];
 const TYPING = 350, TURNING = 120;
-const PATIENCE = 500;  // without a verdict for so many ms, what is already known is shown
+const PATIENCE = 500;  // after so many ms without a verdict, the page shows what is known so far
 const cache = new Map();
 let library, state, stops, answer = null, turn = 0, comparing = 0, waiting = 0;
 let controller = new AbortController();
 
-/** Asks the source, unless the answer is known. */
+/** Returns an answer of the source, or the kept one if the same was asked before. */
 async function ask(part, question, now) {
   const key = part + JSON.stringify(question);
   if (!cache.has(key)) {
@@ -19,7 +19,7 @@ async function ask(part, question, now) {
   return cache.get(key);
 }
 
-/** Takes over changes of the state, and asks after `delay` ms without another one. */
+/** Applies changes to the state. Asks if no other change follows within `delay` ms. */
 function change(changes, delay = 0) {
   Object.assign(state, changes);
   history.replaceState(null, "", `?${queryOf(state)}`);
@@ -41,7 +41,7 @@ async function refresh() {
     at("error").textContent = error.message;
     at("error").hidden = false;
     at("advice-section").hidden = true;
-    if (at("answer").classList.contains("stale")) {  // otherwise, what is known remains
+    if (at("answer").classList.contains("stale")) {  // otherwise, what is shown stays
       at("answer").hidden = at("keep").hidden = true;
       at("answer").classList.remove("planning", "stale");
       answer = null;
@@ -67,7 +67,7 @@ async function refresh() {
   }
 }
 
-/** Shows what is known before a plan is found, if the verdict takes some time. */
+/** Shows what is known without a plan, if the verdict takes longer than `PATIENCE`. */
 async function expect(question, now) {
   try {
     const [found] = await Promise.all([ask("outlook", question, now),
@@ -85,7 +85,7 @@ async function expect(question, now) {
 function show(first) {
   answer = first;
   at("answer").classList.remove("planning", "stale");
-  // A link has the names of the library, and of a config only what is needed.
+  // A link has names of the library. Of a config, it has only the keys that are read.
   if (first.config && state.config) state.config = JSON.stringify(first.config);
   if (state.hardware) state.hardware = first.machine.name;
   history.replaceState(null, "", `?${queryOf(state)}`);
@@ -100,7 +100,7 @@ function show(first) {
   fill();
 }
 
-/** Tells whether the page has a field for an option of an advice. */
+/** Returns whether the page has a field for an option of an advice. */
 function canTry([key, value]) {
   return !library.grid && [...ASKED, "tokens"].includes(key) && key !== "config" && value !== "";
 }
@@ -116,7 +116,7 @@ function showCommand() {
 
 const list = (text) => text.split(",").filter(Boolean);
 
-/** Fills the table. It stops if the page asks for something else, or for another table. */
+/** Fills the table. Stops if another question was asked, or another table was started. */
 async function compare(now) {
   const mine = comparing += 1;
   const names = list(state.machines), policies = list(state.policies);
@@ -158,14 +158,14 @@ function chips(id, key, entries) {
 
 // ---- the fields ----
 
-/** Returns the host memory of the machine, or 0 while its name is one that people write. */
+/** Returns the host memory of the machine, or 0 if the machine is not known (yet). */
 function hostBytes() {
   const named = library.machines.find(({ name }) => name === state.hardware);
   const found = state.hardware ? named || (answer && answer.machine) : library.this_machine;
   return found ? found.host_bytes : 0;
 }
 
-/** Writes the state into the fields, apart from the one that is being typed in. */
+/** Writes the state into the fields, except a text field that has the focus. */
 function fill() {
   const put = (id, value) => {
     if (document.activeElement !== at(id)) at(id).value = value;
@@ -202,7 +202,8 @@ function choices(select, entries) {
 const gib = (size) => `${Math.round(size / 2 ** 30).toLocaleString("en")} GiB`;
 
 function setUp() {
-  at("models").replaceChildren(...library.models.map(({ name }) => make("option", { value: name })));
+  at("models").replaceChildren(
+    ...library.models.map(({ name }) => make("option", { value: name })));
   const mine = library.this_machine;
   choices(at("hardware"), [
     ...(mine ? [["", `${mine.title}, ${gib(mine.device_bytes)}`]] : []),
@@ -284,7 +285,7 @@ async function copy(text) {
   }
 }
 
-/** Saves the verdict as `megatrain check --json` prints it. */
+/** Saves the verdict in the form that `megatrain check --json` prints. */
 function download() {
   if (!answer) return;
   const training = scaled(answer.verdict.training, parseCount(state.tokens));

@@ -1,6 +1,6 @@
-"""Question: what a reader of the page asks, as strings, and as the options of `megatrain check`.
+"""Question: what a reader of the page asks. It is converted to the options of `megatrain check`.
 
-A request names models and machines of the library only. Nothing in it is ever taken for a path.
+A request can name only models and machines of the library. No value of it is used as a path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.this_machine import this_machine
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.base.files import convert, decode_config, read_json
 from megatrain.simulator.base.names import meant, suggestion
 from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -22,40 +22,46 @@ from megatrain.simulator.model.specs import ModelSpec, library
 from megatrain.simulator.policies import names, peers
 
 LARGEST_REQUEST = 64 * 2**10
-"""The most bytes of a request. A config.json has a few thousand."""
+"""Largest allowed size of a request, in bytes. A config.json has a few thousand bytes."""
 LONGEST_VALUE = 200
-"""The most characters of any value but a pasted config."""
+"""Largest allowed length of a value in characters, except of a pasted config."""
 MOST = {"batch": 4096, "seq": 2**22, "accumulation": 64}
-"""The largest numbers, so that no answer takes minutes."""
+"""Option -> its largest allowed value. The limits keep an answer from taking minutes."""
 
 
 class Question(
     msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True
 ):
-    """A model, a machine and a workload. Every value is written as on the command line, and empty
-    for the default.
+    """A model, a machine and a workload. Every value is written as on the command line. An empty
+    value means the default.
     """
 
     model: str = ""
-    """A name of the library, as people write it. Not used if there is a config."""
+    """A model of the library, in any spelling that `meant` finds. Not used if `config` is set."""
     config: str = ""
-    """The text of a config.json."""
+    """The text of a config.json, or empty."""
     hardware: str = ""
-    """A name of the library, as people write it. Empty for this machine."""
+    """A machine of the library, in any spelling that `meant` finds. Empty for this machine."""
     host_memory: str = ""
+    """Host memory of the machine, such as `256GiB`."""
     batch: str = ""
+    """Sequences of a micro-batch. Empty lets the planner choose."""
     seq: str = ""
+    """Tokens of a sequence."""
     accumulation: str = ""
+    """Micro-batches of a step."""
     policy: str = ""
+    """A policy, another system, or `best`."""
     clipping: str = ""
+    """How gradients are clipped."""
     state: str = ""
+    """Formats of the optimizer state."""
     optimizer: str = ""
+    """A registered optimizer."""
 
     @classmethod
     def read(cls, data: object) -> Question:
-        """Returns the question in the JSON object of a request. Raises UserError for anything
-        else.
-        """
+        """Returns the question of a request's JSON object. Raises UserError if it is not one."""
         question = convert(data, cls, "request")
         for name, value in msgspec.to_builtins(question).items():
             if name != "config" and len(value) > LONGEST_VALUE:
@@ -68,7 +74,7 @@ class Question(
         return question
 
     def options(self) -> dict[str, str]:
-        """Returns the options that are not empty, apart from model and machine."""
+        """Returns the options that are not empty, except model and machine."""
         values = msgspec.to_builtins(self)
         return {
             name: value
@@ -111,12 +117,14 @@ class Question(
         return args
 
     def spec(self) -> ModelSpec:
-        """Returns the model. Raises UserError if the library does not have it, or if the config is
-        not one of a supported model.
+        """Returns the model.
+
+        Raises UserError if the library does not have it, or if the config is not that of a
+        supported model.
         """
         if self.config:
             try:
-                config = msgspec.json.decode(self.config)
+                config = decode_config(self.config)
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     "config.json",
@@ -138,8 +146,10 @@ class Question(
         return ModelSpec.from_config(read_json(known[name]), str(known[name]), name)
 
     def machine(self) -> HardwareSpec:
-        """Returns the machine. Raises UserError if the library does not have it, or if this machine
-        is asked for and has no GPU that is known.
+        """Returns the machine.
+
+        Raises UserError if the library does not have it, or if this machine is asked for and has no
+        known GPU.
         """
         if not self.hardware:
             return this_machine()
@@ -155,7 +165,7 @@ class Question(
         return HardwareSpec.of_library(name)
 
     def command(self, model: ModelSpec, hardware: HardwareSpec) -> str:
-        """Returns the command that asks the same. A pasted config is called config.json there."""
+        """Returns the command line of the same question. It calls a pasted config config.json."""
         words = ["megatrain", "check", "config.json" if self.config else model.name]
         if self.hardware:
             words += ["--hardware", hardware.name]

@@ -1,7 +1,8 @@
-"""The page's server: on this machine only, for one reader.
+"""The page's server. It listens on this machine only.
 
-It answers requests whose Host names this machine, so that no other site can reach it by a name that
-resolves to 127.0.0.1. It sends only the files of the page, and reads no path of a request.
+It answers only requests whose Host names this machine. Otherwise another site could reach it with a
+name that resolves to 127.0.0.1. It sends only the files of the page, which it has in memory, so a
+request's path never opens a file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ADDRESS, USUAL_PORT = "127.0.0.1", 8765
 _NAMES = (ADDRESS, "localhost")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _PARTS = {"outlook": "answer", "verdict": "answer", "advice": "answer", "policies": "compared"}
-"""What the page asks for -> the job that computes it."""
+"""Part of an answer, as the page asks for it -> the kind of job that computes it."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
@@ -39,7 +40,7 @@ _HEADERS = {
 
 
 def make_app(jobs: Jobs, port: int) -> Flask:
-    """Returns the application that answers on `port`."""
+    """Returns the application that answers on `port` with the results of `jobs`."""
     app = Flask(__name__, static_folder=None, template_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     files = page_files("served.js")
@@ -114,11 +115,10 @@ def make_app(jobs: Jobs, port: int) -> Flask:
 
 
 def make(port: int | None) -> tuple[BaseWSGIServer, Jobs]:
-    """Returns a server that listens on `port`, or on a free one for 0, and its jobs.
+    """Returns a server that listens on `port`, and its jobs. The port 0 means any free port.
 
-    None is `USUAL_PORT`, or a free one if that is in use.
-
-    Raises UserError if the port cannot be opened.
+    Without a port, the server listens on `USUAL_PORT`, or on a free port if that is in use. Raises
+    UserError if the port cannot be opened.
     """
     try:
         server = _listening(USUAL_PORT if port is None else port)
@@ -135,7 +135,7 @@ def _listening(port: int) -> BaseWSGIServer:
     """Returns a server without an application. Raises UserError if the port cannot be opened."""
 
     class Quiet(WSGIRequestHandler):
-        """Writes no line for each request."""
+        """A handler that does not log each request."""
 
         def log_request(self, *_: object, **__: object) -> None:
             pass
@@ -158,7 +158,10 @@ def _listening(port: int) -> BaseWSGIServer:
 
 
 def _read(body: bytes) -> tuple[Question, str, int]:
-    """Returns the question, the page and its turn. Raises UserError for anything else."""
+    """Returns the question of a request, the id of its tab, and the number of the turn.
+
+    Raises UserError if the request does not have all three.
+    """
     try:
         data = json.decode(body)
         tab, turn = data.pop("tab"), data.pop("turn")
@@ -179,7 +182,7 @@ def _refused(error: Exception, status: int) -> tuple[Response, int]:
 
 
 def _this_machine() -> dict[str, Any] | None:
-    """Returns this machine's name and memory, or None if it has no GPU that is known."""
+    """Returns this machine's title and memory, or None if it has no known GPU."""
     try:
         found = this_machine()
     except UserError:

@@ -1,4 +1,4 @@
-// Show: writes an answer into the page. All text of an answer is set as text, never as HTML.
+// Show: writes an answer into the page. An answer's text is always set as text, never as HTML.
 
 const at = (id) => document.getElementById(id);
 
@@ -23,11 +23,11 @@ function segment(share, colour, title) {
 function showAnswer(shown) {
   at("yes").textContent = shown.answer;
   at("yes").classList.toggle("no", shown.answer !== "YES");
-  // A number stays with its unit.
+  // A no-break space keeps a number and its unit on one line.
   at("sentence").textContent = shown.sentence.replace(/(\d) (?=([KMGT]iB|[kMBT])\b)/g, "$1\u00a0");
 }
 
-/** Shows whether the model fits, and no number but those that hold for every plan. */
+/** Shows whether the model fits, with only those numbers that are the same for every plan. */
 function showOutlook({ shown }) {
   at("answer").classList.add("planning");
   at("answer").classList.remove("stale");
@@ -100,7 +100,7 @@ function placeOf({ label, peak, limit, peak_bytes, limit_bytes, too_little, part
   return make("div", { className: "place" }, line, bar, legend);
 }
 
-/** Returns an advice in words: its options, or the name of another model. */
+/** Returns an advice in words: its options, or `name` if it has no options or unknown ones. */
 function inWords(name, options) {
   const words = {
     "host-memory": (value) => `${value.replace(/(?=GiB|MiB)/, " ")} of host memory`,
@@ -115,14 +115,15 @@ function inWords(name, options) {
   return known.length && known.every(Boolean) ? known.join(", ") : name;
 }
 
-/** Says that changes are being tried. */
+/** Shows that the planner is trying changes. */
 function showTrying({ verdict }) {
   at("trying").hidden = at("advice-section").hidden = false;
   at("advice-title").textContent = verdict.feasible ? "What would be faster" : "What would help";
   at("advice").replaceChildren();
 }
 
-/** Shows the changes that would help. `apply` is called with the options of one. */
+/** Shows the changes that would help. If all options of a change are ones that `can` accepts, it
+    has a button that calls `apply` with them. */
 function showAdvice({ verdict, shown }, can, apply) {
   at("trying").hidden = true;
   at("advice-title").textContent = verdict.feasible ? "What would be faster"
@@ -213,7 +214,7 @@ function readOp(op) {
 
 // ---- the comparison ----
 
-/** Writes one row for each machine. A row that has no answer yet says so. */
+/** Writes one row for each machine. A row without an answer shows "...". */
 function showComparison(rows, policies) {
   const table = at("comparison");
   table.hidden = !rows.length || !policies.length;

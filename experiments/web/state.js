@@ -1,4 +1,5 @@
-// State: what the page asks, as in its address. Values are written as on the command line.
+// State: the values of the fields, as in the page's address. They are written as on the command
+// line.
 
 const ASKED = ["model", "config", "hardware", "host-memory", "batch", "seq", "accumulation",
   "policy", "clipping", "state", "optimizer"];
@@ -6,7 +7,7 @@ const KEPT = [...ASKED, "tokens", "machines", "policies"];
 /** The command's defaults, which the page leaves out. */
 const USUAL = { policy: "best", clipping: "global", state: "exact", optimizer: "adamw" };
 const GIB = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
-/** Where a slider stops. The empty stop is the micro-batch that the planner chooses. */
+/** The values of each slider. The empty value lets the planner choose the micro-batch. */
 const STOPS = {
   "host-memory": GIB.map((size) => `${size}GiB`),
   seq: ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768", "65536", "131072"],
@@ -16,7 +17,7 @@ const STOPS = {
 
 function emptyState() { return Object.fromEntries(KEPT.map((key) => [key, ""])); }
 
-/** Returns the state in the query of an address, with `defaults` for what it leaves out. */
+/** Returns the state in the query of an address, with `defaults` for the keys it leaves out. */
 function readState(query, defaults) {
   const found = Object.fromEntries([...new URLSearchParams(query)]
     .filter(([key]) => KEPT.includes(key)));
@@ -39,7 +40,7 @@ function parseCount(text) {
   return match && Number(match[1]) > 0 ? Math.round(Number(match[1]) * units[match[2]]) : null;
 }
 
-/** Returns the place of the stop that is nearest to a value, by ratio. */
+/** Returns the index of the stop whose ratio to a value is nearest to 1. */
 function nearestStop(stops, value) {
   if (stops.includes(value)) return stops.indexOf(value);
   const far = (stop) => Math.abs(Math.log(parseFloat(stop) / parseFloat(value)));
@@ -47,7 +48,7 @@ function nearestStop(stops, value) {
     (stop && (!stops[best] || far(stop) < far(stops[best])) ? place : best), 0);
 }
 
-/** Returns the time and energy of training on `tokens`, from those of a verdict. */
+/** Returns a verdict's time and energy, scaled to a training on `tokens`. */
 function scaled(training, tokens) {
   if (!training || !tokens) return null;
   const share = tokens / training.tokens;
@@ -57,7 +58,8 @@ function scaled(training, tokens) {
     energy_kwh: times(training.energy_kwh) };
 }
 
-/** Returns hours as minutes, hours or days, and the range, as `megatrain check` writes them. */
+/** Returns a time in hours, and its range, in minutes, hours or days. `megatrain check` writes them
+    in the same way. */
 function duration(time, low, high) {
   const [unit, factor, digits] = time > 48 ? ["days", 1 / 24, 1]
     : time >= 1 ? ["hours", 1, 1] : ["minutes", 60, 0];

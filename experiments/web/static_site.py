@@ -1,4 +1,4 @@
-"""The page as a folder of files, with answers computed beforehand for a grid of questions."""
+"""The page as a folder of files, with answers computed in advance for a grid of questions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from megatrain.simulator.hardware import machine as machines
 from megatrain.simulator.model.specs import library
 
 BATCHES, SEQUENCES = (1, 8), (1024, 4096)
-"""The sequences of a micro-batch and the tokens of a sequence that have answers."""
+"""The grid: sequences of a micro-batch, and tokens of a sequence."""
 _NO_INTERRUPT = (signal.SIGINT, signal.SIG_IGN)
-"""Ctrl-C reaches the workers too, but is handled by the process that started them."""
+"""Workers ignore Ctrl-C, which reaches them too. The process that started them handles it."""
 
 
 def chosen(models: list[str] | None, hardware: list[str] | None) -> tuple[list[str], list[str]]:
-    """Returns names of models and machines of the library, for names as people write them.
+    """Returns the library's names of models and machines, for names in any spelling that `meant`
+    finds.
 
     None means all. Raises UserError for a name that the library does not have.
     """
@@ -41,10 +42,11 @@ def chosen(models: list[str] | None, hardware: list[str] | None) -> tuple[list[s
 
 
 def write_site(folder: Path, models: list[str], hardware: list[str]) -> str:
-    """Writes the page and its answers to the new folder, whole or not at all, and returns their
-    number and size as text. It shows the progress on the terminal.
+    """Writes the page and its answers to the new folder `folder`.
 
-    Raises UserError if the folder cannot be written.
+    The folder appears only when it is complete. The progress is shown on the terminal. Returns the
+    number of answers and the size of the folder, as text. Raises UserError if the folder cannot be
+    written.
     """
     count = 0
     with AtomicWrite(folder, folder=True) as aside:
@@ -59,8 +61,8 @@ def write_site(folder: Path, models: list[str], hardware: list[str]) -> str:
                 count += len(answers)
                 progress.advance(task)
         size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-        for each in (aside, aside / "data"):
-            each.chmod(0o755)  # a temporary folder is for its owner alone
+        for part in (aside, aside / "data"):
+            part.chmod(0o755)  # only the owner can read a temporary folder
         os.rename(aside, folder)
     return f"{count:,} answers in {format_bytes(size)}"
 
@@ -73,21 +75,21 @@ def key(batch: int | str, sequence: int | str) -> str:
 def _named(option: str, names: list[str] | None, known: Mapping[str, Path]) -> list[str]:
     found = []
     for name in known if names is None else names:
-        each = meant(name, known)
-        if each is None:
+        known_name = meant(name, known)
+        if known_name is None:
             raise UserError(
                 option,
                 found=name,
                 allowed="names of the library (`megatrain list models`, `megatrain list hardware`)",
                 fix=suggestion(name, known, "check the name"),
             )
-        found.append(each)
+        found.append(known_name)
     return list(dict.fromkeys(found))
 
 
 def _computed(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yields the name and the answers of each pair of a model and a machine, as they are computed
-    on all cores.
+    """Computes the answers of pairs of a model and a machine on all cores. Yields the name of a
+    pair's file and its answers when they are ready.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatrain.experiments.web.answer"])
@@ -101,7 +103,7 @@ def _computed(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, dict[str,
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()  # a worker is in the middle of a search that may take a minute
+                worker.terminate()  # its search may take another minute
             raise
 
 
@@ -110,7 +112,7 @@ def _answers(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the name of the file of a model and a machine, and its answers by `key`.
 
-    A question that the command refuses has its `error`.
+    If the command refuses a question, its answer is the message, as `error`.
     """
     from megatrain.experiments.web.answer import answer, answer_by_policy
 
@@ -128,7 +130,7 @@ def _answers(
 
 
 def _write(folder: Path, name: str, value: dict[str, Any]) -> None:
-    """Writes a value as JSON in a script, which a page may load without a server."""
+    """Writes a value as JSON in a script, because a page can load a script without a server."""
     (folder / "data").mkdir(exist_ok=True)
     text = f'arrived("{name}", {msgspec.json.encode(value).decode()});\n'
     (folder / "data" / f"{name}.js").write_text(text, encoding="utf-8")

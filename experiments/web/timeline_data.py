@@ -1,4 +1,4 @@
-"""Data of the picture of a simulated step, for `run_report/timeline.js`."""
+"""Data for the picture of a simulated step, which `run_report/timeline.js` draws."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatrain.simulator.schedule import Schedule, parse_id
 from megatrain.simulator.schedule.timeline import Timeline
 
 MOST_BARS = 20_000
-"""The most bars of a picture. A browser would be slow with more."""
+"""Largest number of bars in a picture. More would be slow in a browser."""
 
 
 def timeline_data(schedule: Schedule, timeline: Timeline) -> dict[str, Any] | None:
     """Returns the bars of a timeline, or None if there are more than `MOST_BARS`.
 
-    A bar is an op, or successive chunks of one copy. Times are in microseconds.
+    A bar is one op, or all successive chunks of one copy. Times are in microseconds.
     """
     lanes = [lane for lane in schedule.lanes if any(span.lane == lane for span in timeline.spans)]
     bars: list[list[Any]] = []

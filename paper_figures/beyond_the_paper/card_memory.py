@@ -15,6 +15,7 @@ TOKENS = {
     65536: ("#0072B2", "o", (0, (5, 1.5, 1, 1.5))),
     262144: ("#009E73", "D", "-"),
 }
+"""Tokens per step -> (colour, marker, line style)."""
 
 
 class MeasuredStep(NamedTuple):
@@ -35,8 +36,8 @@ class MeasuredStep(NamedTuple):
 
 
 def measured(results: Results, model: str) -> list[MeasuredStep]:
-    """Returns the measured steps of ours with AdamW, sequences of 1,024 tokens, global clipping and
-    a number of tokens that is drawn, without fp8 products.
+    """Returns our measured steps of `model` with AdamW, sequences of 1,024 tokens, global clipping
+    and one of the TOKENS per step, without fp8 products.
     """
     found = []
     for path, file in results.usual_benchmarks().items():
@@ -140,14 +141,14 @@ def draw(results: Results) -> Drawn:
             f" memory give {share[most][lines[most][0].device_limit_gib]:.0%} of the speed of"
             f" {lines[most][-1].device_limit_gib} GiB, and 24 GiB {share[most][24]:.0%}. The reason"
             " is that the micro-batches of a group share each load of a layer. With"
-            f" {few // 1024}K tokens, 24 GiB give {share[few][24]:.0%}. Measured with 64K tokens"
-            f" ({grouped.workload}) in {grouped.device_gib:.0f} GiB:"
-            f" {grouped.tokens_per_s:,.0f} tokens/s."
+            f" {few // 1024}K tokens, 24 GiB give {share[few][24]:.0%}. With 64K tokens"
+            f" ({grouped.workload}) in {grouped.device_gib:.0f} GiB,"
+            f" {grouped.tokens_per_s:,.0f} tokens/s were measured."
         ),
-        made=(
+        caption=(
             f"Predictions of {date} as in the figure above: 7B, sequences of 1,024, eager, only the"
             f" device memory differs. Measured {min(star.date for star in stars)} to"
             f" {max(star.date for star in stars)} on H200 machines: compiled layers."
         ),
-        footer_columns=62,
+        caption_columns=62,
     )

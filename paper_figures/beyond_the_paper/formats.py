@@ -20,11 +20,17 @@ class FormatSize(msgspec.Struct, frozen=True, kw_only=True):
     """One model in one state format."""
 
     model: str
+    """A model of the library."""
     parameters: int
+    """Number of parameters."""
     state: str
+    """The state format."""
     what: str
+    """A description of the format."""
     host_gb: float
+    """All host pools with all state on the host, in GB."""
     device_gb: float
+    """Peak of device memory with all state on the host, in GB."""
 
 
 def draw(results: Results) -> Drawn:
@@ -99,13 +105,13 @@ def draw(results: Results) -> Drawn:
             f"At 32B ours takes {each[0]:.1f} bytes of host memory per parameter with exact state."
             f" It takes {each[1]:.1f} with 24-bit masters and {each[2]:.1f} with bf16 weights and"
             " stochastic rounding, both with 8-bit moments. So 120B takes"
-            f" {large[0]:,.0f}, {large[1]:,.0f} or {large[2]:,.0f} GB. The largest models that 512"
-            f" GiB hold are {holds['exact']}, {holds['master24']} and {holds['bf16-sr']}. Only"
-            " `exact` has the arithmetic of plain AdamW."
+            f" {large[0]:,.0f}, {large[1]:,.0f} or {large[2]:,.0f} GB. In the same order, the"
+            f" largest models that fit into 512 GiB are {holds['exact']}, {holds['master24']} and"
+            f" {holds['bf16-sr']}. Only `exact` has the arithmetic of plain AdamW."
         ),
-        made=(
-            f"Accounts of {date}: every pool of a step on 1 x 1,024 tokens, no limit applied;"
+        caption=(
+            f"Memory accounts of {date}: every pool of a step on 1 x 1,024 tokens, without a limit;"
             " nothing was measured."
         ),
-        footer_columns=62,
+        caption_columns=62,
     )

@@ -22,16 +22,22 @@ class Swept(StoredAnswer, frozen=True, kw_only=True):
     """One plan of the sweep."""
 
     weight_slots: int
+    """Buffers on the device for weights of layers."""
     gradient_staging: int
+    """Staging buffers for gradients in host memory."""
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/pareto.py` stores."""
 
     model: str
+    """A model of the library."""
     machine: str
+    """A machine of the library."""
     host_gib: float
+    """Host memory in GiB."""
     plans: list[Swept]
+    """All plans of the sweep."""
 
 
 def front(plans: list[Swept]) -> list[Swept]:
@@ -104,17 +110,17 @@ def draw(results: Results) -> Drawn:
         "Beyond the paper: a sweep's Pareto front",
         claim="None: the paper shows one point, two buffers and K = 4.",
         finding=(
-            f"Of {len(sweep.plans)} plans, {len(best)} are on the front. Of these,"
-            f" {len(streamed)} run the whole optimizer on the host after backward, and"
-            f" {len(by_host)} run part of it there during the next forward pass. Two buffers reach"
+            f"{len(best)} of {len(sweep.plans)} plans are on the front. {len(streamed)} of these"
+            f" run the whole optimizer on the host after backward, and {len(by_host)} run part of"
+            " it there during the next forward pass. Two buffers reach"
             f" {papers.tokens_per_s:,.0f} tokens/s in {papers.device_gib:.0f} GiB. The fastest"
             f" plan in up to 40 GiB ({at_40.policy}) reaches {at_40.tokens_per_s:,.0f}."
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."
         ),
-        made=(
-            f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers; nothing"
+        caption=(
+            f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers; nothing was"
             " measured."
         ),
-        footer_columns=62,
+        caption_columns=62,
     )

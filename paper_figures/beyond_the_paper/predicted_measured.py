@@ -1,4 +1,4 @@
-"""Beyond the paper: the error of every stored prediction, over the measured value."""
+"""Beyond the paper: the error of every stored prediction, plotted over the measured value."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ class MeasuredCase(NamedTuple):
 
     @property
     def error(self) -> float:
+        """The error as a share of the measured value."""
         return self.predicted / self.measured - 1
 
 
 def cases(results: Results) -> list[MeasuredCase]:
     """Returns the cases of stored runs, of every benchmark, of held-out plans, and of the
     validation's predictions for other systems on our H200 machines. A benchmark's host memory is
-    left out: it is that of the whole process, while the prediction is of the plan's pools.
+    left out, because the whole process is measured and only the plan's pools are predicted.
     """
     found = []
     for name, run in results.runs().items():
@@ -136,7 +137,7 @@ def cases(results: Results) -> list[MeasuredCase]:
 
 
 def _from_library(hardware: str) -> bool:
-    """Whether a plan was predicted from the library's rates, not from a file of a calibration."""
+    """Returns whether a plan was predicted from the library's rates, not from a calibration."""
     return not hardware.endswith(".toml")
 
 
@@ -147,7 +148,7 @@ def _device(name: str, predicted: int, measured: int, date: str) -> MeasuredCase
 
 
 def _calibrated(file: dict[str, Any]) -> bool:
-    """Returns whether layers of this shape were calibrated."""
+    """Returns whether the benchmark's machine was calibrated with layers of its shape."""
     plan, work = file["plan"], file["plan"]["workload"]
     shape = (file["model"], work["batch"], work["sequence"], work["compiled"])
     return (
@@ -158,6 +159,7 @@ def _calibrated(file: dict[str, Any]) -> bool:
 
 
 def _of_others(results: Results) -> list[MeasuredCase]:
+    """Returns the measurements on H200 machines among the published figures, except the paper's."""
     units, found = {"s": OTHERS, "ms": LAYER, "GiB": ""}, []
     for row in results.validation():
         if (
@@ -248,26 +250,27 @@ def draw(results: Results) -> Drawn:
         "Beyond the paper: predicted against measured",
         claim="None: the paper predicts nothing.",
         finding=(
-            f"Of {len(found)} cases {inside} are within 3 %. Device peaks are mostly exact; without"
-            f" them it is {inside_hard} of {len(hard)}. The median errors are: {text}. Our"
+            f"{inside} of {len(found)} cases are within 3 %. Device peaks are mostly exact; without"
+            f" them, {inside_hard} of {len(hard)} are. The median errors are: {text}. Our"
             f" calibrated steps are within {max(errors[OURS]):.1%}. Steps held out of the"
             f" calibration are within {max(errors.get(HELD_OUT, [0])):.1%} (all of one H200), and"
             " steps that were not calibrated within"
             f" {max(errors.get(DATASHEET, [0])):.1%}; for most of these the simulator changed"
-            " afterwards ([accuracy](../docs/accuracy.md)). The largest errors are of op kinds that"
-            " take little time and share the GPU with a layer's compute (update, norm). The largest"
-            " error of a device peak is that of"
+            " afterwards ([accuracy](../docs/accuracy.md)). Kinds of ops that take little time and"
+            " share the GPU with a layer's compute (update, norm) have the largest errors. The"
+            " largest error of a device peak is in"
             f" {Path(worst.item.partition(':')[0]).stem} ({worst.error:+.0%})."
         ),
-        made=(
+        caption=(
             f"{len(found)} cases, all measured on H200 machines from {dates}; predictions as"
-            " stored. Hollow: beyond the panel, value written there. Workloads are in the runs'"
-            " folders."
+            " stored. Hollow marks lie beyond the panel, which states their errors. Workloads are"
+            " in the runs' folders."
         ),
     )
 
 
 def _panel(axes: Any, found: list[MeasuredCase], unit: str, title: str) -> None:
+    """Draws the errors of cases with the same unit."""
     style.plain(
         axes, title, f"measured ({unit}, log scale)", "predicted - measured (% of measured)"
     )

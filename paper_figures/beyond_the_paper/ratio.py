@@ -1,5 +1,5 @@
-"""The ratio: every system's speed over ZeRO-3's with the same number of sequences per step, at 7B
-and 14B.
+"""The ratio: every system's speed divided by ZeRO-3's with the same number of sequences per step,
+at 7B and 14B.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ class RatioPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One system's step."""
 
     fits: bool
+    """Whether the plan fits into memory."""
     batch: int
+    """Sequences in a micro-batch."""
     accumulation: int
+    """Micro-batches in a step."""
     step_s: float
+    """Predicted time of the step in seconds."""
     tflops: float
+    """Speed by the 6N rule."""
     device_gib: float
+    """Peak of device memory in GiB."""
     host_gib: float
+    """Peak of host memory in GiB."""
     busy_share: float | None
     """The share of the step in which the GPU computes, or None if it was not simulated op by op."""
 
@@ -40,12 +47,16 @@ class RatiosAtBatch(msgspec.Struct, frozen=True, kw_only=True):
     """All systems with one number of sequences."""
 
     machine: str
+    """A machine of the library."""
     model: str
+    """A model of the library."""
     sequences: int
+    """Sequences in a step."""
     systems: dict[str, RatioPoint]
+    """System -> its step."""
 
     def ratio(self, system: str) -> float | None:
-        """Returns the speed over ZeRO-3's, or None if one of them does not fit."""
+        """Returns the system's speed divided by ZeRO-3's, or None if one of them does not fit."""
         mine, base = self.systems[system], self.systems[BASE]
         return mine.tflops / base.tflops if mine.fits and base.fits else None
 
@@ -54,10 +65,12 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/ratio.py` stores."""
 
     sequence: int
+    """Tokens in a sequence."""
     points: list[RatiosAtBatch]
+    """A point for each machine, model and number of sequences."""
 
     def at(self, machine: str, model: str, sequences: int) -> RatiosAtBatch:
-        """Returns the point."""
+        """Returns the point of a machine, model and number of sequences per step."""
         return next(
             point
             for point in self.points
@@ -66,7 +79,7 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatioStar(NamedTuple):
-    """A measured speed over ZeRO-3's, with the same tokens per step on an H200."""
+    """A measured speed divided by ZeRO-3's, with the same tokens per step on an H200."""
 
     system: str
     """Key of the system in `style.LOOKS`."""
@@ -81,8 +94,9 @@ class RatioStar(NamedTuple):
 
 
 def measured(results: Results) -> list[RatioStar]:
-    """Returns the measured ratios: of every benchmark that timed ZeRO-3 too, of FSDP2 through ours,
-    which was timed in both of two runs, and of the rows of experiments/published/h200.csv.
+    """Returns the measured ratios of every benchmark that also timed ZeRO-3, of FSDP2, and of the
+    rows of experiments/published/h200.csv. FSDP2 and ZeRO-3 were timed in two runs, so their ratio
+    is computed with ours, which was timed in both.
     """
     found = []
     for path, file in results.benchmarks().items():
@@ -141,13 +155,13 @@ def draw(results: Results) -> Drawn:
     for axes in panels[:, 0]:
         axes.set_ylabel("speed, ZeRO-3 = 1 (log scale)")
     style.legend(figure, style.handles(SYSTEMS, paper=False, stars=True), 3)
-    made = (
-        f"Predictions of {date}: library's machines, eager layers, sequences of 1,024 tokens, the"
-        " same number for every system in a step; micro-batches that do not fit are split. Measured"
-        " 2026-11-21 on H200 machines, 32 x 1,024: ours compiled, all clipped but FSDP2's"
-        " upper star; FSDP2's prediction does not clip."
+    caption = (
+        f"Predictions of {date}: library's machines, eager layers, sequences of 1,024 tokens. All"
+        " systems have the same number of sequences in a step; micro-batches that do not fit are"
+        " split. Measured 2026-11-21 on H200 machines, 32 x 1,024: ours with compiled layers. All"
+        " systems clip gradients, except FSDP2 in its prediction and its upper star."
     )
-    return _drawn(data, stars, figure, made)
+    return _drawn(data, stars, figure, caption)
 
 
 def _panel(axes: Any, points: list[RatiosAtBatch]) -> None:
@@ -172,7 +186,8 @@ def _panel(axes: Any, points: list[RatiosAtBatch]) -> None:
     axes.minorticks_off()
 
 
-def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, made: str) -> Drawn:
+def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, caption: str) -> Drawn:
+    """Returns the figure with its rows and texts."""
     rows = []
     for point in data.points:
         for system, found in point.systems.items():
@@ -232,21 +247,22 @@ def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, made: str) -> D
         "The ratio: ours, MegaTrain's code, ZeRO-3 and FSDP2",
         claim="MegaTrain's throughput is 1.84 times ZeRO-3's at 14B on a GH200.",
         finding=(
-            "With equal batches MegaTrain's code is slower than ZeRO-3 at every batch:"
+            "With equal batches, MegaTrain's code is slower than ZeRO-3 at every batch:"
             f" {code[1]:.2f} times its speed with 1 sequence, {code[8]:.2f} with 8 and"
-            f" {code[96]:.2f} with 96. With few sequences the reason is that one host thread takes"
-            " the norm of the gradients, and AdamW and copies follow. With many it is that each"
-            " layer runs forward three times instead of twice. The claim is met by 96 sequences"
-            f" against 4, which give {unequal:.2f}. Ours wins at every batch"
-            f" ({min(ours.values()):.2f} to {max(ours.values()):.2f} times ZeRO-3's speed), most"
-            " with few sequences. What fits stays on the device, and the rest is updated behind the"
-            " next forward pass. Measured at 7B with 32 sequences on an H200, ours is"
-            f" {known['ours']:.2f} times as fast as ZeRO-3 (compiled; eager,"
-            f" {here.ratio('ours') or 0:.2f} is predicted). There the code is"
-            f" {known['megatrain_code']:.2f} times as fast ({here.ratio('megatrain_code') or 0:.2f}"
-            f" is predicted), and FSDP2 {plain:.2f} without clipping"
-            f" ({here.ratio('fsdp2_offload') or 0:.2f}) and {clipped:.2f} with it."
+            f" {code[96]:.2f} with 96. With few sequences, this is because one host thread computes"
+            " the norm of the gradients, and AdamW and copies run after it. With many, it is"
+            " because each layer runs forward three times instead of twice. With 96 sequences for"
+            f" the code and 4 for ZeRO-3, the ratio is {unequal:.2f}, which meets the claim. Ours"
+            f" is faster than ZeRO-3 at every batch ({min(ours.values()):.2f} to"
+            f" {max(ours.values()):.2f} times), most with few sequences: what fits stays on the"
+            " device, and the rest is updated behind the next forward pass. At 7B with 32 sequences"
+            f" on an H200, ours was measured at {known['ours']:.2f} times ZeRO-3's speed with"
+            f" compiled layers ({here.ratio('ours') or 0:.2f} is predicted with eager ones). The"
+            f" code was measured at {known['megatrain_code']:.2f} times"
+            f" ({here.ratio('megatrain_code') or 0:.2f} predicted), and FSDP2 at {plain:.2f} times"
+            f" without clipping ({here.ratio('fsdp2_offload') or 0:.2f} predicted) and"
+            f" {clipped:.2f} with it."
         ),
-        made=made,
-        footer_columns=122,
+        caption=caption,
+        caption_columns=122,
     )

@@ -26,12 +26,13 @@ class Cell(StoredAnswer, frozen=True, kw_only=True):
     """The best plan at one place of the map."""
 
     device_limit_gib: int
-    """Limit of device memory."""
+    """Limit of device memory in GiB."""
     tokens: int
     """Tokens per step."""
 
     @property
     def kind(self) -> str:
+        """Key of REGIMES."""
         return "none" if not self.fits else self.regime or self.policy
 
 
@@ -39,9 +40,13 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/regimes.py` stores."""
 
     model: str
+    """A model of the library."""
     machine: str
+    """A machine of the library."""
     host_gib: float
+    """Host memory in GiB."""
     cells: list[Cell]
+    """The cells of the map."""
 
 
 def draw(results: Results) -> Drawn:
@@ -136,12 +141,12 @@ def draw(results: Results) -> Drawn:
             " tokens it decides the speed: at"
             f" {columns[2] // 1024}K, {fast.device_limit_gib} GiB are"
             f" {fast.tokens_per_s / slow.tokens_per_s:.1f} times as fast as"
-            f" {slow.device_limit_gib}. With more tokens stored activations no longer fit, so that"
-            f" the best speed falls a little. In {by_host} of the {len(fitting)} cells that"
-            " fit, the host updates layers that are not resident. Their optimizer state does not"
-            " cross the link."
+            f" {slow.device_limit_gib}. With more tokens, not all activations can be saved, so the"
+            f" best speed falls a little. In {by_host} of the {len(fitting)} cells that fit, the"
+            " host updates layers that are not resident. Their optimizer state does not cross the"
+            " link."
         ),
-        made=(
+        caption=(
             f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"
             " memory, eager layers; nothing was measured."
         ),

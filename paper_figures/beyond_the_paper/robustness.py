@@ -15,26 +15,31 @@ class StoredConclusion(msgspec.Struct, frozen=True, kw_only=True):
     """A statement of the page."""
 
     name: str
+    """The statement."""
     unit: str
+    """The unit of its number: `%`, `x` (a ratio) or `GB` (memory to spare)."""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One perturbation: the number of each conclusion, and whether it holds. None if the conclusion
-    was not tried with it.
+    """The conclusions under one perturbation, in the order of `Robustness.conclusions`. None means
+    that a conclusion was not tried with it.
     """
 
     name: str
+    """The perturbation."""
     values: list[float | None]
+    """The number of each conclusion."""
     holds: list[bool | None]
+    """Whether each conclusion holds."""
 
 
 class Robustness(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that `experiments/paper_data/robustness.py` stores. The first perturbation changes
-    nothing.
-    """
+    """The data that `experiments/paper_data/robustness.py` stores."""
 
     conclusions: list[StoredConclusion]
+    """All conclusions."""
     perturbations: list[Tried]
+    """All perturbations. The first one changes nothing."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +54,9 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     most: str
     """The largest number of all perturbations."""
     tried: int
-    """Perturbations with which it was tried."""
+    """The number of perturbations with which it was tried."""
     broken_by: list[str]
-    """Perturbations with which it does not hold."""
+    """The perturbations with which it does not hold."""
 
     @property
     def verdict(self) -> str:
@@ -94,10 +99,11 @@ def table(results: Results) -> str:
         "| conclusion | predicted | least to most | verdict | broken by |",
         "|---|---|---|---|---|",
     ]
-    for one in judged(data):
+    for entry in judged(data):
         lines.append(
-            f"| {one.name} | {one.value} | {one.least} to {one.most} | {one.verdict}, holds in"
-            f" {one.tried - len(one.broken_by)} of {one.tried} | {'; '.join(one.broken_by)} |"
+            f"| {entry.name} | {entry.value} | {entry.least} to {entry.most} | {entry.verdict},"
+            f" holds in {entry.tried - len(entry.broken_by)} of {entry.tried} |"
+            f" {'; '.join(entry.broken_by)} |"
         )
     return "\n".join(lines)
 
@@ -153,13 +159,13 @@ def draw(results: Results) -> Drawn:
         claim="None: the paper varies no input.",
         finding=(
             f"{len(robust)} of {len(conclusions)} conclusions hold under all of the"
-            f" {len(others)} perturbations. The table above names what breaks the others. Two rest"
-            " on DeepSpeed's CPU Adam on an Arm processor, whose speed nobody reported: the order"
-            " of ZeRO-3 and MegaTrain on a GH200 with filled batches, and which unequal batches"
-            " give 1.84. That the code holds 120B in 1.5 TB rests on how 1.5 TB is read and on the"
-            " version of the code."
+            f" {len(others)} perturbations. The table above names what breaks the others. Two"
+            " depend on the speed of DeepSpeed's CPU Adam on an Arm processor, which nobody"
+            " reported: whether ZeRO-3 or MegaTrain is faster on a GH200 with filled batches, and"
+            " which unequal batches give 1.84. Whether the code holds 120B in 1.5 TB depends on the"
+            " meaning of 1.5 TB and on the version of the code."
         ),
-        made=(
+        caption=(
             f"Predictions of {date}, one input changed at a time: a rate of every machine, a rate"
             " of the GH200, or an assumption of experiments/published/settings.toml."
         ),

@@ -23,21 +23,32 @@ class TimePoint(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one machine."""
 
     machine: str
+    """A machine of the library."""
     host: str
+    """Host memory, such as `256GiB`."""
     watts: float | None
+    """Board power, or None if the library does not have it."""
     uncertainty: float
+    """Relative uncertainty of speeds by the machine's file."""
     model: str
+    """A model of the library."""
     parameters: int
+    """Number of parameters."""
     hours: float
+    """Hours for all tokens."""
     kwh: float | None
+    """Board power times the hours, in kWh."""
     ours: StoredAnswer
+    """The prediction for our best plan."""
 
 
 class TimeData(msgspec.Struct, frozen=True, kw_only=True):
     """The data that `experiments/paper_data/times.py` stores."""
 
     tokens: int
+    """Tokens to train on."""
     points: list[TimePoint]
+    """A point for each machine and model."""
 
 
 def draw(results: Results) -> Drawn:
@@ -119,17 +130,16 @@ def draw(results: Results) -> Drawn:
         "Beyond the paper: how long, and how much energy",
         claim="None: the paper has no time to train and no energy.",
         finding=(
-            f"1 B tokens of 7B take {seven.hours / 24:.1f} days on an H200 and"
-            f" {small.hours / 24:.1f} on an RTX 4090, with {seven.kwh or 0:.0f} and"
-            f" {small.kwh or 0:.0f} kWh of GPU energy. The price is that many machine-hours"
-            f" ({seven.hours:.0f} and {small.hours:.0f}). 14B takes {fourteen.hours / 24:.1f} days"
-            " on the RTX 4090 with 256 GiB of host memory. 120B takes"
-            f" {large.hours / 24:.1f} days on one H200 with 1,649 GB. Larger steps are faster at"
-            " 120B, whose experts all cross the link ([answers](../docs/answers.md))."
+            f"1 B tokens of 7B take {seven.hours / 24:.1f} days ({seven.hours:.0f} hours) on an"
+            f" H200 and {small.hours / 24:.1f} days ({small.hours:.0f} hours) on an RTX 4090, with"
+            f" {seven.kwh or 0:.0f} and {small.kwh or 0:.0f} kWh of GPU energy. 14B takes"
+            f" {fourteen.hours / 24:.1f} days on the RTX 4090 with 256 GiB of host memory. 120B"
+            f" takes {large.hours / 24:.1f} days on one H200 with 1,649 GB. At 120B larger steps"
+            " are faster, because all experts cross the link ([answers](../docs/answers.md))."
         ),
-        made=(
+        caption=(
             f"Predictions of {date}: ours, best plan, 32 x 1,024 tokens per step, eager layers,"
-            " exact state, library's machines; nothing was measured. Board power times time, no"
-            " host. A line ends where a model does not fit."
+            " exact state, library's machines; nothing was measured. Energy is board power times"
+            " time, without the host. A line ends where a model does not fit."
         ),
     )

@@ -1,1 +1,1 @@
-"""What figures share: their style, their tables, their kinds of picture, and the stored results."""
+"""Code that the figures share: styles, tables, kinds of pictures, and reading stored results."""

@@ -19,13 +19,15 @@ class BarGroup(NamedTuple):
     """Bars next to each other over one label."""
 
     label: str
+    """The label below the bars."""
     bars: list[Bar]
+    """The bars from left to right."""
 
 
 def bars(axes: Axes, groups: Sequence[BarGroup]) -> None:
     """Draws the groups. The paper's values are hatched, or hollow with a dotted edge if they are
-    doubtful. Predictions are plain. A cross marks what does not fit in the paper or in the
-    prediction.
+    doubtful. Predictions are filled. A cross stands for a value that is missing because the plan
+    does not fit, in the paper or in the prediction.
     """
     x, ticks = 0.0, []
     top = max(

@@ -21,8 +21,8 @@ def predictions(
     x_of: Place,
     share_of: Callable[[BenchmarkRecord], float] = lambda _: 1.0,
 ) -> None:
-    """Draws a line for each system, with a cross where its plan does not fit. `share_of` is the
-    share of a record's speed to draw.
+    """Draws a line of TFLOPS for each system, with a cross where its plan does not fit. A record's
+    speed is multiplied by `share_of` of the record.
     """
     for row, name in enumerate(systems):
         system = name if name.endswith("_offload") else "megatrain_code"
@@ -49,8 +49,8 @@ def predictions(
 def batch_ticks(
     axes: Axes, labels: dict[float, str], records: Iterable[BenchmarkRecord], x_of: Place
 ) -> str:
-    """Writes under each tick the sequences of a step: those of MegaTrain's code and, if they
-    differ, of ZeRO-3 and FSDP2. Returns what the lines are, for the axis' name.
+    """Writes the label and the sequences per step of each system below each tick. `labels` maps
+    places on the axis to labels. Returns the names of these lines, for the axis' label.
     """
     found: dict[str, dict[float, str]] = {}
     for record in records:
@@ -80,8 +80,9 @@ def papers_values(
     x_of: Place,
     cross_of: Place,
 ) -> None:
-    """Draws the paper's values. What runs in the paper without a number is a stroke at the bottom,
-    and what does not run is a black cross at `cross_of`.
+    """Draws the paper's values. If the paper says that a model runs and gives no speed, a stroke is
+    drawn at the bottom. If it says that the model does not run, a black cross is drawn at
+    `cross_of`.
     """
     for record in records:
         if record.quantity == "tflops" and record.paper is not None:

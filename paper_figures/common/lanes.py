@@ -1,6 +1,4 @@
-"""Timelines as rows of bars, for print: vector graphics, legible fonts in one column, and kinds
-that differ in colour and hatch.
-"""
+"""Draws timelines as rows of bars, for print: the kinds of ops differ in colour and in hatch."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _HATCHES = {
     "update": "xxxx",
     "head": "++++",
 }
-"""Hatches for one of two kinds in a lane that look alike in grey."""
+"""Hatches of kinds of ops that would look like another kind of the same lane in grey."""
 
 
 def lanes_of(timelines: Sequence[Timeline]) -> list[str]:
@@ -36,8 +34,8 @@ def lanes_of(timelines: Sequence[Timeline]) -> list[str]:
 
 
 def draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], end_s: float) -> None:
-    """Draws one row for each lane. Runs of one kind with gaps below a 4,000th of the axis are one
-    bar. The dashed line is the end of the step.
+    """Draws one row for each lane, on an axis of `end_s` seconds. Ops of one kind with gaps of less
+    than a 4,000th of the axis are one bar. The dashed line is the end of the step.
     """
     gap = end_s / 4000
     for row, lane in enumerate(lanes):

@@ -1,5 +1,5 @@
-"""Reads the stored files that figures are drawn from. The error for a missing or malformed file
-gives the command that makes it.
+"""Reads the stored files that figures are drawn from. If a file is missing or malformed, the error
+names the command that makes it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     sure: str
     """Certainty of the paper's value."""
     note: str
-    """Why there is no prediction."""
+    """Why there is no prediction, or an empty text."""
     code: Code | None
     """The prediction for the system's own code."""
     paper_schedule: StoredAnswer | None
@@ -108,7 +108,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     bound: str = ""
     """`least` if the paper's value is a lower bound."""
     used: bool = False
-    """Whether the paper's value chose an assumption, so that it tests nothing."""
+    """Whether an assumption was chosen by the paper's value, so the value tests nothing."""
     repeats: str = ""
     """The row of the same experiment that counts instead of this one."""
     factor: float = 0.0
@@ -140,6 +140,7 @@ class StoredRun(NamedTuple):
 
     @property
     def where(self) -> str:
+        """Device, number of cores and date of the run, for captions."""
         return f"{self.machine['device']}, {self.machine['cores']} cores, {self.date}"
 
 
@@ -154,7 +155,7 @@ class Results:
         self.folder, self.published = folder, published
 
     def typed(self, name: str, into: type[T]) -> tuple[T, str]:
-        """Returns the data of `figures/NAME.json` as a checked `into`, and its date."""
+        """Returns the data of `figures/NAME.json`, converted to type `into`, and its date."""
         path = self.folder / "figures" / f"{name}.json"
         fix = f"make it with `megatrain figures {name} --rerun`"
         found = _object(fix, path, "data", "date", "command")
@@ -196,12 +197,12 @@ class Results:
         return _object(fix, self.folder / path, *keys)
 
     def runs(self) -> dict[str, StoredRun]:
-        """Returns every compared run on an H200 by the name of its folder."""
+        """Returns every run on an H200 that `megatrain compare` compared, by its folder's name."""
         return {name: self.run(name) for name, compared in self._folders().items() if compared}
 
     def ablations(self) -> dict[str, dict[str, Any]]:
-        """Returns every benchmark of `experiments/paper_data/measure.py` by its path. Some of their
-        plans are made worse on purpose.
+        """Returns every benchmark of `experiments/paper_data/measure.py` by its path. Some of them
+        execute plans that lack one optimization.
         """
         found = sorted((self.folder / "figures" / "measured").glob("*.json"))
         return {
@@ -210,7 +211,7 @@ class Results:
         }
 
     def usual_benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Returns the `benchmarks` with AdamW and without fp8 products, as in the paper."""
+        """Returns those of `benchmarks` with AdamW and without fp8 products, as in the paper."""
         return {
             name: file
             for name, file in self.benchmarks().items()
@@ -219,8 +220,8 @@ class Results:
         }
 
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Returns every other benchmark on an H200 that timed ours, by its path. Other JSON files
-        in the same folders are left out.
+        """Returns every benchmark on an H200 that timed ours, by its path, except `ablations`.
+        Other JSON files in the same folders are ignored.
         """
         names = [
             f"{name}/{path.name}"
@@ -241,8 +242,8 @@ class Results:
         }
 
     def heldout_rows(self) -> dict[str, list[dict[str, Any]]]:
-        """Returns the plans that `megatrain.experiments.heldout` executed on an H200, each once, by
-        the name of the folder.
+        """Returns the rows of `megatrain.experiments.heldout` on an H200 by the name of their
+        folder. Each plan has one row, and failed plans have none.
         """
         found = {}
         for path in sorted(self.folder.glob("h200-*/rows.jsonl")):
@@ -266,7 +267,7 @@ class Results:
         return found
 
     def _folders(self) -> dict[str, bool]:
-        """Returns the names of the folders of H200 results, and whether each is a compared run."""
+        """Returns folder -> whether it has a compared run, for all folders of H200 results."""
         found = sorted(path for path in self.folder.glob("h200-*") if path.is_dir())
         return {
             path.name: any((path / f"{name}.json").exists() for name in ("measured", "comparison"))
@@ -275,13 +276,13 @@ class Results:
 
     def measured(self, name: str) -> dict[str, Any] | None:
         """Returns `figures/measured/NAME.json`, a benchmark of `experiments/paper_data/measure.py`,
-        or None if it was not measured yet.
+        or None if there is no such file.
         """
         path = f"figures/measured/{name}.json"
         return self.benchmark(path) if (self.folder / path).exists() else None
 
     def validation(self) -> list[dict[str, str]]:
-        """Returns every published figure with its prediction."""
+        """Returns every published figure with its prediction: the rows of `published.csv`."""
         path, fix = (
             self.folder / "published" / "published.csv",
             "make it with `megatrain figures published --rerun`",
@@ -316,8 +317,8 @@ def _object(fix: str, path: Path, *keys: str) -> dict[str, Any]:
 
 
 def _or(fix: str, reader: Any, *arguments: Any) -> Any:
-    """Calls `reader`. If it raises UserError, the error's fix becomes `fix`, the command that makes
-    the file.
+    """Returns `reader(*arguments)`. If it raises UserError, the fix of the error is replaced by
+    `fix`, which names the command that makes the file.
     """
     try:
         return reader(*arguments)

@@ -2,10 +2,10 @@
 tell the colours apart (Okabe and Ito's palette). The figures are also readable in grey, because
 systems have different markers and lines.
 
-In figures of points the paper's values are black: filled if they are certain, hollow if they are
-doubtful, grey if they chose an assumption, and with an arrow if they are lower bounds. In figures
-of bars they are hatched. Predictions have their system's colour. Measurements are stars. A plan
-that does not fit is a cross in the band below zero.
+In figures with points, the paper's values are black: filled if they are certain, hollow if they are
+doubtful, grey if an assumption was chosen by them, and with an arrow if they are lower bounds. In
+figures with bars, the paper's values are hatched. Predictions have their system's colour.
+Measurements are stars. A plan that does not fit is a cross in the band below zero.
 """
 
 from __future__ import annotations
@@ -66,16 +66,20 @@ PLATE: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0
 
 
 INPUT, BOUND = "input", "bound"
-"""How `reported` draws a value that chose an assumption, and a lower bound."""
+"""Values of `sure` in `reported`: a value by which an assumption was chosen, and a lower bound."""
 
 
 class Look(NamedTuple):
     """How one system is drawn."""
 
     label: str
+    """Its name in legends."""
     colour: str
+    """Its colour, such as `#0072B2`."""
     marker: str
+    """Matplotlib's marker."""
     line: Any
+    """Matplotlib's line style."""
 
 
 LOOKS = {
@@ -94,8 +98,8 @@ HATCHES = {"ours": "\\\\\\", "zero3_offload": "---", "paper_schedule": "xxxx"}
 
 
 def canvas(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """Returns a figure and its axes. `grid` has the arguments of `Figure.subplots`. Call it within
-    `matplotlib.rc_context(RC)`.
+    """Returns a figure of `width` x `height` inches and its axes. `grid` has the arguments of
+    `Figure.subplots`. Call it within `matplotlib.rc_context(RC)`.
     """
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(**grid)
@@ -171,8 +175,8 @@ def measured(axes: Axes, x: Sequence[float], y: Sequence[float], system: str) ->
 
 
 def no_room(axes: Axes, x: Sequence[float], row: int, rows: int, colour: str) -> None:
-    """Draws crosses in row `row` of a band below zero, for plans that do not fit. All calls for one
-    axes have the same `rows`.
+    """Draws crosses in row `row` of a band below zero, for plans that do not fit. The band has
+    `rows` rows, the same number in all calls for one axes.
     """
     low, high = axes.get_ylim()
     if low >= 0:
@@ -201,8 +205,10 @@ def handles(
     stars: bool = False,
     crosses: bool = False,
 ) -> list[Line2D]:
-    """Returns legend entries. `paper`, `doubtful` and `inputs` are those of the paper's values."""
-    made = [
+    """Returns legend entries of systems and, if True, of the paper's values (`paper`), its doubtful
+    values, its values that are inputs, stars and crosses.
+    """
+    entries = [
         Line2D(
             [],
             [],
@@ -214,7 +220,7 @@ def handles(
         )
         for name in systems
     ]
-    made += [
+    entries += [
         Line2D(
             [], [], color="black", marker="o", markerfacecolor=face, linestyle="none", label=label
         )
@@ -226,7 +232,7 @@ def handles(
         if wanted
     ]
     if stars:
-        made.append(
+        entries.append(
             Line2D(
                 [],
                 [],
@@ -239,7 +245,7 @@ def handles(
             )
         )
     if crosses:
-        made.append(
+        entries.append(
             Line2D(
                 [],
                 [],
@@ -250,7 +256,7 @@ def handles(
                 label="does not fit (black: paper)",
             )
         )
-    return made
+    return entries
 
 
 def legend(figure: Figure, entries: Sequence[Any], columns: int) -> None:
@@ -258,14 +264,14 @@ def legend(figure: Figure, entries: Sequence[Any], columns: int) -> None:
     figure.legend(handles=list(entries), loc="outside lower center", ncols=columns)
 
 
-def footer(figure: Figure, text: str) -> None:
-    """Writes machine and date above the figure, so that they are part of the picture."""
+def caption(figure: Figure, text: str) -> None:
+    """Writes machines and dates above the figure, so they are part of the picture."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=7, color=MUTED, fontweight="normal")
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Writes `NAME.png` and `NAME.pdf` into `folder`. The same figure always
-    gives the same bytes.
+    """Writes `NAME.png` and `NAME.pdf` into `folder` and returns their paths. The same figure
+    always gives the same bytes.
     """
     paths = []
     with matplotlib.rc_context(RC):
@@ -284,9 +290,9 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def bar_handles(systems: Sequence[str], *, doubtful: bool = False) -> list[Patch]:
-    """Returns legend entries of `bars`. `doubtful` is whether some values of the paper are."""
+    """Returns legend entries of `bars`. `doubtful` says whether the paper has doubtful values."""
     label = "the paper's (dotted: doubtful)" if doubtful else "the paper's value"
-    made = [
+    entries = [
         Patch(
             facecolor=LOOKS[name].colour,
             hatch=HATCHES.get(name, ""),
@@ -297,7 +303,7 @@ def bar_handles(systems: Sequence[str], *, doubtful: bool = False) -> list[Patch
         for name in systems
     ]
     return [
-        *made,
+        *entries,
         Patch(facecolor="white", edgecolor=INK, hatch="//////", label=label),
         Patch(facecolor="none", edgecolor="none", label="×  does not fit"),
     ]

@@ -11,7 +11,7 @@ import msgspec
 from matplotlib.figure import Figure
 
 from megatrain.paper_figures.common.results import BenchmarkRecord, StoredAnswer
-from megatrain.simulator.base.csv_text import csv_text
+from megatrain.simulator.base.files import csv_text
 
 PREDICTIONS = ("paper_stated", "paper_schedule", "published_code", "ours")
 
@@ -34,15 +34,15 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     sure: str = ""
     """`++`: two readers agree. `+`: one reader. `?`: doubtful."""
     mark: str = ""
-    """`input`: it chose an assumption. `lower bound`. `repeats ROW`: another row of the same
-    experiment counts. Such rows are in no mean."""
+    """`input`: an assumption was chosen by the paper's value. `lower bound`: the paper's value is
+    one. `repeats ROW`: that row of the same experiment counts. Marked rows are in no mean."""
     workload: str = ""
     """Sequences x tokens of a step of `published_code`. The paper's schedule and ours train as
     many tokens."""
     paper_stated: float | None = None
     """The prediction for the paper's schedule with 12 bytes per parameter, as the paper states."""
     paper_schedule: float | None = None
-    """The prediction for policy `double_buffer`, whose masters are exact."""
+    """The prediction for the policy `double_buffer`, which has fp32 masters."""
     published_code: float | None = None
     """The prediction for the system that the row names: MegaTrain's code, ZeRO-3 or FSDP2."""
     ours: float | None = None
@@ -50,24 +50,22 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     measured: float | None = None
     """Our measurement."""
     does_not_fit: str = ""
-    """Names of the predictions that do not fit."""
+    """Names of the fields whose plans do not fit, separated by commas."""
     note: str = ""
     """A remark on the row."""
 
     def deviation(self, field: str) -> float | None:
-        """Returns the signed deviation of `field` from the paper's value as a share, or None for a
-        yes or no.
+        """Returns `field` / the paper's value - 1, or None if a value is missing or if it is a yes
+        or no.
         """
         value = getattr(self, field)
-        return (
-            None
-            if value is None or not self.paper or self.quantity == "runs"
-            else value / self.paper - 1
-        )
+        if value is None or not self.paper or self.quantity == "runs":
+            return None
+        return float(value / self.paper - 1)
 
 
 class Drawn(NamedTuple):
-    """A figure that can be saved."""
+    """A figure with its table and texts."""
 
     figure: Figure
     """The picture."""
@@ -79,15 +77,15 @@ class Drawn(NamedTuple):
     """The paper's claim."""
     finding: str
     """Our finding, and the reason for a difference if it is known."""
-    made: str
-    """Machines and dates."""
-    footer_columns: int = 135
-    """Width at which `made` is wrapped in the picture."""
+    caption: str
+    """Machines, dates and what the marks mean."""
+    caption_columns: int = 135
+    """Number of characters at which `caption` is wrapped in the picture."""
 
 
 def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float | None:
-    """Returns the answer's value of `quantity` for a row with `tokens` per step, or None for the
-    speed of a plan that does not fit.
+    """Returns the answer's value of `quantity`, with a step time scaled to `tokens` per step. None
+    means that the quantity is not predicted, or that it is the speed of a plan that does not fit.
     """
     if answer is None or quantity == "state_gb":
         return None
@@ -106,8 +104,8 @@ def value_of(answer: StoredAnswer | None, quantity: str, tokens: int) -> float |
 def rows_of(
     records: Iterable[BenchmarkRecord], measured: Mapping[tuple[str, str], float] = {}
 ) -> list[TableRow]:
-    """Returns a row for each record. `measured` has values by item and quantity."""
-    made = []
+    """Returns a row for each record. `measured` maps (item, quantity) to our measurement."""
+    rows = []
     for record in records:
         code = record.code
         tokens = code.batch * code.sequence if code else 1
@@ -127,7 +125,7 @@ def rows_of(
             if record.implied
             else ""
         )
-        made.append(
+        rows.append(
             TableRow(
                 item=record.item,
                 quantity=record.quantity,
@@ -146,7 +144,7 @@ def rows_of(
                 note="; ".join(filter(None, (record.note, implied))),
             )
         )
-    return made
+    return rows
 
 
 def mark_of(record: BenchmarkRecord) -> str:
@@ -164,7 +162,7 @@ def as_csv(rows: Sequence[TableRow]) -> str:
     return csv_text(
         [
             {
-                **{name: _cell(getattr(row, name), "g") for name in fields},
+                **{name: _cell(getattr(row, name), ".6g") for name in fields},
                 **{
                     f"deviation_{name}": _cell(row.deviation(name), "+.4f")
                     for name in (*PREDICTIONS, "measured")
@@ -178,12 +176,6 @@ def as_csv(rows: Sequence[TableRow]) -> str:
 
 
 def _cell(value: Any, form: str) -> str:
-    return (
-        ""
-        if value is None
-        else (
-            format(value, ".6g" if form == "g" else form)
-            if isinstance(value, float | int)
-            else str(value)
-        )
-    )
+    if value is None:
+        return ""
+    return format(value, form) if isinstance(value, float | int) else str(value)

@@ -1,1 +1,1 @@
-"""Measures a machine: copies, layers, updates, and how much they slow each other."""
+"""Measures a machine: copies, layers, updates, and the slowdown when they run together."""

@@ -1,8 +1,8 @@
 """Times the attention kernel of a model alone, over sequence lengths.
 
-Attention grows with the square of the sequence length, and at another rate than the matrix products
-of a layer. So the duration of a layer at a length that was not measured is predicted from both
-apart (`simulator/costs/datasheet.py`).
+The FLOPs of attention grow with the square of the sequence length, and run at another rate than the
+matrix products of a layer. So the duration of a layer at a length that was not measured is
+predicted from the two separately (`simulator/costs/datasheet.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 _SHORTEST, _LONGEST, _FACTOR = 512, 2**17, 4
-"""Tokens of the first row, the most tokens of a row, and the factor from one to the next."""
+"""The shortest and the longest row in tokens, and the factor from one length to the next."""
 _MOST_SECONDS = {"cuda": 2.0, "cpu": 0.05}
-"""A row is not measured if it is expected to take longer."""
+"""Type of device -> the longest expected time of a row that is measured, in seconds."""
 _TOKENS = {"cuda": 2**15, "cpu": 1}
-"""Tokens that one call has at least. One short row does not fill a GPU, and a step has many: on an
-H200, a row of 1,024 tokens took four times as long alone as one of 32."""
+"""Type of device -> the least number of tokens in a call. A single short row does not fill a GPU,
+and a step has many rows: on an H200, a row of 1,024 tokens took four times as long alone as in a
+batch of 32."""
 _REPEATS = 3
+"""Number of calls that are timed."""
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -34,10 +36,10 @@ def attention_curve(
     model: ModelSpec, workload: Workload, device: torch.device
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns points (S, forward_ns, backward_ns) of the model's attention kernel on one causal row
-    of S tokens: the median of three calls each, divided by the rows of a call.
+    of S tokens. Each is the median of three calls, divided by the number of rows in a call.
 
-    Returns nothing for a model that writes out its scores, and fewer than two points if there is no
-    memory or time for more. With documents, the rows have one document each.
+    For a model without a fused kernel, which writes out the attention scores, there are no points.
+    There are fewer than two if memory or time is too short. With documents, each row has one.
     """
     if model.writes_scores or model.family in UNFUSED_ATTENTION:
         return ()
@@ -61,7 +63,10 @@ def attention_curve(
 def _row(
     model: ModelSpec, workload: Workload, device: torch.device, length: int
 ) -> tuple[float, float]:
-    """Returns the seconds of one forward and of one backward on a row of `length` tokens."""
+    """Returns the seconds of one forward and of one backward on a row of `length` tokens.
+
+    Raises RuntimeError or MemoryError if memory runs out, or if there is no kernel for the model.
+    """
     heads, pairs, size = model.heads
     rows = max(_TOKENS[device.type] // length, 1)
     dtype = TORCH_DTYPE[workload.dtype]
@@ -92,12 +97,12 @@ def _row(
 def attention_rate(
     model: ModelSpec, points: tuple[tuple[int, int, int], ...], flops_per_s: float
 ) -> tuple[float, int] | None:
-    """Returns the fields `attention_efficiency` and `attention_half_tokens` of a HardwareSpec, such
-    that the longest row of `points` and the second longest one take the time that was measured.
-    Returns None if there are fewer than two points.
+    """Returns the fields `attention_efficiency` and `attention_half_tokens` of a HardwareSpec.
 
-    A forward and a backward of a row of S tokens take a time proportional to S (S + half_tokens).
-    Together they count as 3.5 forwards.
+    With these, the two longest rows of `points` take the measured times. The forward and the
+    backward of a row of S tokens take a time proportional to S (S + half_tokens). Together they
+    count as 3.5 forwards. `flops_per_s` is the rate of a large matrix product. Returns None if
+    there are fewer than two points, or if the time per token does not grow with the length.
     """
     if len(points) < 2:
         return None
@@ -108,6 +113,6 @@ def attention_rate(
         return None
     half = max(per_token[1] / slope - long, 0.0)
     heads, _, size = model.heads
-    # 2 H D S^2 FLOPs of a forward, half of the pairs being masked
+    # A forward has 2 H D S^2 FLOPs, because half of the pairs are masked.
     flops = 3.5 * 2 * heads * size * long * (long + half)
     return min(flops / (sum(after) / 1e9) / flops_per_s, 1.0), round(half)

@@ -1,16 +1,16 @@
-"""Measures this machine for some models over a grid of workloads. The result is a HardwareSpec with
-a CostTable.
+"""Measures this machine for several models and workloads. The result is a HardwareSpec with a
+CostTable.
 
 The executor measures op durations: it runs a few steps of a model with the same layers, but fewer
-of them. Ops on the CPU are timed with the policy `sequential`, where one op runs at a time.
-Without a GPU, compute is timed in the same way. On a GPU, compute is timed with the policy
-`resident`, where it runs without pauses, because pauses let a GPU run at higher clocks than in a
-step (`docs/lab_notes.md`). Copies are also timed by size. Lanes run in pairs to measure how much
-they slow each other.
+of them. Ops on the CPU are timed with the policy `sequential`, which runs one op at a time. Without
+a GPU, compute is timed in the same way. On a GPU, compute is timed with the policy `resident`,
+which runs it without pauses, because a GPU that pauses runs at higher clocks than in a step
+(`docs/lab_notes.md`). Copies are also timed by size. Lanes run in pairs to measure how much they
+slow each other.
 
 Costs that depend on the tokens (layers, head, activations, workspace) are measured for every model
-at every workload of the grid. All others (the optimizer's ops, copies, contention) are measured for
-the first model only, over sizes.
+at every workload of the grid. All other costs (optimizer, copies, contention) are measured for the
+first model only, over sizes.
 """
 
 from __future__ import annotations
@@ -71,62 +71,64 @@ from megatrain.simulator.schedule.arithmetic import gradient_bytes
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _LAYERS = 3
-"""Decoder layers of the model that runs."""
+"""Number of decoder layers in the models that run."""
 _LEAST_ATTENTION = 0.05
-"""The least share of attention in the FLOPs of a recompute for which saving it is measured. This
-share of the FLOPs is a tenth of the time on an H200."""
+"""Saved attention is measured only if attention has at least this share of the FLOPs of a
+recompute. This share of the FLOPs is a tenth of the time on an H200."""
 _STEPS = 3
-"""The least number of steps of each plan."""
+"""The least number of steps of each plan, after the warm-up."""
 _SECONDS = 1.5
-"""The least time of steps of each plan. The speed of a shared machine varies within seconds."""
+"""The least duration of these steps in seconds. The speed of a shared machine varies within
+seconds."""
 _HOST_SECONDS = 1.0
-"""The least time of each run of the CPU optimizer."""
+"""The least duration of each run of the CPU optimizer in seconds."""
 _HOST_TURNS = 4
 """Number of runs of the CPU optimizer. Its speed varies by a tenth within minutes."""
 _LEAST_UPDATED = 2**23
-"""The least number of parameters of the CPU updates that run at the same time as copies: 150 MB,
-whatever the limit of host memory. With fewer, the result would depend on Python's lock."""
+"""The least number of parameters in the CPU updates that run at the same time as copies, even if
+the host memory is limited: 150 MB. With fewer, the result would depend on Python's lock."""
 _QUICK_TOKENS = 4096
-"""The most tokens of a micro-batch if only the optimizer's ops are timed. They do not depend on the
-tokens, nor on compilation of the layers."""
+"""The maximum number of tokens in a micro-batch if only the optimizer's ops are timed. These do not
+depend on the tokens, nor on the compilation of layers."""
 _LOSS_CHUNKS = (1024, 2048, 4096)
-"""Loss chunks with which the head of the first model is measured, besides that of the workload."""
+"""Loss chunks with which the head of the first model is measured, in addition to the workload's
+loss chunk."""
 _UNCERTAINTY = 0.10
-"""Uncertainty of times that are predicted from the rates instead of the table. It is low, because
-the layers and copies of this machine were measured."""
+"""Relative uncertainty of times that are predicted from the rates instead of the table. It is low,
+because the layers and copies of this machine were measured."""
 
 
 class Subject(NamedTuple):
     """A model to measure."""
 
     model: ModelSpec
-    """Its layers and their shapes."""
+    """The model with its layers and their shapes."""
     config: PretrainedConfig
     """The transformers configuration of the model."""
 
 
 class _Bench:
-    """Runs plans of models with few layers, one after the other, and collects the durations of
-    their ops.
-    """
+    """Runs plans for models with few layers, and collects the durations of their ops."""
 
     def __init__(
         self, device: torch.device, limits: tuple[int, int], progress: Callable[[str], None]
     ) -> None:
-        """`limits` are the bytes of device and host memory."""
+        """Creates a bench for `device`. `limits` are the bytes of device and host memory."""
         self.device, self.limits, self.progress = device, limits, progress
         self._cuda = device.type == "cuda"
         self.memory = ReusablePinnedPool(registered=device.type == "cuda")
         self.samples: Samples = {}
+        """The durations that were measured so far, in ns."""
         self.amounts: dict[tuple[str, str | int], int] = {}
-        """The amount of work that the duration of a compute op is proportional to."""
+        """Key of a sample -> the amount of work in the op (`Op.amount`)."""
         self.process_growth: list[int] = []
-        """Bytes that the process took besides its pools, in each run of the CPU optimizer."""
+        """For each run of the CPU optimizer, the bytes that the process allocated outside of its
+        pools."""
 
     def plan(
         self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None
     ) -> Plan:
-        """Returns a plan with one weight slot for `sequential`, and two for other policies."""
+        """Returns a plan with one weight slot for `sequential`, or two for another policy."""
         knobs = Knobs(
             weight_slots=1 if policy == "sequential" else 2, placement=placement or Placement()
         )
@@ -151,11 +153,17 @@ class _Bench:
         evaluates: bool = False,
         seconds: float | None = None,
     ) -> StepProfile:
-        """Runs steps of `plan` for at least `seconds` after the warm-up, and collects the durations
-        of ops of `kinds`.
+        """Runs steps of `plan`, and collects the durations of the ops of `kinds`.
 
-        With `alone`, one op runs at a time, on all lanes together. With `evaluates`, the loss op of
-        an evaluation is also collected. Raises UserError if the plan does not fit.
+        Args:
+            subject: the model.
+            plan: a plan for this model, possibly with fewer layers.
+            kinds: the kinds of ops to collect.
+            alone: whether only one op runs at a time, over all lanes.
+            evaluates: whether the loss op of an evaluation is collected, too.
+            seconds: the least duration of the steps after the warm-up, or None for 1.5 s.
+
+        Raises UserError if the plan does not fit.
         """
         schedule = serialized(lower(plan)) if alone else lower(plan)
         seconds = _SECONDS if seconds is None else seconds
@@ -179,6 +187,7 @@ class _Bench:
         return profile
 
     def _collect(self, plan: Plan, op: Op, durations: list[int]) -> None:
+        """Adds the durations of `op` in ns to the samples."""
         key = _key(
             op,
             wide=op.kind in WIDE_KINDS
@@ -188,16 +197,16 @@ class _Bench:
         self.amounts[key] = op.amount
 
     def layers(self, subject: Subject, workload: Workload, base: Workload) -> GridPoint | None:
-        """Measures all times and memory that depend on the tokens, at one point of the grid.
-        Returns None if it does not fit.
+        """Measures all times and memory that depend on the tokens, for one workload of the grid.
+        Returns None if the workload does not fit.
 
-        Recompute with saved attention is measured once for each sequence length, from the length of
-        `base` on, because its saving per token depends only on that length. With compiled layers, a
-        loss without backward is one more program to compile, so it is measured at `base` only.
+        Saved attention is measured for `base` and for longer sequences only, because the time that
+        it saves per token depends only on the length. With compiled layers, the loss of an
+        evaluation is measured for `base` only, because it is another program to compile.
         """
         small, cuda = subject.model.shortest(_LAYERS), self._cuda
         evaluates = workload == base or not workload.compiled
-        # with this policy, the optimizer's ops on the device run while no other op does
+        # With this policy, no other op runs at the same time as the optimizer's ops on the device.
         further = {"resident": OPTIMIZER_KINDS}
         profile = None
         for policy in ("resident", "double_buffer") if cuda else ("sequential",):
@@ -214,7 +223,7 @@ class _Bench:
             return None
         longer = workload == base or workload.sequence > base.sequence
         if longer and (layers := _attention_to_save(small, workload)):
-            # a UserError means too little memory, or an attention kernel that cannot save it
+            # UserError: too little memory, or an attention kernel whose output cannot be saved
             with contextlib.suppress(UserError):
                 self.run(
                     subject,
@@ -236,11 +245,16 @@ class _Bench:
     def heads(
         self, subject: Subject, works: Sequence[Workload], points: Sequence[GridPoint | None]
     ) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Measures the head with each of `_LOSS_CHUNKS` that is not the workload's own.
+        """Measures the head with other loss chunks than the workload's own. Returns points as in
+        `CostTable.heads`.
 
-        It is measured at the largest of the micro-batches `works` that fits, which are those of
-        `points`. A chunk is left out unless it is smaller than that, and if memory runs out.
-        Returns points as in `CostTable.heads`.
+        Args:
+            subject: the model.
+            works: the workloads that were measured, for all models.
+            points: the result for each of them, or None if it did not fit.
+
+        The largest micro-batch of this model that fits is used. A loss chunk is left out if it is
+        not smaller than this micro-batch, or if it does not fit.
         """
         shape = subject.model.shape
         fitting = [
@@ -250,8 +264,8 @@ class _Bench:
         ]
         if not fitting:
             return {}
-        work = max(fitting, key=lambda each: each.tokens)
-        small, found = subject.model.shortest(1), list[tuple[int, int, int]]()
+        work = max(fitting, key=lambda work: work.tokens)
+        small, rows = subject.model.shortest(1), list[tuple[int, int, int]]()
         for chunk in _LOSS_CHUNKS:
             if chunk == work.loss_chunk or max(chunk, work.loss_chunk) >= work.tokens:
                 continue
@@ -267,9 +281,9 @@ class _Bench:
                         if span.kind == "head"
                     ]
                     size = workspace(profile).head if profile.peaks else 0
-                    found.append((chunk, round(statistics.median(spans)), size))
+                    rows.append((chunk, round(statistics.median(spans)), size))
                     break
-        return {f"{shape}/{work.shape}": tuple(found)} if found else {}
+        return {f"{shape}/{work.shape}": tuple(rows)} if rows else {}
 
 
 def calibrate(
@@ -290,21 +304,20 @@ def calibrate(
 
     Args:
         name: The name of the HardwareSpec.
-        model: The first model to measure. All that does not depend on the tokens is measured with
+        model: The first model to measure. Costs that do not depend on the tokens are measured with
             this model only.
         workload: The first workload to measure.
         config: The transformers configuration of `model`.
         device: The device to measure.
         grid: Further workloads.
         others: Further models.
-        host_bytes: Replaces the host memory that a plan may have on this machine.
-        device_bytes: Replaces the device memory that the machine reports.
-        state: A state format whose update on the host is measured as well.
+        host_bytes: Replaces the host memory that plans can use, in bytes.
+        device_bytes: Replaces the device memory that plans can use, in bytes.
+        state: A state format whose update on the host is measured, too.
         progress: Called with a description of each measurement before it starts.
 
     Raises:
-        UserError: A model cannot be executed, or the first one does not fit although it runs
-                with few layers.
+        UserError: A model cannot be executed, or the first model does not fit even with few layers.
     """
     limits = (
         device_bytes or machine.usable_device_bytes(device),
@@ -318,11 +331,11 @@ def calibrate(
         Subject(model, config),
         model.shortest(_LAYERS),
     )
-    for each in (subject, *others):
-        plan = bench.plan("sequential", each.model, workload)
+    for measured in (subject, *others):
+        plan = bench.plan("sequential", measured.model, workload)
         preflight(plan, AdamW(), device, schedule=lower(plan))
-    with contextlib.ExitStack() as held:
-        held.callback(bench.memory.free)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(bench.memory.free)
         quick = msgspec.structs.replace(
             workload,
             batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)),
@@ -331,7 +344,7 @@ def calibrate(
         )
         most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
         needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
-        # if it does not fit, the executor raises a UserError that says so
+        # If it does not fit, the executor raises a UserError later.
         if 0 < needed <= limits[1]:
             progress("host memory: touching and registering")
             with contextlib.suppress(RuntimeError, OSError, ValueError):
@@ -344,26 +357,27 @@ def calibrate(
             TORCH_DTYPE[workload.dtype],
             lane_threads(device)["cpu"],
         )
-        held.callback(chunks.close)
+        cleanup.callback(chunks.close)
         _measure_optimizer(bench, subject, quick)
         progress("all lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
-        points, wanted = (
-            [],
-            list(itertools.product((subject, *others), dict.fromkeys((workload, *grid)))),
-        )
-        every = -(-len(wanted) // (_HOST_TURNS - 1))
-        for number, (each, point) in enumerate(wanted):
+        runs = list(itertools.product((subject, *others), dict.fromkeys((workload, *grid))))
+        points = []
+        # The turns of the CPU optimizer are spread over the time of the other measurements.
+        every = -(-len(runs) // (_HOST_TURNS - 1))
+        for number, (measured, work) in enumerate(runs):
             if number % every == 0:
                 _measure_host_optimizer(bench, chunks, subject, quick, 1 + number // every)
-            progress(f"layers of {each.model.name}, {point.batch} x {point.sequence} tokens")
-            points.append(bench.layers(each, point, workload))
-        _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(wanted) // every))
-        heads = bench.heads(subject, [point for _, point in wanted], points)
+            progress(f"layers of {measured.model.name}, {work.batch} x {work.sequence} tokens")
+            points.append(bench.layers(measured, work, workload))
+        _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(runs) // every))
+        heads = bench.heads(subject, [work for _, work in runs], points)
         progress("attention alone")
         attention = {
-            each.model.attention_shape(workload): attention_curve(each.model, workload, device)
-            for each in (subject, *others)
+            measured.model.attention_shape(workload): attention_curve(
+                measured.model, workload, device
+            )
+            for measured in (subject, *others)
         }
         progress("copies and rates")
         rates = measure_rates(
@@ -425,11 +439,10 @@ def calibrate(
 def _measure_host_optimizer(
     bench: _Bench, chunks: ChunkUpdates, subject: Subject, workload: Workload, turn: int
 ) -> None:
-    """Measures the optimizer's ops on the CPU, for whole layers and for chunks of them. They do not
-    depend on the tokens.
+    """Measures the optimizer's ops on the CPU, for whole layers and for chunks.
 
     The samples of all turns are pooled, because the CPU's speed varies over minutes. Their spread
-    shows by how much.
+    then includes this variation. The ops do not depend on the tokens, so `workload` may be small.
     """
     bench.progress(f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}")
     small, kinds = (
@@ -457,8 +470,8 @@ def _measure_format(bench: _Bench, state: str, count: int) -> None:
 
 
 def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> None:
-    """Measures the optimizer's ops on the device, for whole layers and for chunks of them, and the
-    ops of clipping by `update`. They do not depend on the tokens.
+    """Measures the optimizer's ops on the device, for whole layers and for chunks, and the ops of
+    clipping by `update`. They do not depend on the tokens, so `workload` may be small.
     """
     small = subject.model.shortest(_LAYERS)
     by_update, twice = (
@@ -477,14 +490,14 @@ def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> N
         try:
             bench.run(subject, bench.plan(policy, small, work), kinds, alone=alone)
         except UserError:
-            # if a few layers cannot be resident, the whole model will not be either
+            # If a few layers cannot be resident, no plan for the whole model will be resident.
             if policy != "resident":
                 raise
 
 
 def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
-    """Returns the decoder layers whose attention can be saved and is a large enough part of their
-    work.
+    """Returns the decoder layers whose attention can be saved and has a large enough share of their
+    FLOPs.
     """
     layers = [layer.name for layer in model.decoders if model.can_save_attention(layer.name)]
     works = {layer: model.work("recompute", layer, workload) for layer in layers}
@@ -496,11 +509,11 @@ def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
 
 
 def _key(op: Op, *, wide: bool) -> tuple[str, str | int]:
-    """Returns the key of `op` in the cost table. `wide` means that its gradients are wider than the
+    """Returns the key of `op` in the cost table. `wide` says that its gradients are wider than the
     compute dtype.
     """
     if op.kind in COMPUTE_KINDS + EVALUATION_KINDS:
         return op.kind, op.shape
-    how = ":add" if op.adds else ":wide" if wide else ""
+    variant = ":add" if op.adds else ":wide" if wide else ""
     other_lane = f"@{op.lane}" if op.kind in OPTIMIZER_KINDS[1:] and op.lane != "cpu" else ""
-    return f"{op.kind}{how}{other_lane}", op.parameters
+    return f"{op.kind}{variant}{other_lane}", op.parameters

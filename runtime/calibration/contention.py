@@ -2,12 +2,12 @@
 
 The speed of each lane, in units of work per second, is measured alone and while other lanes are
 busy. Each pair of lanes runs for one window of time. Lanes that share the host's DRAM run for two
-windows, in pairs and also all three together, because the effects of two pairs do not multiply:
-while both directions of the link are busy, the cores keep more of their speed than the product, and
-the link keeps less.
+windows, in pairs and also all three together. The shares of two pairs cannot be multiplied: while
+both directions of the link are busy, the cores keep more of their speed than the product of the
+shares, and the link keeps less.
 
 A result is computed from whole windows. For its spread, windows are cut into equal parts, and the
-result is also computed from the first part of each window, from the second, and so on.
+result is computed again from the first part of each window, from the second part, and so on.
 """
 
 from __future__ import annotations
@@ -33,34 +33,39 @@ from megatrain.simulator.hardware.limits import DRAM_LANES
 from megatrain.simulator.model.specs import LayerSpec
 
 _WINDOW_SECONDS = 0.5
-_DRAM_WINDOWS = 2  # windows for lanes that share the host's DRAM, whose speed varies most
-_PARTS = 8  # parts of a window
+"""The length of a window in seconds."""
+_DRAM_WINDOWS = 2
+"""Number of windows for lanes that share the host's DRAM. Their speed varies most."""
+_PARTS = 8
+"""Number of parts of a window."""
 _TWO_ERRORS = 2 / (1.35 * _PARTS**0.5)
-"""Two standard errors of the mean over the parts, relative to their interquartile range. That range
-is 1.35 standard deviations."""
+"""Two standard errors of the mean over the parts, divided by their interquartile range. For a
+normal distribution, this range is 1.35 standard deviations."""
 _UPDATED = 2**25
-"""The most parameters in a unit of work of an update."""
+"""The maximum number of parameters in a unit of work of an update."""
 _MOST_UPDATED = 2**28
-"""The most parameters in the largest update: 3.5 GiB."""
+"""The maximum number of parameters in the largest update, which has 3.5 GiB."""
 _AHEAD = 3
-"""Units of work that the thread of a stream enqueues ahead, as in the executor. Otherwise waiting
-for Python's lock would count as a slower GPU."""
+"""Number of units of work that the thread of a stream enqueues ahead, as in the executor. Without
+this, time that a thread waits for Python's lock would look like a slower GPU."""
 LaneRates = tuple[float, ...]
 """Units of work per second, over a whole window and then over each of its parts."""
 Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
-"""Units of work per second of each lane, by the lanes that run together."""
+"""The lanes that run together -> each of these lanes -> its units of work per second."""
 
 
 class Contention(NamedTuple):
     """How much lanes slow each other."""
 
     kept: dict[str, dict[str, float]]
-    """The share of its speed that a lane keeps while others are busy, by lane and other lanes, as
-    in CostTable."""
+    """Lane -> other lanes, joined by `+` -> the share of its speed that the lane keeps while the
+    others are busy (`CostTable.contention`)."""
     turns: KernelInterleaving | None
-    """How kernels of the update lane and of the compute lane share the GPU; None without a GPU."""
+    """How kernels of the update lane and of the compute lane share the GPU, or None without a
+    GPU."""
     spread: dict[str, float]
-    """Interquartile range over median, by `contention.LANE.OTHER` and `turns.FIELD`."""
+    """Interquartile range divided by the median. Keys are `contention.LANE.OTHER` and
+    `turns.FIELD`."""
 
 
 def measure_contention(
@@ -75,11 +80,11 @@ def measure_contention(
     """Measures how much lanes slow each other.
 
     Args:
-        templates: Runs `layer`, which is the work of the compute lane.
+        functional_layers: Runs `layer`, which is the work of the compute lane.
         arenas: Holds the weights of `layer`, and buffers to copy from and to.
         layer: A decoder layer.
-        largest: Bytes of each of these buffers.
-        threads: Threads that an op of each lane may use.
+        largest: The size of each of these buffers in bytes.
+        threads: Lane -> the number of threads that its ops may use.
         device: The device to measure.
         host_update: A unit of work of the cpu lane. Updates are most of this lane's work, and need
             the most DRAM bandwidth.
@@ -88,10 +93,10 @@ def measure_contention(
     runs = _measure_together(work, threads, device)
     whole, *parts = [
         {
-            lanes: {lane: rates[turn] for lane, rates in found.items()}
-            for lanes, found in runs.items()
+            lanes: {lane: rates[part] for lane, rates in lane_rates.items()}
+            for lanes, lane_rates in runs.items()
         }
-        for turn in range(1 + _PARTS)
+        for part in range(1 + _PARTS)
     ]
     spreads = {
         f"contention.{lane}.{other}": spread([shares(part)[lane, other] for part in parts])
@@ -106,8 +111,9 @@ def measure_contention(
 
 
 def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
-    """Returns the speed of each lane while others are busy, divided by its speed alone. Keys are
-    the lane and the others, which are joined as in `h2d+d2h`.
+    """Returns the speed of each lane while others are busy, divided by its speed alone.
+
+    Keys are the lane and the others, which are joined by `+`, such as `h2d+d2h`.
     """
     together = {lanes: rates for lanes, rates in speeds.items() if len(lanes) > 1}
     return {
@@ -120,23 +126,31 @@ def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
 
 
 def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Returns `shares(speeds)` by lane and other lanes, as numbers from 0.01 to 1. A share that is
-    less than two standard errors below 1 counts as 1.
+    """Returns the shares of `shares(speeds)` as `Contention.kept`, from 0.01 to 1.
+
+    A share that is less than two standard errors below 1 is set to 1. `spreads` has the keys of
+    `Contention.spread`.
     """
-    found: dict[str, dict[str, float]] = {}
+    by_lane: dict[str, dict[str, float]] = {}
     for (lane, others), share in shares(speeds).items():
         clear = 1 - share > _TWO_ERRORS * spreads.get(f"contention.{lane}.{others}", 0.0)
-        found.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
-    return found
+        by_lane.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
+    return by_lane
 
 
 def run_together(
     work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1
 ) -> dict[str, LaneRates]:
-    """Runs the work of all lanes together for `windows` windows, and returns the rates of each
-    lane. They are counted from when all lanes have started until the first stops.
+    """Runs the work of all lanes together, and returns the rates of each lane.
 
-    If the work of a lane raises, all lanes are stopped and the exception is raised here.
+    Work counts from the time at which all lanes run until the first of them stops. If the work of a
+    lane raises an exception, all lanes are stopped and the exception is raised here.
+
+    Args:
+        work: Lane -> a unit of its work.
+        threads: Lane -> the number of threads that its work may use.
+        device: The device of the lanes that have a stream.
+        windows: The number of windows of half a second.
     """
     counts: dict[str, list[float]] = {lane: [] for lane in work}
     stop, failures = threading.Event(), list[BaseException]()
@@ -185,10 +199,10 @@ def run_together(
 
 
 def _rates(stamps: list[float], begin: float, end: float) -> LaneRates:
-    """Returns the rates from `begin` to `end`, computed from the times at which units of work
-    ended. If fewer than two are in that range, uses all but the first.
+    """Returns the rates from `begin` to `end`. `stamps` are the times at which units of work ended.
 
-    A unit that overlaps two parts counts in both, in proportion to its time in each.
+    If fewer than two stamps are in this range, all stamps except the first are used. A unit that
+    overlaps two parts counts in both, in proportion to its time in each.
     """
     inside = [stamp for stamp in stamps if begin <= stamp <= end]
     if len(inside) < 2:
@@ -205,8 +219,10 @@ def _lane_work(
     largest: int,
     device: torch.device,
 ) -> dict[str, Work]:
-    """Returns a unit of work for each lane except cpu: for compute, forward and backward of the
-    layer; for update, AdamW; and for h2d and d2h, a copy.
+    """Returns a unit of work for each lane except cpu.
+
+    It is forward and backward of the layer for compute, AdamW for update, and a copy for h2d and
+    d2h.
     """
     work, model = functional_layers.workload, functional_layers.model
     width = functional_layers.dtype.itemsize
@@ -223,9 +239,8 @@ def _lane_work(
     }
 
     functional_layers.begin(0)
-    functional_layers.forward(
-        layer.name, weights, x
-    )  # the balancing loss needs the router's choices
+    # The balancing loss needs the choices of the router.
+    functional_layers.forward(layer.name, weights, x)
 
     def layer_both_ways() -> None:
         saved = functional_layers.recompute(arenas, layer, "device.layer:0", x.detach())
@@ -280,18 +295,20 @@ def _measure_together(
 
 
 class _ConcurrentUpdate(NamedTuple):
-    """Units of work per second of an update, and of compute that runs at the same time."""
+    """The speeds of an update and of compute that run at the same time."""
 
     alone: float
     """Updates per second without compute."""
     update: float
-    """Updates per second with compute."""
+    """Updates per second while compute runs."""
     compute: float
-    """Units of compute per second with updates."""
+    """Units of compute per second while updates run."""
 
     def loss(self, compute_alone: float) -> float:
-        """Returns the relative loss of compute's speed, divided by the share of its own speed that
-        the update keeps.
+        """Returns the relative loss of compute's speed, divided by the share of its speed that the
+        update keeps.
+
+        `compute_alone` is the units of compute per second without updates.
         """
         return (1 - self.compute / compute_alone) * self.alone / self.update
 
@@ -304,11 +321,11 @@ def _measure_interleaving(
     threads: dict[str, int],
     device: torch.device,
 ) -> tuple[KernelInterleaving, dict[str, float]]:
-    """Measures how kernels of an update and of compute share the GPU. Returns the result and the
-    spread of its fields.
+    """Measures how kernels of an update and of compute share the GPU. Returns the result, and the
+    spread of each field.
 
-    An update of a chunk and one of a layer run at the same time as a layer's forward. The layer's
-    update also runs at the same time as forward and backward (`both_ways`).
+    The update of a chunk and the update of a layer run at the same time as a layer's forward. The
+    update of a layer also runs at the same time as forward and backward (`both_ways`).
     """
     weights = layer_tensors(arenas, layer, "device.layer:0", functional_layers.dtype)
     x = torch.randn(
@@ -322,10 +339,10 @@ def _measure_interleaving(
         functional_layers.forward(layer.name, weights, x)
 
     def together(compute: Work, update: Work, alone: LaneRates) -> list[_ConcurrentUpdate]:
-        found = run_together({"compute": compute, "update": update}, threads, device)
+        lanes = run_together({"compute": compute, "update": update}, threads, device)
         return [
             _ConcurrentUpdate(*rates)
-            for rates in zip(alone, found["update"], found["compute"], strict=True)
+            for rates in zip(alone, lanes["update"], lanes["compute"], strict=True)
         ]
 
     forwards, both = (
@@ -337,17 +354,16 @@ def _measure_interleaving(
         alone = run_together({"update": update}, threads, device)["update"]
         runs.append(together(forward, update, alone))
     chunk, whole = runs
-    found = [
+    (wait, loss, backward_loss), *parts = [
         _interleaving(*rates)
         for rates in zip(
             forwards, both, chunk, whole, together(both_ways, update, alone), strict=True
         )
     ]
-    wait, loss, backward_loss = found[0]
     spreads = {
         f"turns.{field}": spread(values)
         for field, values in zip(
-            KernelInterleaving.__struct_fields__, zip(*found[1:], strict=True), strict=True
+            KernelInterleaving.__struct_fields__, zip(*parts, strict=True), strict=True
         )
     }
     return (
@@ -383,4 +399,5 @@ def _interleaving(
 
 
 def _share(value: float) -> float:
+    """Returns `value` limited to the range from 0 to 1, with three decimals."""
     return round(min(max(value, 0.0), 1.0), 3)

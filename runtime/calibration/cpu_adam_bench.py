@@ -1,8 +1,8 @@
 """Times AdamW on the CPU for chunks of a layer, without pauses in between, as in a step.
 
-With pauses, the threads would fall asleep between two chunks, and updates would take longer than in
-a step (`docs/lab_notes.md`). The same updates load the cores when calibration measures how much the
-CPU and the link slow each other.
+With pauses, the threads would sleep between two chunks, and updates would take longer than in a
+step (`docs/lab_notes.md`). Calibration also uses these updates as the load of the CPU when it
+measures how much the CPU and the link slow each other.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from megatrain.simulator.schedule import Buffer, Schedule
 _SIZES = (2**14, 2**22, 2**24, 2**25)
 """Numbers of parameters to time: one block of the C kernel, and chunks of the usual sizes."""
 _MOST = 2**26
-"""The most parameters: 1.2 GB, which is four times the cache of a processor."""
+"""The maximum number of parameters: 1.2 GB, which is four times the cache of a processor."""
 _LEAST = 5
 """The least number of updates of each size."""
-_ANY = 2**62
-"""No limit in bytes. The caller limits the number of parameters."""
+_UNLIMITED = 2**62
+"""A memory limit in bytes that has no effect. The caller limits the number of parameters."""
 BYTES = 18
-"""The most bytes of host memory per parameter."""
+"""The maximum host memory per parameter, in bytes."""
 
 
 class ChunkUpdates:
-    """Optimizer state in host memory, and threads that update it.
-
-    The state has `count` parameters, but at most 2^26, with weights in `dtype`, in the state format
-    named `state`. `threads` threads update it.
-    """
+    """Optimizer state in host memory, and threads that update it."""
 
     def __init__(self, count: int, dtype: torch.dtype, threads: int, state: str = EXACT) -> None:
+        """Allocates the state and starts the threads.
+
+        Args:
+            count: the number of parameters, of which at most 2^26 are allocated.
+            dtype: the dtype of weights and gradients, bf16 or fp32.
+            threads: the number of threads.
+            state: the name of the state format.
+        """
         planes, self._coded = FORMATS[state], FORMATS[state].moments == "block8"
         self._unit = BLOCK if self._coded else 1
         self._count, self._threads = min(count, _MOST) // self._unit * self._unit, threads
@@ -68,13 +72,16 @@ class ChunkUpdates:
         )
         schedule = Schedule(policy="rates", buffers=buffers, ops=())
         self._arenas = Arenas(
-            schedule, torch.device("cpu"), device_limit_bytes=_ANY, host_limit_bytes=_ANY
+            schedule,
+            torch.device("cpu"),
+            device_limit_bytes=_UNLIMITED,
+            host_limit_bytes=_UNLIMITED,
         )
-        self._held = contextlib.ExitStack()
-        self._held.callback(self._arenas.close)
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(self._arenas.close)
         try:
             self._workers = optimizer.workers(threads)
-            self._held.callback(self._workers.close)
+            self._cleanup.callback(self._workers.close)
             length = records(self._count) if self._coded else self._count
             self._weights, self._moments = (
                 self._flat("weights", dtype),
@@ -92,41 +99,39 @@ class ChunkUpdates:
             for tensor in (self._weights, *self._gradients.values()):
                 tensor.uniform_(-0.02, 0.02)
         except BaseException:
-            self._held.close()
+            self._cleanup.close()
             raise
 
     def _flat(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self._arenas.flat(f"host.{name}:0", dtype, self._count)
 
     def measure(self, seconds: float) -> dict[tuple[str, str | int], list[int]]:
-        """Times updates for about `seconds`. Returns the durations in ns, by key of the cost table
-        and number of parameters.
+        """Times updates for about `seconds`. Returns (kind in the cost table, number of
+        parameters) -> durations in ns.
 
-        Gradients have the dtype of the weights or fp32. A size is timed if the state has at least
-        two chunks of it.
+        Updates with gradients in the dtype of the weights and, if this is not fp32, in fp32 are
+        timed. A size is timed if the state has at least two chunks of it.
         """
-        found: dict[tuple[str, str | int], list[int]] = {}
-        sizes, own_threads = (
-            [size for size in _SIZES if 2 * size <= self._count],
-            torch.get_num_threads(),
-        )
-        torch.set_num_threads(self._threads)  # for PyTorch's updates, if there are no kernels
+        samples: dict[tuple[str, str | int], list[int]] = {}
+        sizes = [size for size in _SIZES if 2 * size <= self._count]
+        own_threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # for updates in PyTorch, if there are no C kernels
         for size, (kind, gradient) in itertools.product(sizes, self._gradients.items()):
-            durations = found.setdefault((kind, size), [])
+            durations = samples.setdefault((kind, size), [])
             ends = time.perf_counter() + seconds / (len(self._gradients) * len(sizes))
             for start in itertools.cycle(range(0, self._count - size + 1, size)):
                 durations.append(self._update(slice(start, start + size), gradient))
                 if len(durations) >= _LEAST and time.perf_counter() > ends:
                     break
         torch.set_num_threads(own_threads)
-        return found
+        return samples
 
     def in_turn(self) -> Work:
         """Returns a function that updates the two halves of the state in turn.
 
-        A single half could partly stay in the processor's cache, unlike the state of a step. Then
-        copies would slow the updates more than in a step, because they evict the data from the
-        cache (`docs/lab_notes.md`).
+        If it updated only one part, the part could stay in the processor's cache, unlike the state
+        in a step. Copies would then evict it, and slow the updates more than in a step
+        (`docs/lab_notes.md`).
         """
         half = max(self._count // 2 // self._unit, 1) * self._unit
         starts = itertools.cycle((0, self._count - half))
@@ -157,4 +162,4 @@ class ChunkUpdates:
 
     def close(self) -> None:
         """Ends the threads and frees the memory."""
-        self._held.close()
+        self._cleanup.close()

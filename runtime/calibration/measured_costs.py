@@ -1,4 +1,4 @@
-"""Makes a CostTable of the durations and bytes that calibration measured."""
+"""Makes a CostTable from the durations and bytes that calibration measured."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 _MARGIN_BYTES = 2**21
-"""A small block of PyTorch's allocator."""
+"""The size of a small block of PyTorch's allocator."""
 OPTIMIZER_KINDS = ("update", "norm", "clip", "update_ratios")
+"""The kinds of the optimizer's ops on the device."""
 Samples = dict[tuple[str, str | int], list[int]]
-"""Durations in ns, by key of the cost table and size or shape."""
+"""(kind in the cost table, size or shape) -> durations in ns."""
 
 
 class GridPoint(NamedTuple):
-    """Measurements of one model at one workload of the grid."""
+    """Measurements of one model with one workload of the grid."""
 
     shape: str
-    """Shapes of the model and the workload: the key in the cost table."""
+    """The shapes of the model and the workload, which are the key in the cost table."""
     tokens: int
-    """Tokens in a micro-batch."""
+    """Number of tokens in a micro-batch."""
     saved_bytes: int
     """Bytes of the activations of one decoder layer."""
     workspace: Workspace | None
-    """Device memory besides the pools; None without CUDA."""
+    """Device memory outside of the pools, or None without CUDA."""
 
 
 def cost_table(
@@ -56,14 +57,14 @@ def cost_table(
 
     Args:
         samples: Durations in ns.
-        amounts: The amount of work that the duration of a compute op is proportional to, by key.
-        process_growth: Bytes that the process took besides its pools, in each run of the CPU
-            optimizer.
+        amounts: Key of a sample of compute -> the amount of work in the op (`Op.amount`).
+        process_growth: For each run of the CPU optimizer, the bytes that the process allocated
+            outside of its pools.
         rates: The rates that do not depend on a model.
-        together: Steps with all lanes.
-        points: Measurements at the workloads of the grid.
-        attention: Points (S, forward_ns, backward_ns) of attention alone.
-        loss_chunk: Tokens that the head computes at a time.
+        together: Steps in which all lanes work.
+        points: Measurements with the workloads of the grid.
+        attention: Attention shape -> points (S, forward_ns, backward_ns) of attention alone.
+        loss_chunk: Number of tokens that the head computes at a time.
         heads: The head with other loss chunks, as in `CostTable.heads`.
         device: The device that was measured.
     """
@@ -111,14 +112,14 @@ def cost_table(
 
 
 def _process_bytes(grown: Sequence[int], device: torch.device) -> int:
-    """Returns the median of `grown`. The result is 0 without CUDA, because `grown` would include
-    the device pools.
+    """Returns the median of `grown`, or 0 without CUDA, where `grown` would include the device
+    pools.
     """
     return round(statistics.median(grown)) if grown and device.type == "cuda" else 0
 
 
 def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:
-    """Returns a key that sorts by number: 3x512 before 12x512."""
+    """Returns a sort key that compares numbers by their value: 3x512 comes before 12x512."""
     return [
         digits.zfill(20) if digits.isdigit() else digits
         for digits in re.split(r"(\d+)", " ".join(map(str, sample[0])))
@@ -126,8 +127,10 @@ def _by_number(sample: tuple[tuple[str, str | int], object]) -> list[str]:
 
 
 def workspace(profile: StepProfile) -> Workspace:
-    """Returns the measured workspace plus a margin, because memory must not be under-predicted. The
-    peak of 36 layers was 1.0 MiB of 11.9 GiB higher than that of 3 layers.
+    """Returns the measured workspace plus a margin, because memory must not be under-predicted.
+
+    The margin covers models with more layers: with 36 layers, the peak of 11.9 GiB was 1.0 MiB
+    higher than with 3 layers.
     """
     peaks, margin = profile.peaks, profile.saved_bytes // 200 + _MARGIN_BYTES
     layer = max(peaks[kind] for kind in ("forward", "recompute", "backward")) - profile.saved_bytes
@@ -137,8 +140,10 @@ def workspace(profile: StepProfile) -> Workspace:
 
 
 def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns the points in ascending order of size. If there is only one, and its size is not 0, a
-    second point of twice the size and duration is added, so that the curve is a rate.
+    """Returns the points (size, ns) in ascending order of size.
+
+    If there is only one point, and its size is not 0, a second point with twice the size and
+    duration is added. The curve is then a constant rate.
     """
     ordered = sorted(points)
     if len(ordered) == 1 and ordered[0][0] > 0:
@@ -148,8 +153,9 @@ def _ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _waits(measured: StepProfile) -> dict[str, list[list[int]]]:
-    """Returns how long ops waited although they were ready, in ns, by lane and step. An op is ready
-    when its lane is free and its dependencies have ended.
+    """Returns lane -> for each step, how long each op waited although it was ready, in ns.
+
+    An op is ready when its lane is free and its dependencies have ended.
     """
     waits: dict[str, list[list[int]]] = {lane: [] for lane in measured.schedule.lanes}
     for timeline in measured.timelines:
@@ -178,14 +184,21 @@ def linear_efficiency(
     workload: Workload,
     attention: tuple[float, int],
 ) -> float:
-    """Returns the rate of matrix products in a decoder layer, relative to that of a single large
-    product.
+    """Returns `HardwareSpec.linear_efficiency`: the rate of matrix products in a decoder layer,
+    divided by the rate of a single large product.
 
-    It is chosen such that the datasheet's formula, with `attention_efficiency` and
-    `attention_half_tokens` of the pair `attention`, gives the measured time of the layer's forward.
-    At least half of that time counts as matrix products, even if the other terms of the formula
-    take more, as on a CPU. FLOPs in fp8 count less, in proportion to the rate of a large fp8
-    product.
+    It is the value with which the formula for datasheets (`simulator/costs/datasheet.py`) gives the
+    measured time of the layer's forward. `attention` has the other two values of this formula,
+    `attention_efficiency` and `attention_half_tokens`. At least half of the time counts as matrix
+    products, even if the other terms of the formula are larger, as on a CPU. FLOPs in fp8 count
+    less, in proportion to the rate of a large fp8 product.
+
+    Args:
+        table: The table with the measured time of the layer's forward.
+        rates: The rates of a large product and of the device memory.
+        model: The model. Its decoder layer 0 is used.
+        workload: The workload of the measured time.
+        attention: (`attention_efficiency`, `attention_half_tokens`).
     """
     layer = model.decoders[0]
     work = model.work("forward", layer.name, workload)
@@ -203,8 +216,9 @@ def linear_efficiency(
 
 
 def copy_curve(points: list[tuple[int, int]]) -> Curve:
-    """Returns pairs of bytes and GB/s from pairs of bytes and ns. If noise made a copy faster than
-    a smaller one, it counts as equally long.
+    """Returns points (bytes, GB/s) from points (bytes, ns) in ascending order.
+
+    If noise made a copy faster than a smaller one, it gets the duration of the smaller one.
     """
     longest, curve = 0.0, []
     for size, duration in points:
@@ -215,14 +229,18 @@ def copy_curve(points: list[tuple[int, int]]) -> Curve:
 
 
 def duplex_curve(both: list[tuple[int, int]], h2d: Curve, d2h: Curve) -> Curve:
-    """Returns pairs of bytes and GB/s of each direction while both are busy. A rate is at most that
-    of the faster direction alone.
+    """Returns points (bytes, GB/s) for each direction while both are busy.
+
+    `both` has points (bytes, ns) of copies while both directions are busy, and `h2d` and `d2h` are
+    the curves of each direction alone. A rate is limited to the rate of the faster direction alone.
     """
     alone = {size: max(dict(h2d)[size], dict(d2h)[size]) for size, _ in both}
     return tuple((size, min(rate, alone[size])) for size, rate in copy_curve(both))
 
 
 def rate_at_the_end(points: tuple[tuple[int, int], ...]) -> float:
-    """Returns the rate per second at the largest size."""
+    """Returns the size of the last of `points` (size, duration in ns), divided by its duration in
+    seconds.
+    """
     size, duration = points[-1]
     return size / (duration / 1e9)

@@ -1,5 +1,5 @@
 """Measures rates that do not depend on a model: copies of several sizes, matrix products, memory,
-single calls, and how much lanes slow each other (`contention.py`).
+kernel launches, and how much lanes slow each other (`contention.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,21 @@ from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Scaling, Workload
 from megatrain.simulator.schedule import Buffer, Schedule
 
-_COPY_SIZES = tuple(2**power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
-_LEAST_DUPLEX = 2**20  # bytes; enqueueing a smaller copy takes as long as the copy
-_DUPLEX_UNIT = 2**26  # bytes of copies that are enqueued at once
-_TOUCHED_BYTES = 2**30  # bytes of new pages that are timed
-_PIECES = 8  # how many parts of them are touched and registered one after the other
-_MATRIX_ROWS = {"cuda": 8192, "cpu": 768}  # of a square matrix product
-_CALLS, _ROUNDS = 100, 10  # calls in a round, and rounds, for launches and events
+_COPY_SIZES = tuple(2**power for power in range(16, 29, 2))
+"""The sizes of copies in bytes: 64 KiB to 256 MiB."""
+_LEAST_DUPLEX = 2**20
+"""The least bytes of a copy in both directions. Enqueueing a smaller copy takes as long as the
+copy."""
+_DUPLEX_UNIT = 2**26
+"""Bytes of the copies that are enqueued at once."""
+_TOUCHED_BYTES = 2**30
+"""Bytes of the new host memory that is touched and registered."""
+_PIECES = 8
+"""Number of pieces in which this memory is touched and registered."""
+_MATRIX_ROWS = {"cuda": 8192, "cpu": 768}
+"""Type of device -> the rows of a square matrix product."""
+_CALLS, _ROUNDS = 100, 10
+"""Number of calls in a round and number of rounds, for launches and events."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,9 @@ class MeasuredRates:
     """The measured rates, per second."""
 
     copies: dict[str, list[tuple[int, int]]]
-    """Bytes and ns of copies, for `load_weights` and `save_gradients`."""
+    """Points (bytes, ns) of copies, for `load_weights` and `save_gradients`."""
     duplex: list[tuple[int, int]]
-    """Bytes and ns of copies while equal copies run in the other direction. Empty without a
+    """Points (bytes, ns) of copies while equal copies run in the other direction. Empty without a
     GPU."""
     contention: Contention
     """How much lanes slow each other."""
@@ -62,12 +70,13 @@ class MeasuredRates:
     cpu_adam_per_s: float
     """Parameters per second of a fused AdamW on the CPU, with bf16 weights and gradients."""
     fixed: FixedCosts
-    """Costs of single calls and of new memory."""
+    """Costs of kernel launches, events and new host memory."""
     spread: dict[str, float]
-    """Interquartile range over median of each measurement. Keys are `KIND BYTES` for a copy, and
-    otherwise the field of HardwareSpec or CostTable."""
+    """Interquartile range divided by the median, for each measurement. Keys are `KIND BYTES` for a
+    copy, and otherwise the field of HardwareSpec or CostTable."""
     fp8_flops: float = 0.0
-    """FLOP/s of a matrix product in fp8, without its casts. 0 if the workload has none."""
+    """FLOP/s of a matrix product in fp8, without its casts, or 0 if the workload does not use
+    fp8."""
 
 
 def measure_rates(
@@ -81,11 +90,11 @@ def measure_rates(
     """Measures all rates, which takes about 20 s.
 
     Args:
-        model: Its decoder layer 0 is the work of the compute lane.
-        workload: The workload of that layer.
+        model: The model whose decoder layer 0 is the work of the compute lane.
+        workload: The workload of this layer.
         config: The transformers configuration of the model.
         device: The device to measure.
-        threads: Threads that an op of each lane may use.
+        threads: Lane -> the number of threads that its ops may use.
         host_update: The work of the cpu lane while other lanes are busy.
     """
     layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
@@ -108,7 +117,7 @@ def measure_rates(
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
     own_threads = torch.get_num_threads()
     try:
-        # bytes from 1 to 59 make finite floats; with zeros, matrix products run 13 % too fast
+        # Bytes from 1 to 59 make finite floats. With zeros, matrix products run 13 % too fast.
         for name, size in sizes.items():
             arenas.flat(name, torch.uint8, size).random_(1, 60)
         torch.set_num_threads(1)
@@ -146,7 +155,7 @@ def measure_rates(
         torch.set_num_threads(1)
         measured["thread_gb_per_s"] = _memory_rate(host)
         spreads |= (
-            {name: found.spread for name, found in measured.items()}
+            {name: result.spread for name, result in measured.items()}
             | contention.spread
             | spreads_of_fixed
         )
@@ -172,8 +181,10 @@ def measure_rates(
 def _time_copy(
     arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device
 ) -> TimedRate:
-    """Returns the time in ns of one copy of `size` bytes. The place in both buffers changes from
-    copy to copy, as in a step, so that small copies do not come from a cache.
+    """Returns the time in ns of one copy of `size` bytes.
+
+    As in a step, each copy is at another place in both buffers, so small copies do not come from a
+    cache.
     """
     pairs = _pairs(arenas, source, target, size, largest)
     times = []
@@ -248,7 +259,7 @@ def _fp8_matmul(scaling: Scaling, device: torch.device) -> TimedRate:
     """Returns the FLOP/s of a large square product of random numbers in fp8, without the casts."""
     size = _MATRIX_ROWS[device.type]
     both = [torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)]
-    (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in both)
+    (left, s), (right, t) = (quantise(matrix, E4M3, rows(scaling)) for matrix in both)
     return _rate(2 * size**3, time_repeatedly(lambda: multiply(left, right, s, t), device))
 
 
@@ -264,9 +275,9 @@ def _adam_rate() -> TimedRate:
     """Returns the parameters per second of PyTorch's fused AdamW on the CPU, for bf16 weights and
     gradients and fp32 moments.
 
-    The measurement has everything in fp32, which moves 28 bytes per parameter, and is converted to
-    22 bytes per parameter. This is valid because both are bound by memory: on an H200's host, 137
-    and 136 GB/s were measured.
+    Everything is measured in fp32, which moves 28 bytes per parameter, and converted to 22 bytes
+    per parameter. This is valid because both are limited by memory bandwidth: on an H200's host,
+    they reached 137 and 136 GB/s.
     """
     parameter = torch.zeros(2**25, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
@@ -282,8 +293,10 @@ def _rate(amount: float, seconds: TimedRate) -> TimedRate:
 
 
 def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
-    """Returns the fixed costs and their spread. The time of a launch or event is the mean of calls
-    that are enqueued without waiting. Memory is timed on new pages, in pieces.
+    """Returns the fixed costs, and the spread of each by its field.
+
+    The time of a launch or an event is the mean over calls that are enqueued without waiting. Host
+    memory is timed on new pages, in pieces.
     """
     small, cuda = torch.zeros(64, device=device), device.type == "cuda"
 
@@ -299,7 +312,7 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
         return [(end - begin) / _CALLS for begin, end in itertools.pairwise(stamps)]
 
     def piecewise(work: Callable[[torch.Tensor], object]) -> list[float]:
-        """Returns the GB/s of each piece."""
+        """Returns the GB/s of `work` on each piece of the new memory."""
         rates = []
         for piece in pieces:
             begin = time.perf_counter()
@@ -330,5 +343,5 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
         registration_gb_per_s=rounded(statistics.harmonic_mean(registered)),
     )
     return fixed, {
-        f"fixed.{name}": spread(found) for name, found in rounds.items() if len(found) > 1
+        f"fixed.{name}": spread(values) for name, values in rounds.items() if len(values) > 1
     }

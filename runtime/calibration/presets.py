@@ -1,8 +1,8 @@
-"""The models and workloads that `megatrain calibrate` measures if the user does not name them.
+"""The models and workloads that `megatrain calibrate` measures by default.
 
-The presets have decoder layers of a few widths, with heads of 128 and grouped queries, as in most
-models. Layers of another model are predicted from the nearest of these layers by FLOPs, and are
-reported as extrapolated.
+The presets have decoder layers of several widths, with a head size of 128 and grouped-query
+attention, as in most models. The layers of another model are predicted from the nearest of these
+layers by FLOPs, and reported as extrapolated.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class CalibrationPreset(NamedTuple):
     """Models whose layers are measured, and the workloads of the measurements."""
 
     models: tuple[str, ...]
-    """Names of models in the library, or `llama-WIDTH` for a small model on a CPU. What does not
-    depend on the model is measured with the first."""
+    """Names of models in the library, or `llama-WIDTH` for a small model on a CPU. Costs that do
+    not depend on the model are measured with the first."""
     batch: int
-    """Sequences in a micro-batch."""
+    """Number of sequences in a micro-batch."""
     sequence: int
-    """Tokens in a sequence."""
+    """Number of tokens in a sequence."""
     grid: tuple[tuple[int, int], ...] | None
-    """Further pairs of batch and sequence. None for those of `usual_grid`."""
+    """Further pairs of batch and sequence, or None for the workloads of `usual_grid`."""
     dtype: Dtype = "bf16"
-    """Dtype of the computation."""
+    """The dtype in which layers compute."""
 
 
 LARGE = CalibrationPreset(
@@ -42,20 +42,23 @@ SMALL = CalibrationPreset(
 CPU = CalibrationPreset(
     ("llama-256", "llama-512", "llama-768"), 2, 128, ((4, 128), (1, 256)), "fp32"
 )
-"""Hidden sizes 256, 512 and 768, in fp32. A CPU without bf16 instructions takes many times as long
-for a matrix product in bf16."""
+"""Hidden sizes 256, 512 and 768, in fp32. On a CPU without bf16 instructions, matrix products in
+bf16 take many times as long."""
 LARGE_DEVICE_BYTES, LARGE_HOST_BYTES = 64 * 2**30, 32 * 2**30
-"""The memory that LARGE needs: its last model has all state on the device, and its first model all
-state on the host."""
+"""The device and host memory that LARGE needs: its last model has all state on the device, and its
+first model has all state on the host."""
 CPU_TOKENS, SMALL_TOKENS, LARGE_TOKENS = 512, 8192, 32768
-"""Tokens of the largest micro-batch of a named model that is measured: on a CPU, on a GPU, and on a
-GPU of `LARGE_DEVICE_BYTES`."""
+"""For a model that the user names, the number of tokens in the largest micro-batch that is
+measured: on a CPU, on a GPU, and on a GPU of at least `LARGE_DEVICE_BYTES`."""
 _HEAD_SIZE, _VOCABULARY = 128, 4096
+"""The head size and the vocabulary of the models `llama-WIDTH`."""
 
 
 def preset_for(device_type: str, device_bytes: int, host_bytes: int) -> CalibrationPreset:
-    """Returns the preset for a machine. It takes less than four minutes on a GPU (`LARGE` on an
-    H200), and less than two minutes on a CPU with two cores.
+    """Returns the preset for a machine with a device of type `cuda` or `cpu` and this much memory.
+
+    Measuring the preset's models takes less than four minutes on a GPU (`LARGE` on an H200), and
+    less than two minutes on a CPU with two cores.
     """
     if device_type != "cuda":
         return CPU
@@ -63,14 +66,16 @@ def preset_for(device_type: str, device_bytes: int, host_bytes: int) -> Calibrat
 
 
 def most_tokens(device_type: str, device_bytes: int) -> int:
-    """Returns the tokens of the largest micro-batch that is measured for a named model."""
+    """Returns the number of tokens in the largest micro-batch that is measured for a model that the
+    user names.
+    """
     if device_type != "cuda":
         return CPU_TOKENS
     return LARGE_TOKENS if device_bytes >= LARGE_DEVICE_BYTES else SMALL_TOKENS
 
 
 def row_counts(tokens: int, sequence: int) -> list[int]:
-    """Returns the numbers of rows to measure: as many as `tokens` have, an eighth of them, and one.
+    """Returns the batches to measure: as many rows as fit in `tokens`, an eighth of them, and one.
 
     >>> row_counts(8192, 1024), row_counts(512, 2048)
     ([8, 1], [1])
@@ -82,20 +87,20 @@ def row_counts(tokens: int, sequence: int) -> list[int]:
 def set_of_named(
     device_type: str, device_bytes: int, *, sequence: int | None, longest: int | None
 ) -> CalibrationPreset:
-    """Returns the workloads for models that the user names without a batch.
+    """Returns the workloads for models that the user names without a batch, and no models.
 
-    They are those that `megatrain train` would measure. On a large GPU they are the largest of
-    these and some around it.
+    `megatrain train` measures the same workloads. On a large GPU, they are the largest of those and
+    its neighbours (`usual_grid`).
 
     Args:
         device_type: `cuda` or `cpu`.
-        device_bytes: memory of the device.
-        sequence: tokens of a row, if the user names them.
-        longest: the most tokens of a row by the model's config, or None.
+        device_bytes: the memory of the device in bytes.
+        sequence: the number of tokens in a row, or None if the user does not name it.
+        longest: the maximum sequence length by the model's config, or None.
     """
     cpu = device_type != "cuda"
-    usual = CPU.sequence if cpu else LARGE.sequence
-    length = sequence or min(usual, longest or usual)
+    default = CPU.sequence if cpu else LARGE.sequence
+    length = sequence or min(default, longest or default)
     tokens = most_tokens(device_type, device_bytes)
     first, *others = row_counts(tokens, length)
     grid = None if tokens == LARGE_TOKENS else tuple((rows, length) for rows in others)
@@ -103,7 +108,7 @@ def set_of_named(
 
 
 def model_of(name: str) -> ModelSpec:
-    """Returns the model `name` of a preset."""
+    """Returns the model `name` of a preset: a model of the library, or `llama-WIDTH`."""
     if name not in CPU.models:
         return ModelSpec.load(name)
     hidden = int(name.rpartition("-")[2])
@@ -124,11 +129,11 @@ def model_of(name: str) -> ModelSpec:
 
 
 def usual_grid(workload: Workload) -> list[Workload]:
-    """Returns the workloads to measure around `workload`: an eighth, half and twice its batch, and
-    as many tokens in sequences of half and twice the length.
+    """Returns the workloads to measure around `workload`: with an eighth, half and twice its batch,
+    and with the same tokens in sequences of half and twice the length.
 
-    With compiled layers, each workload has to be compiled. In that case there are only a quarter
-    and twice the batch, and the longer sequences.
+    With compiled layers, each workload must be compiled. They are therefore measured only with a
+    quarter and twice the batch, and with the longer sequences.
     """
     batch, sequence = workload.batch, workload.sequence
     points = [
@@ -140,8 +145,8 @@ def usual_grid(workload: Workload) -> list[Workload]:
     ]
     if workload.compiled:
         points = [(batch // 4, sequence), (2 * batch, sequence), (batch // 2, 2 * sequence)]
-    made = [
+    workloads = [
         msgspec.structs.replace(workload, batch=max(rows, 1), sequence=max(length, 1))
         for rows, length in points
     ]
-    return [point for point in dict.fromkeys(made) if point != workload]
+    return [point for point in dict.fromkeys(workloads) if point != workload]

@@ -1,5 +1,5 @@
-"""Runs steps of a plan on random weights and tokens, and measures them: the duration of each op,
-and the device memory that is allocated besides the pools.
+"""Runs steps of a plan with random weights and tokens. Measures the duration of each op, and the
+device memory that is allocated outside of the pools.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
-_RATE = 1e-5  # small, so that weights stay finite with random tokens
+_RATE = 1e-5
+"""Learning rate. It is small to keep weights finite with random tokens."""
 
 
 class StepProfile(NamedTuple):
     """Measurements of the steps after the warm-up."""
 
     schedule: Schedule
+    """The schedule that was executed."""
     timelines: list[Timeline]
     """The timeline of each step."""
     seconds: list[float]
-    """The wall time of each step."""
+    """The wall time of each step in seconds."""
     evaluation: tuple[Op, list[int]] | None
-    """The loss op of an evaluation and its durations in ns; None if no evaluation was requested."""
+    """The loss op of an evaluation and its durations in ns, or None if no evaluation was
+    requested."""
     peaks: dict[str, int]
-    """The peak of allocated device memory besides the pools, in bytes, while an op of each kind was
-    enqueued. Empty without CUDA."""
+    """Kind of op -> the peak of the device memory outside of the pools, in bytes, while an op of
+    this kind was enqueued. Empty without CUDA."""
     saved_bytes: int
-    """Bytes of the activations of one decoder layer; 0 without CUDA."""
+    """Bytes of the activations of one decoder layer, or 0 without CUDA."""
     device_peak_bytes: int
-    """The peak of memory that PyTorch allocated on the device, without what was allocated before.
-    Without CUDA, the bytes of the device pools."""
+    """The peak of the memory that PyTorch allocated on the device, in bytes, minus the memory that
+    was allocated before. Without CUDA, the bytes of the device pools."""
     host_bytes: int
     """Bytes of the host pools."""
 
@@ -62,17 +65,17 @@ def profile_steps(
     evaluates: bool = False,
     watches: bool = True,
 ) -> StepProfile:
-    """Runs at least `steps` steps of `plan`, and for at least `seconds`, after the warm-up.
+    """Runs steps of `plan` and returns their measurements.
 
     Args:
         plan: The plan to run.
         config: The transformers configuration of the plan's model.
         device: The device that computes.
-        steps: The least number of steps.
-        seconds: The least time in seconds.
+        steps: The least number of steps after the warm-up.
+        seconds: The least duration of these steps in seconds.
         schedule: Replaces the plan's own schedule.
-        host_memory: Where the executor's host pools come from.
-        evaluates: Whether to run evaluations, for `evaluation`.
+        host_memory: Provides the executor's host pools.
+        evaluates: Whether to run evaluations, for `StepProfile.evaluation`.
         watches: Whether to run one more step, for `peaks` and `saved_bytes`.
 
     Raises:
@@ -133,8 +136,10 @@ def _evaluated(executor: Executor, plan: Plan, generator: torch.Generator) -> tu
 
 
 def _batches(plan: Plan, generator: torch.Generator) -> list[Batch]:
+    """Returns the micro-batches of a step, with random tokens."""
     work = plan.workload
-    # the longest document that leaves a second one: attention takes the most time
+    # With documents, a row has one of a single token and one with the rest, because long documents
+    # take the most time.
     documents = (
         (torch.arange(work.sequence) > 0).long().expand(work.batch, -1) if work.documents else None
     )
@@ -146,11 +151,11 @@ def _batches(plan: Plan, generator: torch.Generator) -> list[Batch]:
 
 
 def _watch_memory(executor: Executor) -> tuple[dict[str, int], dict[str, int]]:
-    """Measures device memory from the next step on. Returns two dicts by op kind, which the step
-    fills: the peak of allocated bytes during an op, and the growth of allocated bytes from its
-    start to its end.
+    """Makes the following steps measure device memory. Returns two dicts, which these steps fill.
 
-    PyTorch's allocator counts memory when work is enqueued, which a lane does one op at a time.
+    Both map the kind of an op to bytes: the first to the peak of the allocated memory during the
+    op, the second to the growth of the allocated memory from its start to its end. PyTorch's
+    allocator counts memory when work is enqueued, and a lane enqueues one op at a time.
     """
     peaks: dict[str, int] = defaultdict(int)
     growth: dict[str, int] = defaultdict(int)

@@ -10,20 +10,22 @@ from typing import NamedTuple
 import torch
 
 Work = Callable[[], object]
+"""A unit of work to time."""
 
 
 class TimedRate(NamedTuple):
     """A measured number and its spread."""
 
     value: float
-    """The number, in the unit that the function which returns it gives."""
+    """The number. The function that returns it documents the unit."""
     spread: float
-    """Interquartile range of the repeated measurements over their median."""
+    """Interquartile range of the repeated measurements, divided by their median."""
 
 
 def spread(repeats: Sequence[float]) -> float:
-    """Returns the interquartile range of `repeats` over their median, rounded to four digits. The
-    result is 0 if there is only one number, or if the median is 0.
+    """Returns the interquartile range of `repeats` divided by their median, with four decimals.
+
+    The result is 0 if there are fewer than two numbers, or if the median is 0.
     """
     if len(repeats) < 2:
         return 0.0
@@ -33,7 +35,8 @@ def spread(repeats: Sequence[float]) -> float:
 
 def time_repeatedly(work: Work, device: torch.device, repeats: int = 7) -> TimedRate:
     """Returns the median time of `work` in seconds over `repeats` calls, after two warm-up calls.
-    Work on the device is included.
+
+    The time includes work that is enqueued on the device.
     """
     times = []
     for turn in range(repeats + 2):
@@ -53,5 +56,5 @@ def synchronize(device: torch.device) -> None:
 
 
 def rounded(value: float) -> float:
-    """Returns `value` rounded to five digits. No measurement is repeatable to more."""
+    """Returns `value` rounded to five significant digits, because no measurement repeats more."""
     return float(f"{value:.5g}")

@@ -1,1 +1,1 @@
-"""Checkpoints, from which a run can be resumed with the same result bit for bit."""
+"""Checkpoints, from which a run is resumed with the same bits as without interruption."""

@@ -1,9 +1,10 @@
-"""Saves and restores one checkpoint: a folder of safetensors files with a manifest.
+"""Saves and restores a checkpoint: a folder of safetensors files with a manifest.
 
 The folder is written under a temporary name, synced and renamed. It contains the state by layer and
-class (weights, low halves of the masters, moments), independently of where a plan keeps it. So it
-can be restored with any plan of the same model and workload, for any number of GPUs. With several,
-each rank writes the part of the state that it owns to files of its own.
+class (weights, low halves of the masters, moments). This does not depend on where a plan keeps the
+state, so a checkpoint can be restored with any plan for the same model and workload, and for any
+number of GPUs. With several GPUs, each rank writes the part of the state that it owns to files of
+its own.
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
 SHARD_BYTES = 4 * 10**9
+"""Maximum size of the tensors in a file. A larger tensor has a file of its own."""
 ASIDE = ".saving-"
-"""prefix of a folder's name until it is complete"""
+"""Prefix of the name of a folder that is not complete yet."""
 REPLACED = ".replaced-"
-"""prefix of an old folder's name while a new folder replaces it"""
+"""Prefix of the name of an old folder while a new folder replaces it."""
 _OVERHEAD_BYTES = 2**20  # manifest and headers
 
 
 class CheckpointError(RunError):
-    """The error for a checkpoint that could not be written. Earlier checkpoints are unchanged."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 def save(executor: Executor, run: RunState, folder: Path) -> None:
-    """Writes the checkpoint `folder`, completely or not at all. Replaces a folder of that name.
+    """Writes the checkpoint `folder`, completely or not at all. Replaces an existing folder.
 
-    Needs additional host memory for one piece of a tensor. With several GPUs, every rank must call
-    this at the same point. Each writes the state that it owns, and rank 0 the manifest after it.
+    Needs additional host memory for one piece of a tensor (`tensor_stream.PIECE_BYTES`). With
+    several GPUs, every rank must call this at the same point. Each rank writes the state that it
+    owns, and then rank 0 writes the manifest.
 
-    Raises CheckpointError, on every rank, if the checkpoint cannot be written.
+    Raises CheckpointError on every rank if the checkpoint cannot be written.
     """
     ranks, number = executor.ranks, executor.rank
 
@@ -96,7 +99,7 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
             run=run,
             model=executor.plan.model,
             workload=executor.plan.workload,
-            optimizer=_described(executor.settings),
+            optimizer=_description(executor.settings),
             random=RandomState.take(executor.device),
             shards=tuple(shards),
         )
@@ -108,7 +111,7 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
     aside = Path(_on_all_ranks(ranks, begin, folder)[0])
     try:
         shards = msgspec.convert(
-            [shard for each in _on_all_ranks(ranks, write, folder) for shard in each], list[Shard]
+            [shard for own in _on_all_ranks(ranks, write, folder) for shard in own], list[Shard]
         )
         _on_all_ranks(ranks, finish, folder)
     except BaseException:
@@ -118,52 +121,53 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
 
 
 def _on_all_ranks(ranks: Ranks | None, work: Callable[[], Any], folder: Path) -> list[Any]:
-    """Does `work` and returns the results of all ranks, with several as plain values.
-
-    Raises CheckpointError, on every rank, if one of them fails because of the disk.
+    """Calls `work` and returns the results of all ranks. With several ranks, the results are
+    decoded from JSON. Raises CheckpointError on every rank if a rank fails because of the disk.
     """
-    made, reason = None, ""
+    result, reason = None, ""
     try:
-        made = work()
+        result = work()
     except UserError as error:
         reason = str(error.found) or "a mistake"
-    except OSError as error:  # some have no text
+    except OSError as error:  # some errors have no text
         reason = (error.strerror or str(error)).lower() or type(error).__name__
-    found = [(made, reason)] if ranks is None else ranks.values((made, reason))
-    for _, text in found:
+    results = [(result, reason)] if ranks is None else ranks.values((result, reason))
+    for _, text in results:
         if text:
             raise CheckpointError(
                 f"checkpoint {folder} was not saved: {text}; earlier checkpoints are unchanged;"
                 " free some space or name another folder"
             )
-    return [each for each, _ in found]
+    return [value for value, _ in results]
 
 
 def checkpoint_bytes(executor: Executor) -> int:
-    """Returns the size of a checkpoint on the disk, or a little more."""
+    """Returns an upper bound of the size of a checkpoint in bytes. It is close to the size."""
     own = sum(tensor.nbytes for tensor in executor.state.tensors().values())
-    # rank 0 has no smaller parts than the others
+    # the parts of rank 0 are at least as large as the parts of other ranks
     return executor.plan.gpus * own + _OVERHEAD_BYTES
 
 
 def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> RunState:
-    """Restores weights, moments and random generators. Returns the state of the run.
+    """Restores weights, moments and random generators from the checkpoint `folder`. Returns the
+    state of the run.
 
-    The executor's plan may differ from the one that wrote the checkpoint, also in the number of
-    GPUs, if model and workload are the same. With several GPUs, every rank must call this.
+    The executor's plan may differ from the plan that wrote the checkpoint, and may have another
+    number of GPUs, if model and workload are the same. With several GPUs, every rank must call
+    this.
 
     Raises:
-        MalformedFile: if the checkpoint is damaged. Files are verified while they are read, so the
-            state is undefined after this error until another restore.
-        UserError: if model, workload, optimizer or `settings` differ from those of the checkpoint.
-            Nothing has been changed then.
+        MalformedFile: if the checkpoint is damaged. Files are verified while they are read, so
+            after this error the state is undefined until another restore.
+        UserError: if model, workload, optimizer or `settings` are not the same as in the
+            checkpoint. The state does not change in this case.
     """
     manifest = Manifest.load(folder)
     refuse_other_run(manifest, executor.plan, executor.settings, settings, folder)
     tensors = executor.state.tensors()
     in_parts = executor.ranks is not None or any(shard.firsts for shard in manifest.shards)
     named = [name for shard in manifest.shards for name in shard.tensors]
-    # a tensor in parts is named by several files, which `StoredParts` checks
+    # several files may have parts of a tensor, which `StoredParts` checks
     if sorted(set(named) if in_parts else named) != sorted(tensors):
         differs = sorted(set(named) ^ set(tensors)) or sorted(
             name for name in set(named) if named.count(name) > 1
@@ -177,13 +181,12 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
     check_sizes(folder, manifest)
     if in_parts:
         _restore_parts(executor, folder, manifest, tensors)
-        manifest.random.put(executor.device)
-        return manifest.run
-    for shard in manifest.shards:
-        path = folder / shard.file
-        with readable(path):
-            found = read_tensors(path, {name: tensors[name] for name in shard.tensors})
-        _refuse_checksum(path, found, shard)
+    else:
+        for shard in manifest.shards:
+            path = folder / shard.file
+            with readable(path):
+                checksum = read_tensors(path, {name: tensors[name] for name in shard.tensors})
+            _refuse_checksum(path, checksum, shard)
     manifest.random.put(executor.device)
     return manifest.run
 
@@ -191,9 +194,8 @@ def restore(executor: Executor, folder: Path, settings: Mapping[str, Any]) -> Ru
 def _restore_parts(
     executor: Executor, folder: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fills `tensors`, of which this rank owns what it owns, from files that have any parts.
-
-    Each rank verifies some of the files, and all of them are verified before any is used.
+    """Fills `tensors`, this rank's part of the state, from files with any parts of tensors. Each
+    rank verifies some of the files, and no file is used before all files are verified.
     """
     ranks = executor.ranks
     for shard in manifest.shards[executor.rank :: ranks.count if ranks else 1]:
@@ -218,7 +220,7 @@ def _restore_parts(
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads all files of a checkpoint and compares their checksums. Returns the manifest.
+    """Reads all files of a checkpoint and verifies their checksums. Returns the manifest.
 
     Raises MalformedFile for the first file that is damaged.
     """
@@ -233,9 +235,8 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises MalformedFile if a file is missing, is a link, or has another size than it should.
-
-    Does not read the files.
+    """Raises MalformedFile if a file is missing, is a link, or does not have the size in the
+    manifest. Does not read the files.
     """
     for shard in manifest.shards:
         path = folder / shard.file
@@ -257,7 +258,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Syncs the entries of `folder` to disk."""
+    """Syncs the directory `folder` to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -266,9 +267,8 @@ def sync(folder: Path) -> None:
 
 
 def replace(aside: Path, folder: Path) -> None:
-    """Renames `aside` to `folder`, and removes the folder that was there before.
-
-    The old folder is first renamed, so that `put_back` can restore it after a crash.
+    """Renames `aside` to `folder`, and removes the old folder if there is one. The old folder is
+    renamed first, so `put_back` can restore it after a crash.
     """
     old = _moved_away(folder)
     if folder.exists():
@@ -285,9 +285,8 @@ def replace(aside: Path, folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Cleans up after a `replace` that was interrupted.
-
-    Renames the old folder back if the new one is not there, and removes it otherwise.
+    """Cleans up after an interrupted `replace`: renames the old folder back if the new folder is
+    missing, and otherwise removes the old folder.
     """
     old = _moved_away(folder)
     if old.exists() and not folder.exists():
@@ -310,17 +309,17 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], firsts: tuple[int, .
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Splits tensors into shards of at most `SHARD_BYTES`. A larger tensor has its own shard."""
     parts: list[dict[str, torch.Tensor]] = []
-    held = SHARD_BYTES
+    size = SHARD_BYTES
     for name, tensor in tensors.items():
-        if held + tensor.nbytes > SHARD_BYTES:
+        if size + tensor.nbytes > SHARD_BYTES:
             parts.append({})
-            held = 0
+            size = 0
         parts[-1][name] = tensor
-        held += tensor.nbytes
+        size += tensor.nbytes
     return parts
 
 
-def _described(optimizer: AdamW) -> dict[str, Any]:
+def _description(optimizer: AdamW) -> dict[str, Any]:
     return {"name": type(optimizer).__name__, **msgspec.to_builtins(optimizer)}
 
 
@@ -345,15 +344,16 @@ def refuse_other_run(
 ) -> None:
     """Raises UserError if the checkpoint belongs to another run. The error names all differences.
 
-    A run may become longer, but not shorter if its learning rate depends on the number of steps.
+    A run whose learning rate depends on the number of steps may become longer, but not shorter.
 
     Args:
         manifest: manifest of the checkpoint.
         plan: plan of the run.
-        optimizer: optimizer of the run.
+        optimizer: hyperparameters of the run's optimizer.
         settings: settings of the run.
         folder: folder of the checkpoint, for the error message.
-        known: whether `settings` are complete. If not, only those that are there are compared.
+        known: whether `settings` are complete. If not, only the settings that it contains are
+            compared.
     """
     model = plan.model
     pairs: list[tuple[str, Any, Any]] = [
@@ -367,8 +367,8 @@ def refuse_other_run(
         before["training.steps"] = settings["training.steps"]
     for prefix, was, now in (
         ("workload", manifest.workload, plan.workload),
-        # a setting that is newer than the checkpoint had its default
-        ("optimizer", _described(AdamW()) | manifest.optimizer, _described(optimizer)),
+        # a hyperparameter that is newer than the checkpoint had its default
+        ("optimizer", _description(AdamW()) | manifest.optimizer, _description(optimizer)),
         ("settings", before, dict(settings)),
     ):
         old, new = (_plain(values) for values in (was, now))
@@ -395,14 +395,14 @@ def refuse_other_run(
                 f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in"
                 " this run"
             ),
-            fix=(
-                "resume with what the checkpoint was made with, or start a new run from its weights"
-            ),
+            fix="resume with the settings of the checkpoint, or start a new run from its weights",
         )
 
 
 def is_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Returns whether a run whose learning rate depends on its steps has more steps than before."""
+    """Returns whether `settings` have more steps than `before`. Only runs whose learning rate
+    depends on the number of steps have this setting.
+    """
     was, now = before.get("training.steps"), settings.get("training.steps")
     return isinstance(was, int) and isinstance(now, int) and now > was
 
@@ -416,9 +416,9 @@ def _tensor_names(stack: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(values: object) -> dict[str, Any]:
-    """Returns `values` as they are after writing them to a file and reading them back."""
-    made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
-    return made
+    """Returns `values` after encoding them as JSON and decoding them."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
+    return plain
 
 
 def _short(value: object) -> str:

@@ -1,8 +1,8 @@
-"""Writes the tensors of a checkpoint in another state format.
+"""Converts the tensors of a checkpoint to another state format.
 
-A master is rounded to the nearest that the new format has. A second moment of 8 bits is rounded at
-random, as in an update. To a format that has all of the bits, nothing is lost. Only a piece of one
-tensor is in memory at a time.
+Masters are rounded to nearest. Second moments in 8 bits are rounded stochastically, as in an
+update. If the new format stores all bits of the old format, the conversion is exact. Only a piece
+of one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megatrain.simulator.model.state_format import FORMATS, StateFormat
 from megatrain.simulator.schedule.update_layout import update_layout
 
 _PIECE = 2**22
-"""Parameters in memory at a time, a multiple of a block."""
+"""Number of parameters in memory at a time, a multiple of the block of 8-bit moments."""
 _CODED = "block8"
 
 
 class ConvertedState:
-    """The tensors of a checkpoint on disk, in another state format."""
+    """The tensors of a checkpoint on disk, converted to another state format."""
 
     def __init__(self, folder: Path, manifest: Manifest, state: str, seed: int) -> None:
         """Reads the headers of the checkpoint's files.
 
         Args:
             folder: the folder of the checkpoint.
-            manifest: its manifest.
-            state: the name of the new format.
-            seed: the run's seed, for random bits.
+            manifest: the manifest of the checkpoint.
+            state: the name of the new state format.
+            seed: the run's seed, for stochastic rounding.
         """
         self._old, self._new = FORMATS[manifest.workload.state], FORMATS[state]
         self._optimizer = manifest.workload.optimizer
@@ -54,21 +54,21 @@ class ConvertedState:
         self._read = self._stored.read
 
     def sources(self) -> Mapping[str, TensorSource]:
-        """Returns the tensors to write, by name."""
-        made, index = dict[str, TensorSource](), 0
+        """Returns the converted tensors by name, as sources to write."""
+        sources, index = dict[str, TensorSource](), 0
         for layer in self._model.stack.values():
-            made |= {
+            sources |= {
                 f"{layer.name}.{name}": source for name, source in self._layer(layer, index).items()
             }
             index += layer.elements
-        return made | {
+        return sources | {
             name: self._copied(name)
             for name in self._stored
             if name.rpartition(".")[2] not in ("weights", "master_low", "moments")
         }
 
     def _copied(self, name: str) -> TensorSource:
-        """Returns a tensor that does not depend on the format, such as moving norms."""
+        """Returns the source of a tensor that is the same in all formats, such as moving norms."""
         stored = self._stored
         return TensorSource(
             stored.dtype(name),
@@ -77,24 +77,27 @@ class ConvertedState:
         )
 
     def _layer(self, layer: LayerSpec, index: int) -> dict[str, TensorSource]:
+        """Returns the sources of a layer. `index` is the model index of its first element."""
         count, low = layer.elements, self._new.low
-        made = {"weights": TensorSource(torch.bfloat16, (count,), lambda: self._halves(layer, 0))}
+        sources = {
+            "weights": TensorSource(torch.bfloat16, (count,), lambda: self._halves(layer, 0))
+        }
         if low:
-            made["master_low"] = TensorSource(
+            sources["master_low"] = TensorSource(
                 TORCH_DTYPE[low], (count,), lambda: self._halves(layer, 1)
             )
         coded, layout = self._new.moments == _CODED, update_layout(self._optimizer, layer)
         kept = layout.values if layout else count
         length = records(kept) if coded else kept
-        made["moments"] = TensorSource(
+        sources["moments"] = TensorSource(
             torch.uint8 if coded else torch.float32,
             (length,) if layout else (2, length),
             lambda: self._moments(layer, index),
         )
-        return made
+        return sources
 
     def _halves(self, layer: LayerSpec, which: int) -> Iterator[torch.Tensor]:
-        """Yields the weights, or the low parts if `which` is 1."""
+        """Yields the converted weights if `which` is 0, or the converted low parts if it is 1."""
         for first, end in _pieces(layer.elements):
             high = self._read(f"{layer.name}.weights", first, end)
             master = high.float()
@@ -103,24 +106,24 @@ class ConvertedState:
             yield _parts(master, self._new)[which]
 
     def _moments(self, layer: LayerSpec, index: int) -> Iterator[torch.Tensor]:
-        """Yields all first moments, and then all second ones."""
+        """Yields the converted first moments, and then the converted second moments."""
         name, layout = f"{layer.name}.moments", update_layout(self._optimizer, layer)
         place = 0
         for which, decode in enumerate((decoded_first, decoded_second)):
             for begin, count in layout.ranges(which) if layout else [(0, layer.elements)]:
                 for first, end in _pieces(count):
-                    there = place + first, place + end
+                    span = place + first, place + end
                     if self._old.moments == _CODED:
-                        values = decode(self._read(name, *map(records, there)))
+                        values = decode(self._read(name, *map(records, span)))
                     else:
-                        values = self._read(name, *there)
+                        values = self._read(name, *span)
                     if self._new.moments == _CODED:
-                        made = torch.empty(records(end - first), dtype=torch.uint8)
+                        encoded = torch.empty(records(end - first), dtype=torch.uint8)
                         if which:
-                            encode_second(values, made, self._key, index + begin + first)
+                            encode_second(values, encoded, self._key, index + begin + first)
                         else:
-                            encode_first(values, made)
-                        values = made
+                            encode_first(values, encoded)
+                        values = encoded
                     yield values
                 place += count
 
@@ -130,11 +133,11 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + _PIECE, count)
 
 
-def _parts(master: torch.Tensor, planes: StateFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nearest weights [n] bf16 to `master` [n] fp32, and the low parts [n]."""
-    if planes.low is None:
+def _parts(master: torch.Tensor, new: StateFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds `master` [n] fp32 to the format `new`. Returns its weights [n] bf16 and low parts."""
+    if new.low is None:
         return round_to_bf16(master), master.new_empty(0)
     high = torch.empty_like(master, dtype=torch.bfloat16)
-    low = torch.empty_like(master, dtype=TORCH_DTYPE[planes.low])
+    low = torch.empty_like(master, dtype=TORCH_DTYPE[new.low])
     split(master, high, low)
     return high, low

@@ -1,4 +1,4 @@
-"""Checkpoints: the folder with a run's checkpoints, which have names like `step-00000123`."""
+"""Checkpoints: the folder with the checkpoints of a run, which have names like `step-00000123`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
 _REMOVING = ".removing-"
-"""prefix of a checkpoint's name while it is removed"""
+"""Prefix of the name of a checkpoint while it is removed."""
 
 
 class Checkpoints:
-    """Saves, restores and removes the checkpoints of one run. No other process may write there,
-    except for the ranks of the run: each has a `Checkpoints`, and only rank 0 tidies the folder.
+    """Saves, restores and removes the checkpoints of a run. No other process may write to the
+    folder, except for the ranks of the run: each rank has a `Checkpoints`, but only rank 0 removes
+    files.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Checkpoints:
         Args:
             folder: the folder.
             keep_last: number of newest checkpoints to keep, at least 1.
-            keep_best: number of checkpoints with the lowest loss to keep as well.
-            tidies: whether to remove what is not needed, as rank 0 does.
+            keep_best: number of checkpoints with the lowest loss to keep in addition.
+            tidies: whether this process removes old checkpoints and incomplete folders. True only
+                on rank 0.
 
-        Raises UserError if one of these numbers is too small.
+        Raises UserError if `keep_last` or `keep_best` is too small.
         """
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
@@ -67,19 +69,18 @@ class Checkpoints:
 
     def free_bytes(self) -> int:
         """Returns the free bytes of the disk with the folder, which need not exist yet."""
-        there = next(
-            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
-        )
-        return shutil.disk_usage(there).free
+        paths = (self.folder, *self.folder.absolute().parents)
+        return shutil.disk_usage(next(path for path in paths if path.exists())).free
 
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`, which need not exist."""
         return self.folder / checkpoint_name(step)
 
     def save(self, executor: Executor, run: RunState) -> Path:
-        """Saves a checkpoint, then removes those that are not to be kept. Returns its folder.
+        """Saves a checkpoint, and removes checkpoints that `keep_last` and `keep_best` do not keep.
+        Returns the folder of the checkpoint.
 
-        Checkpoints of later steps are also removed. They are there if the run was resumed from an
+        Checkpoints of later steps are also removed. They exist if the run was resumed from an
         earlier step. A step that was just saved or restored is not saved again.
 
         Raises CheckpointError if the checkpoint cannot be written.
@@ -102,16 +103,16 @@ class Checkpoints:
         *,
         known: bool = True,
     ) -> None:
-        """Raises the errors of `restore` that can be found without reading the tensors.
-
-        Called before memory is allocated.
+        """Raises the errors of `restore` that can be found without reading the tensors. Call it
+        before memory is allocated.
 
         Args:
             plan: plan of the run.
-            optimizer: optimizer of the run.
+            optimizer: hyperparameters of the run's optimizer.
             settings: settings of the run.
             step: step of the checkpoint to restore.
-            known: whether `settings` are complete. If not, only those that are there are compared.
+            known: whether `settings` are complete. If not, only the settings that it contains are
+                compared.
         """
         self.recover()
         chosen = self._choose(step)
@@ -129,10 +130,11 @@ class Checkpoints:
         settings: Mapping[str, Any],
         step: int | Literal["newest"] = "newest",
     ) -> RunState | None:
-        """Restores the newest checkpoint, or that of `step`. Returns None if there is none.
+        """Restores the newest checkpoint or the checkpoint of `step`. Returns the state of the run,
+        or None if there are no checkpoints and `step` is `newest`.
 
         Raises UserError if there is no checkpoint of `step`, if it belongs to another run, or if it
-        is damaged. In the last case, the error names the newest undamaged checkpoint before it.
+        is damaged. If it is damaged, the error names the newest undamaged checkpoint before it.
         """
         self.recover()
         chosen = self._choose(step)
@@ -145,8 +147,7 @@ class Checkpoints:
         return run
 
     def _choose(self, step: int | Literal["newest"]) -> int | None:
-        """Returns `step` as a number, or None for the newest step if there is no checkpoint.
-
+        """Returns the number of `step`, or None if `step` is `newest` and there are no checkpoints.
         Raises UserError if there is no checkpoint of `step`.
         """
         steps = self.steps()
@@ -175,7 +176,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _suggesting_earlier(self, step: int) -> Iterator[None]:
-        """Makes a MalformedFile suggest the newest undamaged checkpoint before `step`."""
+        """Makes a MalformedFile from the block suggest the newest undamaged checkpoint before
+        `step`.
+        """
         try:
             yield
         except MalformedFile as error:
@@ -190,23 +193,23 @@ class Checkpoints:
             ) from None
 
     def _undamaged_before(self, step: int) -> int | None:
-        for other in reversed([found for found in self.steps() if found < step]):
+        for earlier in reversed([saved for saved in self.steps() if saved < step]):
             try:
-                if verify(self.path(other)).run.step == other:
-                    return other
+                if verify(self.path(earlier)).run.step == earlier:
+                    return earlier
             except (MalformedFile, OSError):
                 continue
         return None
 
     def _prune(self) -> None:
         assert self._current is not None
-        mine = [step for step in self.steps() if step <= self._current]
-        kept = set(mine[-self._keep_last :])
+        past = [step for step in self.steps() if step <= self._current]
+        kept = set(past[-self._keep_last :])
         if self._keep_best:
-            losses = {step: self._loss(step) for step in mine}
+            losses = {step: self._loss(step) for step in past}
             kept.update(
                 sorted(
-                    (step for step in mine if losses[step] < math.inf),
+                    (step for step in past if losses[step] < math.inf),
                     key=lambda step: (losses[step], -step),
                 )[: self._keep_best]
             )
@@ -227,12 +230,12 @@ class Checkpoints:
         return math.inf if loss is None or math.isnan(loss) else loss
 
     def recover(self) -> None:
-        """Cleans up after a save or a removal that was interrupted.
-
-        Removes incomplete folders, and renames a checkpoint back if its replacement is missing.
+        """Cleans up after an interrupted save or removal: removes incomplete folders, and renames a
+        checkpoint back if its replacement is missing.
         """
-        there = self._tidies and self.folder.is_dir()
-        for path in list(self.folder.iterdir()) if there else ():
+        if not (self._tidies and self.folder.is_dir()):
+            return
+        for path in list(self.folder.iterdir()):
             if path.name.startswith(REPLACED):
                 put_back(path.with_name(path.name.removeprefix(REPLACED)))
             elif path.name.startswith((ASIDE, _REMOVING)):

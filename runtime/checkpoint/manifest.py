@@ -1,6 +1,7 @@
-"""Manifest: the description of a checkpoint's files, and of the run that they belong to.
+"""Manifest: describes the files of a checkpoint and the state of the run.
 
-It is written last and includes its own checksum. A folder without a manifest is not a checkpoint.
+The manifest is written last and includes its own checksum. A folder without a manifest is not a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 FORMAT = 1
+"""Version of the checkpoint format."""
 NAME = "manifest.json"
+"""Name of the manifest's file."""
 _SHARD = re.compile(r"state-\d{5,9}\.safetensors")
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of the trainer, as plain values: numbers, texts, lists and dicts."""
+    """The state of the trainer, as JSON values."""
 
     step: int
-    """number of optimizer steps done. It is also the position in the data, because the batches of a
-    step depend only on the seed and the step's number"""
+    """Number of completed optimizer steps. It is also the position in the data, because the batches
+    of a step depend only on the seed and on the number of the step."""
     loss: float | None = None
-    """loss that `keep_best` compares; a checkpoint without a loss is never one of the best"""
+    """Loss that `keep_best` compares. A checkpoint without a loss is not kept by `keep_best`."""
     settings: dict[str, Any] = {}
-    """settings that must not change when the run is resumed: learning-rate schedule, seed, data"""
+    """Settings that must not change when the run is resumed: learning-rate schedule, seed, data."""
     progress: dict[str, Any] = {}
-    """further values that the trainer restores, such as whether an evaluation is pending"""
+    """Further values that the trainer restores, such as whether an evaluation is pending."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 10**8:
@@ -50,19 +53,19 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Shard(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A file with some of a checkpoint's tensors, or with parts of them."""
+    """A file with tensors of a checkpoint, or with parts of tensors."""
 
     file: str
-    """name of the file"""
+    """Name of the file."""
     bytes: int
-    """size of the file"""
+    """Size of the file in bytes."""
     checksum: str
-    """xxh3 checksum of the file, 128 bits, hexadecimal"""
+    """128-bit xxh3 checksum of the file, hexadecimal."""
     tensors: tuple[str, ...]
-    """names of its tensors, `LAYER.CLASS`, in the order of their data"""
+    """Names of the tensors in the file, `LAYER.CLASS`, in the order of their data."""
     firsts: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    """for each tensor, the index in the last dimension of the first element that the file has, if a
-    rank of several saved its part; empty if the file has whole tensors"""
+    """If several ranks saved the checkpoint, the index of the part's first element in the last
+    dimension of each tensor. Empty if the file has whole tensors."""
 
     def __post_init__(self) -> None:
         if self.firsts and len(self.firsts) != len(self.tensors):
@@ -85,19 +88,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The content of a checkpoint's manifest."""
 
     format: int
-    """version of the format, `FORMAT`"""
+    """Version of the format, `FORMAT`."""
     run: RunState
-    """state of the trainer"""
+    """State of the trainer."""
     model: ModelSpec
-    """model of the run"""
+    """Model of the run."""
     workload: Workload
-    """workload of the run"""
+    """Workload of the run."""
     optimizer: dict[str, Any]
-    """name and hyperparameters of the optimizer"""
+    """Name and hyperparameters of the optimizer."""
     random: RandomState
-    """states of the random generators"""
+    """States of the random generators."""
     shards: tuple[Shard, ...]
-    """files of the checkpoint"""
+    """Files of the checkpoint with its tensors."""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -122,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def load(cls, folder: Path) -> Manifest:
         """Reads the manifest of the checkpoint `folder`.
 
-        Raises MalformedFile if there is none, or if it is damaged or not valid.
+        Raises MalformedFile if there is no manifest, or if it is damaged or not valid.
         """
         path = folder / NAME
         try:
@@ -156,9 +159,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file's content: a manifest with its checksum."""
+    """The content of the manifest file: a manifest and its checksum."""
 
     checksum: str
-    """xxh3 checksum of `content`, 128 bits, hexadecimal"""
+    """128-bit xxh3 checksum of `content`, hexadecimal."""
     content: msgspec.Raw
-    """the manifest as JSON"""
+    """The manifest as JSON."""

@@ -1,7 +1,7 @@
-"""RandomState: saves and restores the states of the process's random generators.
+"""RandomState: saves and restores the states of the global random generators of the process.
 
-Training itself uses separate generators, seeded for each step. Callbacks and modules may use the
-global ones.
+Training uses separate generators, which are seeded for each step. But callbacks and modules may use
+the global generators.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 from megatrain.simulator.base.errors import UserError
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # in the state of a Mersenne Twister
 
 
 class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The states of the global random generators of torch, Python and numpy."""
+    """The states of the global random generators of PyTorch, Python and NumPy."""
 
     cpu: bytes
-    """state of torch's generator for the CPU"""
+    """State of PyTorch's generator for the CPU."""
     cuda: bytes | None = None
-    """state of torch's generator for the device that trains; None if that is the CPU"""
+    """State of PyTorch's generator for the training device; None if this device is the CPU."""
     python: tuple[int, tuple[int, ...], float | None]
-    """result of `random.getstate()`"""
+    """Result of `random.getstate()`."""
     numpy: tuple[str, tuple[int, ...], int, int, float]
-    """result of `numpy.random.get_state()`"""
+    """Result of `numpy.random.get_state()`."""
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """Returns the current states. `device` is the device that trains."""
+        """Returns the current states. `device` is the training device."""
         state: Any = np.random.get_state()  # noqa: NPY002 (what others may draw from)
         return cls(
             cpu=_bytes(torch.get_rng_state()),
@@ -48,14 +48,12 @@ class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def put(self, device: torch.device) -> None:
-        """Sets the generators to these states.
-
-        The generator of `device` is not changed if the states were saved on a device of another
-        type. Raises UserError if a state is not valid.
+        """Sets the generators to these states. Does not change the generator of `device` if the
+        states were saved on a device of another type. Raises UserError if a state is not valid.
         """
         try:
             name, words, position, has_gauss, gauss = self.numpy
-            # numpy does not check this, and would read outside its array.
+            # NumPy does not check this, and would read outside its array.
             if len(words) != _WORDS or not 0 <= position <= _WORDS:
                 raise ValueError("not a state of numpy's generator")
             random.setstate(self.python)

@@ -1,7 +1,7 @@
-"""StoredParts: the tensors of a checkpoint on disk, of which several files may have a part each.
+"""StoredParts: reads the tensors of a checkpoint on disk, also if files have parts of tensors.
 
-A plan for several GPUs saves the part of each layer that a rank owns to a file of this rank. So any
-other number of GPUs can read it.
+With several GPUs, each rank saves its part of each layer to files of its own. This module reads any
+range of a tensor, so a checkpoint can be restored with any number of GPUs.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from megatrain.runtime.files.malformed_file import MalformedFile, readable
 from megatrain.runtime.files.tensor_file import TensorEntry, read_entries
 
 _PIECE = 2**22
-"""elements in memory at a time"""
+"""Number of elements in memory at a time."""
 
 
 class _Part(NamedTuple):
-    """The elements of a tensor that one file has: a range of its last dimension."""
+    """The part of a tensor in one file: a range of the tensor's last dimension."""
 
     first: int
-    """index of its first element in the last dimension"""
+    """Index of the part's first element in the last dimension."""
     path: Path
-    """the file"""
+    """Path of the file."""
     entry: TensorEntry
-    """its dtype, its shape, and its place in the file"""
+    """Dtype, shape and position in the file of the part."""
 
     @property
     def length(self) -> int:
-        """Returns the number of its elements in the last dimension."""
+        """Returns the size of the part in the last dimension."""
         return self.entry.shape[-1] if self.entry.shape else 1
 
     @property
     def end(self) -> int:
-        """Returns the index after that of the last element."""
+        """Returns the end of the part's range in the last dimension."""
         return self.first + self.length
 
 
 class StoredParts:
-    """Reads tensors by name, one piece at a time."""
+    """Reads the tensors of a checkpoint by name, one piece at a time."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Reads the headers of the checkpoint's files.
 
-        Raises MalformedFile if the parts of a tensor overlap, do not follow each other, or differ
-        in their dtype or in a dimension before the last.
+        Raises MalformedFile if the parts of a tensor overlap or leave gaps, or if their dtypes or
+        dimensions before the last differ.
         """
         self._folder = folder
         self._parts: dict[str, list[_Part]] = {}
@@ -91,25 +91,23 @@ class StoredParts:
         return (*parts[0].entry.shape[:-1], parts[-1].end)
 
     def read(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Returns the elements of a tensor from `first` to before `end`, counted through all of its
-        dimensions, in host memory.
-
-        Raises MalformedFile if a file cannot be read.
+        """Returns elements `first` to `end` (exclusive) of the flattened tensor `name`, [end -
+        first], in host memory. Raises MalformedFile if a file cannot be read.
         """
         length = self.shape(name)[-1]
-        found = []
+        pieces = []
         for row in range(first // max(length, 1), -(-end // max(length, 1))):
             begin, stop = max(first - row * length, 0), min(end - row * length, length)
             for part in self._parts[name]:
-                here, there = max(begin, part.first), min(stop, part.end)
-                if here < there:
-                    place = row * part.length + here - part.first
-                    found.append(self._elements(part, place, there - here))
-        return found[0] if len(found) == 1 else torch.cat(found or [torch.empty(0)])
+                low, high = max(begin, part.first), min(stop, part.end)
+                if low < high:
+                    place = row * part.length + low - part.first
+                    pieces.append(self._elements(part, place, high - low))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
 
     def fill(self, name: str, target: torch.Tensor, first: int) -> None:
-        """Fills `target` with the elements of a tensor from `first` on in the last dimension, one
-        piece at a time.
+        """Fills `target`, [elements] or [rows, elements], with the elements of the tensor `name`
+        that begin at `first` in the last dimension. Reads one piece at a time.
         """
         length = self.shape(name)[-1]
         for row, values in enumerate(target.unbind() if target.dim() > 1 else [target]):
@@ -119,6 +117,7 @@ class StoredParts:
                 piece.copy_(self.read(name, place, place + len(piece)))
 
     def _elements(self, part: _Part, first: int, count: int) -> torch.Tensor:
+        """Returns `count` elements of the flattened `part` from `first` on."""
         width = part.entry.dtype.itemsize
         with readable(part.path):
             data = np.fromfile(
@@ -130,7 +129,7 @@ class StoredParts:
         if data.nbytes != count * width:
             raise MalformedFile(
                 str(part.path),
-                found="an end before that of the last tensor",
+                found="fewer bytes than its tensors have",
                 allowed="a file that does not change",
                 fix="read it again",
             )

@@ -1,7 +1,4 @@
-"""StoredState: reads the weights of a checkpoint from disk, one piece at a time.
-
-It needs no arenas, GPU or executor.
-"""
+"""StoredState: reads the weights of a checkpoint from disk, without arenas, GPU or executor."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from megatrain.simulator.schedule.arithmetic import StateClass, layer_state_of
 
 
 class StoredState:
-    """The weights of a checkpoint on disk, in the form that `files.model_files.export` needs."""
+    """The weights of a checkpoint on disk, as an `Exportable` of `files/model_files.py`."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, buffers: Mapping[str, Mapping[str, torch.Tensor]]
@@ -31,9 +28,9 @@ class StoredState:
 
         Args:
             folder: folder of the checkpoint.
-            manifest: its manifest.
+            manifest: manifest of the checkpoint.
             buffers: buffers of the decoder layers, by layer and name. A checkpoint does not contain
-                them, because no step changes them.
+                buffers, because no step changes them.
 
         Raises MalformedFile if a layer's tensor is missing or has another dtype or size.
         """
@@ -58,7 +55,7 @@ class StoredState:
                     )
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
-        """Returns the layer's weights by tensor name, to be written in `dtype`, bf16 or fp32."""
+        """Returns the layer's weights by tensor name, as sources in `dtype`, bf16 or fp32."""
         high, *low = (
             functools.partial(self._stored.read, f"{layer.name}.{half}") for half in self._dtypes
         )

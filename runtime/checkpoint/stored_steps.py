@@ -1,4 +1,4 @@
-"""The steps of a run's checkpoints, by the names of their folders. This module loads no PyTorch."""
+"""Lists the checkpoints of a run by the names of their folders, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def stored_steps(folder: Path) -> list[int]:
-    """Returns the steps of all checkpoints in `folder` in ascending order, also of damaged ones."""
+    """Returns the steps of all checkpoints in `folder` in ascending order, also if damaged."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -28,9 +28,9 @@ def stored_steps(folder: Path) -> list[int]:
 
 
 def steps_to_export(run: Path, step: int | None) -> list[int]:
-    """Returns the steps of the checkpoints to try: `step`, or all of them, the newest first.
-
-    Raises UserError if the folder `run` has no checkpoint, or none of `step`.
+    """Returns the steps of the checkpoints to try: only `step` or, if it is None, all steps, the
+    newest first. Raises UserError if the folder `run` has no checkpoint, or no checkpoint of
+    `step`.
     """
     steps = stored_steps(run / "checkpoints")
     if step is not None and step not in steps:

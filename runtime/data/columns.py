@@ -5,14 +5,15 @@ The layouts, in the order in which they are tried:
 
 * messages: `messages`, a list of {role, content}. Other keys of a message are passed to the chat
   template.
-* sharegpt: `conversations` or `conversation`, a list of {from, value}, and optionally `system`
+* sharegpt: `conversations` or `conversation`, a list of {from, value}, and optionally `system`,
+  which must be the same as a system turn at the beginning of the list
 * prompt/completion: `prompt` and `completion`, both text or both lists of messages
 * alpaca: `instruction` and `output`, and optionally `input` and `system`
 * text: `text`
 
 For conversations, `tools` and `chat_template_kwargs` are passed to the chat template. Lists and
-objects may also be given as JSON text. Other columns are not read. `Layout.ignored` lists those
-of them that would change what a model learns.
+objects may also be given as JSON text. Other columns are not read. `Layout.ignored` lists the
+unread columns that would change what a model learns.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 _CALL = "function_call"
-"""The role of a tool call in sharegpt, whose value is the call as JSON. In OpenAI's older format,
-the key of a message's only call."""
-_TRAINED = ("weight", "train", "training")
+"""In sharegpt, the role of a turn whose value is a tool call as JSON. In OpenAI's older format, the
+key of a message's only tool call."""
+_LOSS_KEYS = ("weight", "train", "training")
 """Keys of a message that state whether it has loss: 0 or 1 in OpenAI's format, true or false in
 Axolotl's."""
-_MATTER = (
+_MEANINGFUL = (
+    "system",
     "tools",
     "chat_template_kwargs",
     "functions",
@@ -59,7 +61,7 @@ _MATTER = (
 
 
 class Unusable(ValueError):
-    """Raised for a row whose value does not fit its column. The text is the reason for the user."""
+    """Raised for a row with a value that does not fit its column. The message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Layout:
     optional: tuple[str, ...] = ()
     """Columns that are read if a row has them."""
     ignored: tuple[str, ...] = ()
-    """Columns of the rows that change what other tools train, but that are not read."""
+    """Columns of the rows that are not read, although other training programs use them."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -81,15 +83,16 @@ class Layout:
         return (*self.needed, *self.optional)
 
 
-_WITH = ("tools", "chat_template_kwargs")
+_TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 LAYOUTS = (
-    Layout("messages", ("messages",), _WITH),
-    Layout("sharegpt", ("conversations",), ("system", *_WITH)),
-    Layout("sharegpt", ("conversation",), ("system", *_WITH)),
-    Layout("prompt/completion", ("prompt", "completion"), _WITH),
+    Layout("messages", ("messages",), _TEMPLATE_COLUMNS),
+    Layout("sharegpt", ("conversations",), ("system", *_TEMPLATE_COLUMNS)),
+    Layout("sharegpt", ("conversation",), ("system", *_TEMPLATE_COLUMNS)),
+    Layout("prompt/completion", ("prompt", "completion"), _TEMPLATE_COLUMNS),
     Layout("alpaca", ("instruction", "output"), ("input", "system")),
     Layout("text", ("text",)),
 )
+"""All layouts, in the order in which they are tried."""
 
 
 class Pair(NamedTuple):
@@ -108,18 +111,21 @@ class Conversation:
     messages: list[dict[str, Any]]
     """Messages with the keys `role` and `content`."""
     prompt: int = 0
-    """Number of messages at the beginning that are the prompt. At least one of the others is from
+    """Number of messages at the beginning that form the prompt. At least one later message is from
     the assistant."""
     silent: frozenset[int] = frozenset()
-    """Numbers, from 0, of messages without loss."""
+    """Indices, from 0, of the messages without loss."""
     tools: list[dict[str, Any]] | None = None
-    """Definitions of tools."""
+    """Definitions of the tools that the assistant may call, or None."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the chat template."""
 
 
 def recognize(columns: Collection[str], wanted: Columns = "auto") -> Layout | None:
-    """Returns the first layout whose needed columns are all in `columns`, or None."""
+    """Returns the first layout whose needed columns are all in `columns`, or None.
+
+    `wanted` limits the search to the layout of this name, unless it is `auto`.
+    """
     layout = next(
         (
             layout
@@ -130,7 +136,9 @@ def recognize(columns: Collection[str], wanted: Columns = "auto") -> Layout | No
     )
     return layout and replace(
         layout,
-        ignored=tuple(name for name in _MATTER if name in columns and name not in layout.columns),
+        ignored=tuple(
+            name for name in _MEANINGFUL if name in columns and name not in layout.columns
+        ),
     )
 
 
@@ -150,21 +158,23 @@ def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> User
 
 
 def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
-    """Returns what to train on from a row.
+    """Returns the text, the prompt with its completion, or the conversation of a row.
 
     Raises Unusable if a column is missing or has a value of the wrong type.
     """
     if layout.name == "text":
         return _string(row, "text")
     if layout.name == "alpaca":
-        instruction, given = (
+        instruction, context = (
             _string(row, name) if row.get(name) is not None else ""
             for name in ("instruction", "input")
         )
         if not instruction:
             raise Unusable("no `instruction`")
         pair = _pair(
-            f"{instruction}\n\n{given}" if given else instruction, _string(row, "output"), "output"
+            f"{instruction}\n\n{context}" if context else instruction,
+            _string(row, "output"),
+            "output",
         )
         question, answer = (
             {"role": "user", "content": pair.prompt},
@@ -177,7 +187,7 @@ def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
     }
     if (
         layout.name == "prompt/completion"
-        and not all(map(_messages, values.values()))
+        and not all(map(_is_messages, values.values()))
         and not any(isinstance(row.get(name), list) for name in values)
     ):
         return _pair(_string(row, "prompt"), _string(row, "completion"), "completion")
@@ -191,31 +201,40 @@ def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
         [_message(turn, number, column) for number, turn in enumerate(turns, 1)]
         for column, turns in values.items()
     ]
-    before = [*_system(row, layout), *(message for messages in prompt for message in messages)]
+    system = _system(row, layout)
+    if system and last[0]["role"] == "system":  # sharegpt, which has one list
+        if system[0]["content"].strip() not in ("", last[0]["content"].strip()):
+            raise Unusable(f"`system` differs from the system turn of `{layout.needed[-1]}`")
+        system = []
+    before = [*system, *(message for messages in prompt for message in messages)]
     return _conversation(row, layout, [*before, *last], prompt=len(before))
 
 
-def _messages(value: object) -> bool:
+def _is_messages(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _conversation(
-    row: dict[str, Any], layout: Layout, found: list[dict[str, Any]], prompt: int
+    row: dict[str, Any], layout: Layout, turns: list[dict[str, Any]], prompt: int
 ) -> Conversation:
-    """Returns a conversation. Raises Unusable if no assistant message has loss."""
+    """Returns the conversation of `turns`, the messages of `row` with their loss keys.
+
+    The first `prompt` of them are the prompt. Raises Unusable if no assistant message after them
+    has loss.
+    """
     silent = frozenset(
-        number for number, message in enumerate(found) if not _trained(message, number)
+        number for number, message in enumerate(turns) if not _may_have_loss(message, number)
     )
     if not any(
         message["role"] == "assistant" and number not in silent
-        for number, message in enumerate(found)
+        for number, message in enumerate(turns)
         if number >= prompt
     ):
         raise Unusable(
             f"no assistant turn{' with loss' if silent else ''} in `{layout.needed[-1]}`"
         )
     messages = [
-        {key: value for key, value in message.items() if key not in _TRAINED} for message in found
+        {key: value for key, value in message.items() if key not in _LOSS_KEYS} for message in turns
     ]
     tools, arguments = (
         _optional(row, name, kind) if name in layout.optional else None
@@ -251,7 +270,7 @@ def _string(row: dict[str, Any], name: str) -> str:
 
 
 def _decoded(text: str, kind: type) -> Any:
-    """Returns the list or object that `text` contains as JSON, otherwise `text` itself."""
+    """Returns the value that `text` contains as JSON if it is a `kind`, otherwise `text` itself."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -289,9 +308,12 @@ def _system(row: dict[str, Any], layout: Layout) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _trained(message: dict[str, Any], number: int) -> bool:
-    """Checks whether the message may have loss."""
-    for key in _TRAINED:
+def _may_have_loss(message: dict[str, Any], number: int) -> bool:
+    """Returns whether none of the loss keys of message `number`, from 0, is 0 or false.
+
+    Raises Unusable for any other value than 0, 1, true and false.
+    """
+    for key in _LOSS_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
             raise Unusable(
                 f"message {number + 1}: `{key}` is neither 0 nor 1, neither true nor false"
@@ -302,7 +324,10 @@ def _trained(message: dict[str, Any], number: int) -> bool:
 
 
 def _message(turn: object, number: int, column: str) -> dict[str, Any]:
-    """Returns a turn as a message for the chat template, without keys whose value is null."""
+    """Returns a turn as a message for the chat template, without keys whose value is null.
+
+    `number` is the number of the turn, from 1. Raises Unusable if the turn is malformed.
+    """
     where = f"message {number} of `{column}`"
     if not isinstance(turn, dict):
         raise Unusable(f"{where} is not an object")
@@ -337,7 +362,7 @@ def _message(turn: object, number: int, column: str) -> dict[str, Any]:
 
 
 def _content(content: object, where: str) -> str:
-    """Returns the text of a message, which is given as a string or as a list of text parts."""
+    """Returns the text of a message, whose content is a string or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -354,7 +379,7 @@ def _content(content: object, where: str) -> str:
 
 
 def _calls(value: object, where: str) -> list[dict[str, Any]]:
-    """Returns the calls of a `function_call` of sharegpt, in OpenAI's format."""
+    """Returns the tool calls in `value`, a `function_call`, as a list in OpenAI's format."""
     decoded = _decoded(value, object) if isinstance(value, str) else value
     calls = decoded if isinstance(decoded, list) else [decoded]
     if not calls or not all(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 TARGET = 1 << 31
-"""The bit that is set in a flagged token if the token is a target, so that it has loss."""
+"""The bit that is set in a flagged token if the token is a target: a token with loss."""
 
 _BLOCK = 2**22
 """Number of tokens that are read at a time."""
@@ -30,7 +30,7 @@ class JoinedTokens:
         return self._borders[:-1]
 
     def __getitem__(self, span: slice) -> np.ndarray:
-        """Returns the tokens from `span.start` to `span.stop`, which both are within the array."""
+        """Returns the tokens from `span.start` to `span.stop`. Both must be within the array."""
         first = int(np.searchsorted(self._borders, span.start, side="right")) - 1
         pieces = []
         for part, start in zip(self._parts[first:], self.starts[first:], strict=True):
@@ -54,10 +54,10 @@ class Documents:
     ends: np.ndarray
     """[documents] int64, index after the last token of each document."""
     flagged: bool = False
-    """Whether tokens are uint32 with the bit `TARGET`. If not, every token is a target."""
+    """Whether tokens are uint32 with the bit `TARGET`. Otherwise, every token is a target."""
     whole: bool = False
-    """Whether a document makes sense only from its beginning, as a prompt with its answer does.
-    Such a document is truncated, and never continued in another row."""
+    """Whether a document is kept in one row, such as a prompt with its answer. If it is too long,
+    it is truncated. Otherwise, as with running text, a document may continue in another row."""
     digest: str = ""
     """Digest of all of `tokens`."""
 
@@ -79,13 +79,13 @@ class Documents:
         """Number of tokens that are targets."""
         if not self.flagged:
             return self.total
-        found = 0
+        count = 0
         for first in range(0, len(self.tokens), _BLOCK):
             flags = self.tokens[first : min(first + _BLOCK, len(self.tokens))] >= TARGET
             before = np.concatenate([[0], np.cumsum(flags)])
             begins, ends = (np.clip(at - first, 0, len(flags)) for at in (self.begins, self.ends))
-            found += int((before[ends] - before[begins]).sum())
-        return found
+            count += int((before[ends] - before[begins]).sum())
+        return count
 
     def chosen(self, which: np.ndarray) -> Documents:
         """Returns the documents that `which` selects, an array of indices or a mask."""
@@ -102,7 +102,7 @@ class Documents:
 
 
 def truncated(documents: Documents, sequence: int) -> tuple[Documents, int, int, int]:
-    """Cuts documents to `sequence` tokens, and leaves out those that then have no target.
+    """Cuts documents to `sequence` tokens, and leaves out documents that then have no target.
 
     Returns the documents, the number of documents that were cut, the number of tokens that were cut
     off, and the number of documents that were left out.

@@ -1,18 +1,19 @@
 """Tokenizes texts of any length in bounded memory, with the same ids as if done at once.
 
 A long text is tokenized in overlapping windows. Two neighbouring windows meet at a *cut*, and both
-continue for `CONTEXT` characters beyond it. So no window has a beginning or an end that the text
-does not have. A cut must be a border between tokens in both windows:
+extend `CONTEXT` characters beyond it, so the artificial end of a window does not change the ids at
+the cut. A cut must be a border between tokens in both windows:
 
-* The ids of the characters before the cut are the first ids of the characters around it. So no
-  token, added token or normalization crosses the cut.
+* Tokenizing the characters before the cut gives the first ids of tokenizing the characters on both
+  sides. So no token, added token or normalization crosses the cut.
 * Both windows have the same ids around the cut.
 * Unless the model is BPE, the cut is a border between two words of the pre-tokenizer. Words are
   tokenized one by one, and a pre-tokenizer splits from left to right.
 
-In a BPE model, a cut may also be within a word. A sequence of tokens is the BPE encoding of a text
-if and only if each pair of neighbours is the encoding of its own text, and the pair at the cut was
-found in an encoding. If there is no such place, the window grows until there is one.
+In a BPE model, a cut may also be within a word: a sequence of tokens is the BPE encoding of a text
+if and only if each pair of neighbouring tokens is the encoding of the pair's text. The pair at the
+cut is, because it occurs in an encoding. If there is no place for a cut, the window grows until
+there is one.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 CONTEXT = 1021
-"""Characters on either side of a cut. The number is prime, so that groups of digits that are
-counted from different places do not agree by chance."""
+"""Characters on either side of a cut. The number is prime, so groups of digits that are counted
+from different starts do not end at the same place by chance."""
 _WINDOW = 2**17
-"""Characters of a window."""
+"""The maximum number of characters in a window, unless no place for a cut is found."""
 _ZONE = 2**12
-"""Characters before the end of a window in which a cut is searched."""
+"""Number of characters before the end of a window in which a place for a cut is searched."""
 _TRIES = 8
-"""Number of places that are tried from all over the zone, and from its end."""
+"""Number of places for a cut that are tried for each pattern: this many throughout the last `_ZONE`
+characters, and then as many at their end."""
 _COMPARED = 8
 """Number of ids on either side of a cut that must be the same in both windows."""
 _PLACES = tuple(
     map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=\S)(?=\s)", r"(?<=\S)(?=\S)"))
 )
-"""Patterns of places for a cut. Those where tokenizers split most often are first: before a line,
-a blank, any white space, and anywhere."""
+"""Patterns of places for a cut: before a line, a blank, any white space, and anywhere. Places where
+tokenizers split more often come first."""
 
 BATCH_ITEMS, BATCH_SIZE = 1024, 2**21
-"""Limits of a batch that is tokenized at once: the number of its texts and their characters."""
+"""Limits of a batch that is tokenized at once: the number of its texts, and of their characters."""
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")
@@ -72,10 +74,10 @@ def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[l
 
 
 class Piece(NamedTuple):
-    """Ids of a part of a text."""
+    """The token ids of a part of a text."""
 
     ids: np.ndarray
-    """[n] uint32."""
+    """[n] uint32, the token ids."""
     first: bool
     """Whether the text begins with this part."""
     last: bool
@@ -96,9 +98,9 @@ class Piece(NamedTuple):
         assert encoding is not None, "the tokenizer does not report the places of its tokens"
 
         def place(token: int) -> tuple[int, int]:
-            found = encoding.token_to_chars(token)
-            assert found is not None, "a token without text"
-            return found
+            characters = encoding.token_to_chars(token)
+            assert characters is not None, "a token without text"
+            return characters
 
         tokens = range(self.skipped, self.skipped + len(self.ids))
         first = bisect_right(tokens, begin - self.shift, key=lambda token: place(token)[1])
@@ -127,13 +129,13 @@ class _Window:
     """The part of a text between two cuts."""
 
     text: str
-    """Characters of this part, without the overlap."""
+    """The characters of this part, without the overlap."""
     begin: _Cut | None
-    """Cut before this part, or None at the beginning of the text."""
+    """The cut before this part, or None at the beginning of the text."""
     end: _Cut | None
-    """Cut after this part, or None at the end of the text."""
+    """The cut after this part, or None at the end of the text."""
     place: int
-    """Number of characters of the text before this part."""
+    """The number of characters of the text before this part."""
 
     @property
     def whole(self) -> str:
@@ -143,12 +145,12 @@ class _Window:
 
 
 class _Encoded(NamedTuple):
-    """A window and its ids."""
+    """A window and its token ids."""
 
     window: _Window
     """The window."""
     ids: list[int]
-    """Ids of the window with its overlap."""
+    """Token ids of the window with its overlap."""
     encoding: Encoding | None
     """Encoding of the window, or None for a tokenizer written in Python."""
 
@@ -179,7 +181,7 @@ class _Encoded(NamedTuple):
 
 
 class LongText:
-    """Tokenizes texts without adding special tokens."""
+    """Tokenizes texts of any length, without adding special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -187,23 +189,23 @@ class LongText:
         self._within_words = type(model).__name__ == "BPE"
 
     def whole(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, [n] uint32."""
-        found: list[list[np.ndarray]] = []
+        """Returns the token ids of each text, [n] uint32."""
+        pieces: list[list[np.ndarray]] = []
         for piece in self.encode((text, True) for text in texts):
             if piece.first:
-                found.append([])
-            found[-1].append(piece.ids)
-        return [np.concatenate(ids) for ids in found]
+                pieces.append([])
+            pieces[-1].append(piece.ids)
+        return [np.concatenate(ids) for ids in pieces]
 
     def encode(self, parts: Iterable[tuple[str, bool] | Other]) -> Iterator[Piece | Other]:
-        """Yields the ids of texts that are given in parts.
+        """Yields the token ids of texts that are given in parts.
 
         Args:
-            parts: pairs of a part of a text and whether the text ends with it. Items of other types
-                are yielded unchanged, in their place.
+            parts: pairs of a part of a text, and whether the text ends with it. Items of other
+                types are yielded unchanged, in their order.
         """
+        # Windows of a text that is not finished, and the items after them.
         held: list[_Encoded | Other] = []
-        """Windows of a text that is not finished, and the items after them."""
         for batch in in_batches(
             self._windows(parts), lambda item: len(item.text) if isinstance(item, _Window) else 0
         ):
@@ -223,7 +225,7 @@ class LongText:
             if not isinstance(part, tuple):
                 yield part
                 continue
-            for at in range(0, len(part[0]), _WINDOW):  # so that copies of `text` stay small
+            for at in range(0, len(part[0]), _WINDOW):  # keeps the copies of `text` small
                 text += part[0][at : at + _WINDOW]
                 while len(text) >= least + CONTEXT:
                     place, cut = self._cut(text, least - _ZONE, least)
@@ -239,16 +241,19 @@ class LongText:
     def _cut(self, text: str, low: int, high: int) -> tuple[int, _Cut | None]:
         """Returns a place from `low` to `high` and the cut at it, or 0 and None."""
         for places in _PLACES:
-            found = [match.start() for match in places.finditer(text, low, high)]
-            step = max(1, len(found) // _TRIES)
-            # Places from all over the zone, and the last ones in it.
-            for place in dict.fromkeys([*found[::-step][:_TRIES], *found[: -_TRIES - 1 : -1]]):
+            matches = [match.start() for match in places.finditer(text, low, high)]
+            step = max(1, len(matches) // _TRIES)
+            spread, last = matches[::-step][:_TRIES], matches[: -_TRIES - 1 : -1]
+            for place in dict.fromkeys([*spread, *last]):
                 if cut := self._at(text, place, anywhere=places is _PLACES[-1]):
                     return place, cut
         return 0, None
 
     def _at(self, text: str, place: int, *, anywhere: bool) -> _Cut | None:
-        """Returns the cut at `place`, or None if there cannot be one."""
+        """Returns the cut at `place`, or None if no cut is possible there.
+
+        `anywhere` says that the characters around `place` do not suggest a border between tokens.
+        """
         if unicodedata.combining(text[place]) or (anywhere and not self._tokenizer.is_fast):
             return None
         left, right = text[place - CONTEXT : place], text[place : place + CONTEXT]
@@ -280,8 +285,8 @@ class LongText:
         encoded = self._tokenized([window.whole for window in windows])
         encodings: Sequence[Encoding | None] = encoded.encodings or [None] * len(windows)
         return [
-            _Encoded(*of_one)
-            for of_one in zip(windows, encoded["input_ids"], encodings, strict=True)
+            _Encoded(*fields)
+            for fields in zip(windows, encoded["input_ids"], encodings, strict=True)
         ]
 
     def _settled(self, held: list[_Encoded | Other]) -> Iterator[Piece | Other]:
@@ -292,7 +297,7 @@ class LongText:
         while held:
             first = held[0]
             if isinstance(first, _Encoded) and first.window.end is not None:
-                at, then = next(
+                at, following = next(
                     (
                         (at, item)
                         for at, item in enumerate(held[1:], 1)
@@ -300,24 +305,24 @@ class LongText:
                     ),
                     (0, None),
                 )
-                if then is None:
+                if following is None:
                     return
-                if not _meet(first, then):
-                    one = _Window(
-                        text=first.window.text + then.window.text,
+                if not _meet(first, following):
+                    joined = _Window(
+                        text=first.window.text + following.window.text,
                         begin=first.window.begin,
-                        end=then.window.end,
+                        end=following.window.end,
                         place=first.window.place,
                     )
                     del held[at]
-                    (held[0],) = self._encoded([one])
+                    (held[0],) = self._encoded([joined])
                     continue
             del held[0]
             yield first.piece if isinstance(first, _Encoded) else first
 
 
 def _meet(before: _Encoded, after: _Encoded) -> bool:
-    """Checks whether both windows have the ids of their cut around it."""
+    """Returns whether both windows have the ids of the cut between them."""
     cut = before.window.end
     assert cut is not None
     return (
@@ -329,6 +334,6 @@ def _meet(before: _Encoded, after: _Encoded) -> bool:
 
 
 def _alike(left: list[int], right: list[int]) -> bool:
-    """Checks whether two lists begin with the same ids."""
+    """Returns whether two lists begin with the same ids. The first 8 are compared."""
     count = min(_COMPARED, len(left), len(right))
     return count > 0 and left[:count] == right[:count]

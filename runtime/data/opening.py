@@ -1,4 +1,4 @@
-"""Opens the data of a run: makes the training and evaluation corpus that DataOptions describe."""
+"""Opens the data of a run: makes the training and evaluation corpus from DataOptions."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ def open_data(
 
     Args:
         options: the options, with `packing` set.
+        workload: the batch, the accumulation and the sequence of a step.
         tokenizer_folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
         vocabulary: number of rows of the model's embedding.
-        on_note: receives lines for the user on files, rows, tokens and the cache.
-        on_summary: receives what is in the `training` and the `evaluation` corpus.
+        on_note: called with lines for the user on files, rows, tokens and the cache.
+        seed: the seed for the order of the training data, and for weights that are fractions.
+        on_summary: called with the summaries of the corpora, whose keys are `training` and, if
+            there is one, `evaluation`.
 
     Raises UserError for every mistake in files, rows and options.
     """
-    assert options.packing, "packing is taken from the plan if the options do not set it"
+    assert options.packing, "the caller sets `packing` from the plan"
     reader = SourceReader(options, tokenizer_folder, vocabulary, on_note)
     sources, other_sources = sources_of(options)
     training = reader.read(sources)
@@ -59,7 +62,7 @@ def open_data(
         other = reader.read(other_sources)
         _compare(training, other, on_note)
         kept, evaluation = training.documents, other.documents
-    # Evaluation documents are set apart first, so that no copy of one is trained on.
+    # Weights are applied after the split, so no copy of an evaluation document is trained on.
     epoch = _weighted(options.paths, training, kept, seed, on_note)
     where = ", ".join(options.paths)
     corpus = Corpus(epoch, workload, seed=seed, packing=options.packing, where=f"data {where}")
@@ -90,10 +93,10 @@ def open_data(
 def training_documents(
     options: DataOptions, tokenizer_folder: Path | None, vocabulary: int, *, seed: int
 ) -> Documents:
-    """Returns the documents of an epoch that `open_data` trains on, before they are packed.
+    """Returns the documents of an epoch of the training corpus, before they are packed.
 
-    Their tokens are cached, so that `open_data` does not tokenize them again. The arguments are
-    those of `open_data`, and so are the errors.
+    Their tokens are cached, so `open_data` does not tokenize them again. Arguments and errors are
+    the same as in `open_data`.
     """
     reader = SourceReader(options, tokenizer_folder, vocabulary, lambda _: None)
     sources, other_sources = sources_of(options)
@@ -110,11 +113,11 @@ def read_data(
     *,
     splits: Sequence[str] = (),
 ) -> tuple[TokenizedData, PreTrainedTokenizerBase | None]:
-    """Returns the documents of `options.data` before packing, and the tokenizer.
+    """Returns the documents of an epoch of `options.data` before packing, and the tokenizer.
 
-    They are those of one epoch, and none are set apart for evaluation. The arguments are those of
-    `open_data`, and so are the errors. `splits` replaces the split in `options`: of each source,
-    the first that exists is read.
+    No documents are set apart for evaluation. If `splits` is given, the first of these splits that
+    a source has is read, instead of the split in `options`. The other arguments and the errors are
+    the same as in `open_data`.
     """
     reader = SourceReader(options, tokenizer_folder, vocabulary, on_note)
     data = reader.read(sources_at(options.paths, splits or (options.split,)))
@@ -129,16 +132,16 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
         for data in (training, other)
     )
     if shared := files & others:
-        found = (
+        overlap = (
             f"{counted(len(shared), 'file')} of the evaluation data"
             f" {'is' if len(shared) == 1 else 'are'} also in the training data"
         )
     elif training.documents.digest == other.documents.digest:
-        found = "the evaluation data has the same rows as the training data"
+        overlap = "the evaluation data has the same rows as the training data"
     else:
         return
     on_note(
-        f"warning: {found}, so its loss does not show how well the model does on unseen text."
+        f"warning: {overlap}, so its loss does not show how well the model does on unseen text."
         " Choose other rows with --evaluation-split or --evaluation-data, or keep some for"
         " evaluation with --evaluation-fraction"
     )
@@ -147,20 +150,25 @@ def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> No
 def _weighted(
     paths: Sequence[str], data: TokenizedData, documents: Documents, seed: int, on_note: Note
 ) -> Documents:
-    """Returns the documents of an epoch, and notes how many of each source it has.
+    """Returns the documents of an epoch. If there are weights, notes the documents of each source.
 
     Args:
         paths: the path of each source, with its weight if it has one.
-        documents: those of `data` that are not kept for evaluation.
+        data: the tokenized sources.
+        documents: the documents of `data` that are not kept for evaluation.
+        seed: the seed for weights that are fractions.
+        on_note: called with one line for each source.
     """
-    named = [weighted_path(path) for path in paths]
-    epoch = weighted(documents, data.starts, [place.weight for place in named], seed)
+    sources = [weighted_path(path) for path in paths]
+    epoch = weighted(documents, data.starts, [source.weight for source in sources], seed)
     if epoch is documents:
         return epoch
+    # [documents] the number of each document's source
     before, after = (
-        np.searchsorted(data.starts, found.begins, side="right") - 1 for found in (documents, epoch)
+        np.searchsorted(data.starts, begins, side="right") - 1
+        for begins in (documents.begins, epoch.begins)
     )
-    for number, (path, weight) in enumerate(named):
+    for number, (path, weight) in enumerate(sources):
         chosen = after == number
         tokens = int(epoch.lengths[chosen].sum())
         on_note(
@@ -172,9 +180,10 @@ def _weighted(
 
 
 def split(documents: Documents, options: DataOptions) -> tuple[Documents, Documents | None]:
-    """Splits documents into those to train on and those to evaluate on, or None.
+    """Returns the training documents, and the evaluation documents or None.
 
-    A fraction of a single text is its end. Raises UserError if nothing would be left to train on.
+    `options` has a fraction or a number of documents to evaluate on. For a single text, a fraction
+    selects its end. Raises UserError if nothing would be left to train on.
     """
     count = len(documents)
     if options.evaluation_fraction and count == 1 and not documents.whole:
@@ -202,8 +211,7 @@ def split(documents: Documents, options: DataOptions) -> tuple[Documents, Docume
             fix="keep fewer, or give other data with --evaluation-data",
         )
     chosen = np.zeros(count, dtype=bool)
-    # The choice does not depend on the run's seed, so that no run trains on documents on which
-    # another run was evaluated.
+    # The seed of the run is not used, so all runs with the same data keep the same documents.
     chosen[
         (
             np.random.default_rng(0).permutation(count)[:size]
@@ -215,7 +223,7 @@ def split(documents: Documents, options: DataOptions) -> tuple[Documents, Docume
 
 
 def describe_packing(corpus: Corpus, sequence: int, given: int) -> str:
-    """Returns a phrase that describes an epoch of `corpus`, made of `given` documents."""
+    """Returns a phrase that describes an epoch of `corpus`, made from `given` documents."""
     parts = [
         f"{counted(given - corpus.left_out, 'document')}, {counted(corpus.tokens, 'token')} in"
         f" {counted(corpus.rows, 'row')} of {sequence}",

@@ -12,24 +12,28 @@ from megatrain.runtime.user_cache import user_cache
 from megatrain.simulator.base.errors import UserError
 
 Columns = Literal["auto", "text", "prompt/completion", "messages", "alpaca", "sharegpt"]
+"""The layout of a row's columns (`columns.py`)."""
 Loss = Literal["assistant", "last", "all"]
+"""The tokens that have loss (`DataOptions.loss`)."""
 Packing = Literal["documents", "plain", "none"]
+"""How rows are filled (`DataOptions.packing`)."""
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data to train and evaluate on, and how it is read and packed.
 
-    None of it changes a schedule. The seed of the order is an option of the run.
+    No field changes a schedule. The seed for the order of the data is `training.seed`. Raises
+    UserError if more than one kind of evaluation data is given.
     """
 
     data: Annotated[
         str | tuple[str, ...],
         Meta(
             description=(
-                "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, or a"
+                "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, a"
                 " folder that datasets.save_to_disk wrote, or a data set on the hub as"
                 " org/name:split or org/name/config; or several of these. With PATH:WEIGHT, an"
-                " epoch has each document of PATH that many times; of a fraction, some of them"
+                " epoch has each document of PATH that many times; 0.5 draws half of the documents"
             )
         ),
     ] = ""
@@ -37,8 +41,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "split to train on, for a folder with several splits; the names of its files and"
-                " folders show which split they belong to"
+                "split to train on, for a folder with several splits, which are recognized from the"
+                " names of its files and folders"
             )
         ),
     ] = "train"
@@ -49,9 +53,9 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Loss,
         Meta(
             description=(
-                "tokens with loss. In a conversation: those of every assistant turn, of the last"
-                " assistant turn, or all. In a prompt with its completion: those of the completion,"
-                " or with `all` also those of the prompt"
+                "tokens with loss. In a conversation: every assistant turn, the last assistant"
+                " turn, or all tokens. In a prompt with its completion: the completion, and with"
+                " `all` also the prompt"
             )
         ),
     ] = "assistant"
@@ -68,9 +72,9 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["", Packing],
         Meta(
             description=(
-                "how rows are filled. documents: with several documents, and attention stays within"
-                " each; plain: with one text, and attention crosses the borders of documents; none:"
-                " with one document each; by default as in the plan"
+                "how rows are filled. documents: several documents a row, and attention stays"
+                " within each; plain: one text, whose attention crosses the borders of documents;"
+                " none: one document a row; by default as in the plan"
             )
         ),
     ] = ""
@@ -82,7 +86,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=0,
             lt=1,
-            description="share of the documents kept for evaluation; which ones does not depend on"
+            description="share of the documents kept for evaluation; the choice does not depend on"
             " the seed",
         ),
     ] = 0.0
@@ -102,8 +106,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "split to evaluate on, of the evaluation data or else of the data; by default the"
-                " first of validation, test and train that exists"
+                "split to evaluate on, of the evaluation data or, without any, of the training"
+                " data; by default the first of validation, test and train that exists"
             )
         ),
     ] = ""
@@ -140,7 +144,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """`data` as a tuple of `PATH` or `PATH:WEIGHT`, empty if there is none."""
+        """`data` as a tuple of `PATH` or `PATH:WEIGHT`. The tuple is empty if there is no data."""
         return self.data if isinstance(self.data, tuple) else (self.data,) if self.data else ()
 
     @property

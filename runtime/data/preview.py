@@ -1,4 +1,4 @@
-"""Shows the beginning of a document as its tokens decode, with the text that has loss marked."""
+"""Shows the beginning of a document, decoded from its tokens. Text with loss is marked."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENS = 2048
-"""Number of tokens that are decoded, from the document's beginning."""
+"""The number of tokens that are decoded, from the document's beginning."""
 _RUN, _ROW, _ROWS = 180, 100, 5
-"""Characters of one run of text with or without loss, characters per row, and rows."""
+"""The maximum characters of a run of text with or without loss, the characters per line, and the
+maximum number of lines."""
 _CUT = " [...] "
 _BEGIN, _END = "\x01", "\x02"
-"""Stand for the marks until lines are cut. They are not printable, so `_plain` leaves none."""
+"""Placeholders for the marks until the text is cut into lines. The text cannot contain them,
+because `_plain` escapes characters that are not printable."""
 
 
 class Marks(NamedTuple):
-    """How text with loss is marked."""
+    """The marks around text with loss."""
 
     begin: str = "«"
-    """Written before it."""
+    """Written before text with loss."""
     end: str = "»"
-    """Written after it."""
+    """Written after text with loss."""
     meaning: str = "text between « and »"
-    """What the user sees."""
+    """Describes marked text to the user."""
 
 
 GUILLEMETS = Marks()
@@ -45,15 +47,17 @@ def preview(
     run: int | None = _RUN,
     marks: Marks = GUILLEMETS,
 ) -> list[str]:
-    """Returns a few lines that show how a document begins. Text with loss is marked, unless all
+    """Returns lines that show the beginning of a document. Text with loss is marked, unless all
     tokens have loss.
 
     Args:
-        number: the document, from 0.
-        rows: the most lines of text.
-        run: characters of a run of text with or without loss, of which the middle is left out if
-            there are more; None to show it all.
-        marks: how text with loss is marked.
+        documents: the documents.
+        tokenizer: decodes the tokens.
+        number: the index of the document, from 0.
+        rows: the maximum number of lines of text.
+        run: the maximum number of characters in a run of text with or without loss. The middle of
+            a longer run is left out. None shows all of it.
+        marks: the marks around text with loss.
     """
     begin, end = int(documents.begins[number]), int(documents.ends[number])
     ids, targets = documents.read(begin, min(end, begin + _TOKENS))
@@ -85,6 +89,7 @@ def _plain(text: str | list[str]) -> str:
 
 
 def _shortened(text: str, run: int | None) -> str:
+    """Returns `text` without its middle if it is longer than `run` characters."""
     if run is None or len(text) <= run:
         return text
     return f"{text[: run * 2 // 3]}{_CUT}{text[-run // 3 :]}"

@@ -1,6 +1,6 @@
-"""DataSummary: what a run trains on or evaluates, in numbers, for its folder.
+"""DataSummary: the numbers of rows, documents and tokens in a corpus, stored in a run's folder.
 
-This module does not import torch, so that a report can read the numbers at once.
+This module does not import torch, so a report can read the numbers quickly.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is in one corpus. Numbers of tokens are those of an epoch."""
+    """The contents of a corpus. Numbers of documents and tokens are for one epoch."""
 
     rows: int | None = None
-    """Number of rows in the files. None if they are not counted: text that is read as bytes, or
-    documents that were set apart from the training data."""
+    """Number of rows in the files. None if it is not known, for text that is read as bytes, and for
+    evaluation documents that were set apart from the training data."""
     empty: int = 0
     """Number of rows without text."""
     unusable: int = 0
     """Number of rows that cannot be used."""
     documents: int
-    """Number of documents in the rows of `sequence` tokens."""
+    """Number of documents, without those that are left out."""
     left_out: int
     """Number of documents that are left out, because no token with loss is within `sequence`."""
     cut: int
@@ -34,21 +34,27 @@ class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cut_tokens: int
     """Number of tokens that are cut off."""
     tokens: int
-    """Number of tokens."""
+    """Number of tokens, without those that are cut off."""
     targets: int
     """Number of tokens that have loss."""
     sequence: int
-    """Tokens in a row."""
+    """Number of tokens in a packed row."""
     packed_rows: int
-    """Number of rows that the documents are packed into."""
+    """Number of rows of `sequence` tokens into which the documents are packed."""
     padding: float
-    """Share of padding in these rows."""
+    """Share of padding in the packed rows, from 0 to 1."""
 
 
 def summarize_data(
     corpus: Corpus, sequence: int, summaries: Sequence[TokenSummary] = ()
 ) -> DataSummary:
-    """Returns the summary of `corpus`. `summaries` are those of its files, if they are known."""
+    """Returns the summary of `corpus`.
+
+    Args:
+        corpus: the packed documents.
+        sequence: the number of tokens in a row.
+        summaries: the summaries of its sources, or none if the rows are not known.
+    """
     return DataSummary(
         rows=sum(summary.rows for summary in summaries) if summaries else None,
         empty=sum(summary.empty for summary in summaries),

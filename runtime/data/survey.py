@@ -1,4 +1,4 @@
-"""Describes data without training on it: rows, lengths, and what a row of a length would cut."""
+"""Describes data without training on it: rows, lengths, and the tokens that would be cut."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload
 
 _TEXT_SEQUENCE = 1024
+"""The default sequence for running text, in tokens."""
 _ROWS_SHOWN = 40
+"""The maximum number of lines of the document that is shown."""
 _MOST_CUTS = 6
+"""The maximum number of powers of two in `Survey.cuts`."""
 
 
 class Cut(NamedTuple):
-    """What is lost if documents are cut to one length."""
+    """The loss of data if documents are cut to one sequence length."""
 
     sequence: int
-    """The length, in tokens."""
+    """The sequence length in tokens."""
     documents: int
     """Number of documents that are longer."""
     tokens: int
-    """Number of their tokens that are cut off."""
+    """Number of tokens that are cut off from them."""
     left_out: int
-    """Number of these documents that then have no token with loss, and are left out."""
+    """Number of these documents that are left out, because no token with loss remains."""
 
 
 class SourceSurvey(NamedTuple):
-    """What was found at one path."""
+    """The contents of one source, which is a path or a data set on the hub."""
 
     path: str
     """The file or folder."""
@@ -46,40 +49,41 @@ class SourceSurvey(NamedTuple):
     files: int
     """Number of files."""
     layout: str
-    """How rows were interpreted, as a phrase; empty for text that is read as bytes."""
+    """The layout of the rows, as a phrase. Empty for text that is read as bytes."""
     rows: int
-    """Number of rows, with those that were left out."""
+    """Number of rows, including rows that are left out."""
     empty: int
     """Number of rows without text."""
     left_out: int
     """Number of rows that cannot be used."""
     reasons: tuple[tuple[str, int], ...]
-    """The first such row of each kind with its reason, and the number of rows of this kind."""
+    """For each kind of row that cannot be used: the first such row with the reason, as text, and
+    the number of such rows."""
 
 
 class Survey(NamedTuple):
-    """What was found in the data, and how it would be packed."""
+    """A description of the data, and of its packing into rows."""
 
     sources: list[SourceSurvey]
-    """What was found at each path."""
+    """The contents of each source."""
     documents: int
-    """Number of documents of an epoch."""
+    """Number of documents in an epoch."""
     tokens: int
-    """Number of tokens of an epoch."""
+    """Number of tokens in an epoch."""
     median: int
-    """Median length of a document."""
+    """Median length of a document, in tokens."""
     percentile_95: int
-    """Length that 95 % of the documents do not exceed."""
+    """Length in tokens that 95 % of the documents do not exceed."""
     longest: int
-    """Length of the longest document."""
+    """Length of the longest document, in tokens."""
     cuts: list[Cut]
-    """What some lengths would cut; empty for text, which continues in another row."""
+    """The loss of data for several sequence lengths. Empty for running text, which is never cut."""
     packed: str
-    """How an epoch is packed into rows of `sequence` tokens, as a phrase."""
+    """The packing of an epoch into rows, as a phrase."""
     remarks: list[str]
-    """What a user might not expect of this data."""
+    """Remarks on facts that a user might not expect, one line each."""
     shown: list[str]
-    """Lines that show one document; empty for text that is read as bytes."""
+    """Lines that show one document. Empty for text that is read as bytes."""
 
 
 def survey(
@@ -93,17 +97,20 @@ def survey(
     number: int,
     marks: Marks,
 ) -> Survey:
-    """Returns what is in the data that `options` name.
+    """Returns a description of the data that `options` name.
 
     Args:
-        sequence: tokens of a row; None for the least power of two that cuts nothing, or 1024 for
-            text, or `limit` if this is less.
-        limit: the most tokens of a row by the model's config, or None.
-        number: the document to show, from 1.
-        marks: how text with loss is marked in it.
+        options: the options of the data.
+        tokenizer_folder: the model's folder.
+        vocabulary: number of rows of the model's embedding.
+        on_note: called with lines for the user on files, rows, tokens and the cache.
+        sequence: the number of tokens in a row. None chooses the least power of two that cuts no
+            document, or 1024 for running text, but at most `limit`.
+        limit: the maximum sequence length by the model's config, or None.
+        number: the number of the document to show, from 1.
+        marks: the marks around text with loss.
 
-    The other arguments are those of `open_data`, and so are the errors. Raises UserError also if
-    there is no document `number`.
+    Raises the errors of `open_data`, and UserError if there is no document `number`.
     """
     data, tokenizer = read_data(options, tokenizer_folder, vocabulary, on_note)
     documents = data.documents
@@ -163,8 +170,9 @@ def survey(
 
 
 def cuts(documents: Documents, more: Iterable[int] = ()) -> list[Cut]:
-    """Returns what some lengths would cut: powers of two up to the first that cuts nothing, and
-    the lengths in `more`.
+    """Returns the loss of data for several sequence lengths.
+
+    The lengths are powers of two up to the first that cuts no document, and those in `more`.
     """
     last = (int(documents.lengths.max()) - 1).bit_length()
     first = max(int(np.median(documents.lengths)).bit_length() - 1, last - _MOST_CUTS + 1, 1)

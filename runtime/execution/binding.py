@@ -1,9 +1,9 @@
 """Turns each op of a schedule into a closure over the tensors of its buffers.
 
-There is one method for each kind of op. Its docstring says what the closure does that it returns.
-`update_ops.py` has the ops on gradients and optimizer state, and `buffer_tensors.py` the tensors of
-buffers.
-Nothing here decides an order or waits for another op: the lanes do that (`lanes.py`).
+There is one method for each kind of op. The method returns a closure, and its docstring describes
+what the closure does. `update_ops.py` binds the ops on gradients and optimizer state.
+`buffer_tensors.py` returns the tensors of buffers. The lanes decide the order of the closures and
+wait for other ops (`lanes.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatrain.runtime.execution.host_scalars import HostScalarCopy
 from megatrain.runtime.execution.param_groups import param_group
-from megatrain.runtime.execution.step_state import StepState
+from megatrain.runtime.execution.step_state import HostScalarCopy, StepState
 from megatrain.runtime.execution.update_ops import Run, UpdateOps
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
@@ -27,7 +26,7 @@ from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 
 Gradient = torch.Tensor | Iterable[torch.Tensor] | None
-"""The gradient of a tensor: whole, in blocks of columns, or none."""
+"""The gradient of a tensor: a whole tensor, blocks of its columns, or None for no gradient."""
 
 
 class Binder(UpdateOps):
@@ -45,8 +44,8 @@ class Binder(UpdateOps):
         seed: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`seed` is the run's seed, for stochastic rounding. `ranks` are needed for a plan for
-        several GPUs.
+        """`seed` is the run's seed, for stochastic rounding. `ranks` are the ranks of a plan for
+        several GPUs, and None for one GPU.
         """
         rank = ranks.rank if ranks else 0
         super().__init__(plan, schedule, arenas, settings, host_workers, state, seed, rank)
@@ -113,12 +112,13 @@ class Binder(UpdateOps):
         return run
 
     def _mirrored(self, buffers: Sequence[str]) -> list[HostScalarCopy]:
-        """Returns the host copies of those of `buffers` that have one."""
+        """Returns the host copies of `buffers`, without buffers that have no copy."""
         return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
 
     def _copy(self, op: Op) -> Run:
-        """Copies the same range of bytes from one buffer to another. With several GPUs, the range
-        of a slot with a whole layer begins at what the rank owns.
+        """Copies a range of bytes from one buffer to another. With several GPUs, the source may
+        hold only this rank's part of a layer. If the target holds the whole layer, the range in the
+        target is shifted to this part.
         """
         (source,), (target,) = (map(base_buffer, op.reads), map(base_buffer, op.writes))
         sharded = self.schedule.buffer[source].sharded
@@ -132,8 +132,8 @@ class Binder(UpdateOps):
         return lambda: write.copy_(read, non_blocking=True)
 
     def _move_state(self, op: Op) -> Run:
-        """Copies the optimizer state of a chunk between host and device. An op may read and write
-        several buffers, in the same order.
+        """Copies the optimizer state of a chunk between host and device. An op may have several
+        sources. The targets are in the order of the sources.
         """
         pairs = [
             pair
@@ -155,13 +155,13 @@ class Binder(UpdateOps):
         return lambda: write.copy_(read, non_blocking=True)
 
     def _pieces(self, buffer: str, op: Op) -> list[torch.Tensor]:
-        """Returns the parts of `buffer` for the parameters of `op`, which is a chunk of its layer:
-        one vector, or for moments one for each moment that the optimizer keeps.
+        """Returns the elements of `buffer` for the parameters of `op`: one vector or, if `buffer`
+        holds moments, one vector for each moment.
         """
-        held = self.schedule.buffer[base_buffer(buffer)]
-        if held.data == "moments":
-            return self._planes(held.id, op)
-        return [self._elements(held.id, op)]
+        spec = self.schedule.buffer[base_buffer(buffer)]
+        if spec.data == "moments":
+            return self._planes(spec.id, op)
+        return [self._elements(spec.id, op)]
 
     def _embed(self, op: Op) -> Run:
         """Runs the embedding. This is the first op of a micro-batch."""
@@ -195,12 +195,12 @@ class Binder(UpdateOps):
             attention = self._attention(op.layer, kept[0])
 
             def run_and_keep_attention() -> None:
-                made, left = self.functional_layers.forward_and_attention(
+                result, computed = self.functional_layers.forward_and_attention(
                     op.layer, weights, x, micro
                 )
-                output.copy_(made)
-                for place, tensor in zip(attention, left, strict=True):
-                    place.copy_(tensor)
+                output.copy_(result)
+                for target, tensor in zip(attention, computed, strict=True):
+                    target.copy_(tensor)
 
             return run_and_keep_attention
 
@@ -208,10 +208,10 @@ class Binder(UpdateOps):
             output.copy_(self.functional_layers.forward(op.layer, weights, x, micro))
 
         def run_and_keep() -> None:
-            self.state.saved[kept[0]] = made = self.functional_layers.keep(
+            self.state.saved[kept[0]] = saved = self.functional_layers.keep(
                 self.arenas, layer, slot, self._hidden(source), micro
             )
-            output.copy_(made.output.detach())
+            output.copy_(saved.output.detach())
 
         return run_and_keep if kept else run
 
@@ -229,16 +229,16 @@ class Binder(UpdateOps):
         )
 
         def run() -> None:
-            self.state.saved[saved] = made = self.functional_layers.recompute(
+            self.state.saved[saved] = recomputed = self.functional_layers.recompute(
                 self.arenas, layer, slot, self._hidden(source), micro, kept, read=output is not None
             )
             if output is not None:
-                output.copy_(made.output.detach())
+                output.copy_(recomputed.output.detach())
 
         return run
 
     def _backward(self, op: Op) -> Run:
-        """Runs the backward pass of a layer on its saved activations, which are freed."""
+        """Runs the backward pass of a layer on its saved activations and frees them."""
         slot, saved, _, gradient = op.reads[:4]
         target, below = op.writes
         upper, lower_gradient = self._hidden(gradient), self._hidden(below)
@@ -315,12 +315,12 @@ class Binder(UpdateOps):
     def _gradient_sink(
         self, layer: str, op: Op, buffer: str
     ) -> Callable[[Sequence[Gradient]], None]:
-        """Returns a function that stores the gradients of a layer's tensors, in their order, in
-        `buffer`. It rounds them to the compute dtype. It adds them if `op` reads `buffer`, and
-        overwrites otherwise.
+        """Returns a function that stores the gradients of a layer's tensors in `buffer`, rounded to
+        the compute dtype. The gradients must be in the order of the tensors. If `op` reads
+        `buffer`, the function adds them to its content, and otherwise overwrites it.
 
-        A frozen tensor, or one without a gradient, gets zeros. So it adds nothing to a norm, and
-        its moments stay zero.
+        The gradient of a tensor that is frozen or has no gradient is stored as zeros. So the tensor
+        adds nothing to a norm, and its moments stay zero.
         """
         spec, adding = self.plan.model.stack[layer], buffer in op.reads
         dtype = self._dtype(buffer, layer)
@@ -334,8 +334,8 @@ class Binder(UpdateOps):
                 padded or any(frozen) or any(gradient is None for gradient in gradients)
             ):
                 flat.zero_()
-            for target, gradient, still in zip(targets, gradients, frozen, strict=True):
-                if gradient is None or still:
+            for target, gradient, is_frozen in zip(targets, gradients, frozen, strict=True):
+                if gradient is None or is_frozen:
                     continue
                 if isinstance(gradient, torch.Tensor):
                     optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
@@ -349,8 +349,8 @@ class Binder(UpdateOps):
         return put
 
     def _accumulate_gradients(self, op: Op) -> Run:
-        """Adds the gradients of a micro-batch to the gradients of the step. If the op does not read
-        its target, it copies them.
+        """Adds the gradients of a micro-batch to the gradients of the step, or copies them there if
+        the op does not read its target.
         """
         staged, target = op.reads[0], op.writes[0]
         read, write = self._elements(staged, op), self._elements(target, op)
@@ -359,20 +359,21 @@ class Binder(UpdateOps):
         return lambda: optimizer.accumulate(write, read, first=first, workers=workers)
 
     def _parts(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns the parts of all ranks of the layer of `op` in `buffer`, [ranks, part]."""
+        """Returns the layer of `op` in `buffer` as the parts of all ranks, [ranks, part]."""
         dtype = self._dtype(op.reads[0], op.layer)
         return self.arenas.tensor(buffer, dtype, (self.plan.gpus, op.parameters))
 
     def _gather_weights(self, op: Op) -> Run:
-        """Gets the parts of a layer's weights that the other ranks own."""
+        """Gathers the parts of a layer's weights that the other ranks own (all-gather)."""
         assert self._ranks is not None
         ranks, whole = self._ranks, self._parts(op.writes[0], op)
         return lambda: ranks.gather_weights(whole)
 
     def _exchange_gradients(self, op: Op) -> Run:
-        """Sends each rank its part of a layer's gradient, and sums the parts that arrive in the
-        order of the ranks. If the op reads its target, they are added to its content. Of several
-        gradients of a layer, those of a rank are added before those of the next.
+        """Sums a layer's gradient over all ranks (reduce-scatter): sends each rank its part, and
+        sums the received parts in the order of the ranks. If the op reads its target, the sum is
+        added to the content of the target. If there are several gradients of the layer, all
+        gradients of a rank are added before the gradients of the next rank.
         """
         assert self._ranks is not None
         ranks, (target, workspace) = self._ranks, op.writes
@@ -394,8 +395,8 @@ class Binder(UpdateOps):
         return run
 
     def _sum_rows(self, op: Op) -> Run:
-        """Computes the sum of squares of each row of the gradient that the rank owns. Rows beyond
-        the layer are 0.
+        """Computes the sum of squares of each row of this rank's part of a gradient. Rows past the
+        end of the layer get 0.
         """
         layer = self.plan.model.stack[op.layer]
         count = max(min(layer.elements - self._owned(op.layer), op.parameters), 0)
@@ -410,8 +411,8 @@ class Binder(UpdateOps):
         return run
 
     def _exchange_sums(self, op: Op) -> Run:
-        """Computes the sums of squares of all layers from the rows of all ranks, in the order of
-        one GPU, and collects the losses of all micro-batches.
+        """Computes the sum of squares of each layer from the row sums of all ranks, in the order of
+        additions of one GPU. Also gathers the losses of all micro-batches.
         """
         assert self._ranks is not None
         ranks, plan, data = self._ranks, self.plan, self.schedule.buffer
@@ -441,5 +442,5 @@ class Binder(UpdateOps):
 
 
 def _micro(op: Op) -> int:
-    """Returns the micro-batch of a compute op, which is part of its id."""
+    """Returns the micro-batch in the id of a compute op, counted from 0."""
     return parse_id(op.id).micro or 0

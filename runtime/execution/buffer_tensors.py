@@ -15,17 +15,17 @@ from megatrain.simulator.schedule.update_layout import update_layout
 
 
 class BufferTensors:
-    """The tensors of the buffers of `schedule` in `arenas`. They are views: nothing is copied."""
+    """Returns the tensors of the buffers of `schedule` in `arenas`. Nothing is copied."""
 
     def __init__(self, plan: Plan, schedule: Schedule, arenas: Arenas, rank: int) -> None:
-        """`rank` is this process among those of a plan for several GPUs."""
+        """`rank` is the rank of this process; 0 with one GPU."""
         self.plan, self.schedule, self.arenas, self.rank = plan, schedule, arenas, rank
         self.dtype = TORCH_DTYPE[plan.workload.dtype]
         self._optimizer = find(plan.workload.optimizer)
 
     def tokens(self, micro: int) -> torch.Tensor:
-        """Returns the tokens of a micro-batch on the device: int64, [2 or 3, batch, sequence]. The
-        rows are ids, labels and, if the workload has documents, document numbers.
+        """Returns the tokens of a micro-batch on the device: [2 or 3, batch, sequence] int64. They
+        are ids, labels and, if the workload has documents, document numbers.
         """
         work = self.plan.workload
         return self.arenas.tensor(
@@ -35,25 +35,25 @@ class BufferTensors:
         )
 
     def _owned(self, layer: str) -> int:
-        """Returns the first element of `layer` that this rank owns: 0 with one GPU."""
+        """Returns the index of the first element of `layer` that this rank owns; 0 with one GPU."""
         return self.rank * part_elements(self.plan, layer)
 
     def _start(self, buffer: str, op: Op) -> int:
-        """Returns the element of `buffer` that is the first parameter of `op`. With several GPUs,
-        ops count from the first element that the rank owns.
+        """Returns the index in `buffer` of the first parameter of `op`. With several GPUs, the
+        offset of an op counts from the first element that the rank owns.
         """
-        held = self.schedule.buffer[buffer]
-        if held.chunk:
+        spec = self.schedule.buffer[buffer]
+        if spec.chunk:
             return 0
-        return op.offset if held.sharded else self._owned(op.layer) + op.offset
+        return op.offset if spec.sharded else self._owned(op.layer) + op.offset
 
     def _dtype(self, buffer: str, layer: str) -> torch.dtype:
         """Returns the dtype in which `buffer` holds the data of `layer`."""
         return TORCH_DTYPE[self.schedule.dtype_of(buffer, layer)]
 
     def _hidden(self, buffer: str) -> torch.Tensor:
-        """Returns hidden states, or their gradient: [batch, sequence, carried] in the compute
-        dtype. `ModelSpec.carried` is the hidden size of most models.
+        """Returns hidden states or their gradient: [batch, sequence, carried] in the compute dtype.
+        In most models, `ModelSpec.carried` is the hidden size.
         """
         work = self.plan.workload
         return self.arenas.tensor(
@@ -62,7 +62,7 @@ class BufferTensors:
 
     def _attention(self, layer: str, buffer: str) -> Attention:
         """Returns the saved attention output of `layer` in `buffer`, [batch, sequence, heads, head
-        size], and its log-sum-exp, [batch, heads, sequence] fp32.
+        size] in the compute dtype, and its log-sum-exp, [batch, heads, sequence] fp32.
         """
         model, work = self.plan.model, self.plan.workload
         part = model.kept_attention(layer, work.tokens, work.dtype)
@@ -80,17 +80,18 @@ class BufferTensors:
         return layer_tensors(self.arenas, self.plan.model.stack[layer], buffer, self.dtype)
 
     def _elements(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns the parameters of `op` as a vector, or as their records, uint8. `buffer` holds a
-        whole layer or one chunk.
+        """Returns the elements of `buffer` for the parameters of `op` as a vector. If the buffer is
+        in 8 bits (`block8`), it is a vector of their records, uint8. `buffer` holds a whole layer
+        or one chunk.
         """
         name, dtype = self.schedule.dtype_of(buffer, op.layer), self._dtype(buffer, op.layer)
         length, start = (length_of(name, op.parameters), length_of(name, self._start(buffer, op)))
         return self.arenas.flat(buffer, dtype, length, start * dtype.itemsize)
 
     def _moments(self, buffer: str, op: Op) -> torch.Tensor:
-        """Returns all moments of the parameters of `op`: [moments, parameters] fp32, or records of
-        as many blocks, uint8. `buffer` holds a whole layer or one chunk. The optimizer must keep as
-        many moments for every tensor of the layer.
+        """Returns all moments of the parameters of `op`: [moments, parameters] fp32 or, in 8 bits
+        (`block8`), [moments, bytes of the records] uint8. `buffer` holds a whole layer or one
+        chunk. The optimizer must keep the same number of moments for every tensor of the layer.
         """
         count, dtype = self._optimizer.moments, self.schedule.dtype_of(buffer, op.layer)
         whole, start = (
@@ -102,25 +103,25 @@ class BufferTensors:
         return tensor[:, length_of(dtype, start) : length_of(dtype, start + op.parameters)]
 
     def _planes(self, buffer: str, op: Op) -> list[torch.Tensor]:
-        """Returns one vector for each moment of the parameters of `op`. If the optimizer treats
-        tensors differently, the vector of a moment has the tensors that keep it
-        (`schedule/update_layout.py`).
+        """Returns one vector for each moment of the parameters of `op`. If tensors of the layer
+        keep different numbers of moments, the vector of a moment covers only the tensors that keep
+        this moment (`schedule/update_layout.py`).
         """
         layer, dtype = self.plan.model.stack[op.layer], self.schedule.dtype_of(buffer, op.layer)
         layout = update_layout(self.plan.workload.optimizer, layer)
         if layout is None:
             return list(self._moments(buffer, op))
-        kind = TORCH_DTYPE[dtype]
+        torch_dtype = TORCH_DTYPE[dtype]
         lengths = layout.lengths(op.offset, op.parameters)
         chunk = self.schedule.buffer[buffer].chunk
         sizes = lengths if chunk else layout.lengths(0, layer.elements)
-        found, start = [], 0
+        planes, start = [], 0
         for plane, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
             first = start + (0 if chunk else layout.start(plane, op.offset))
-            place = kind.itemsize * length_of(dtype, first)
-            found.append(self.arenas.flat(buffer, kind, length_of(dtype, length), place))
+            place = torch_dtype.itemsize * length_of(dtype, first)
+            planes.append(self.arenas.flat(buffer, torch_dtype, length_of(dtype, length), place))
             start += size
-        return found
+        return planes
 
     def _floats(self, buffer: str) -> torch.Tensor:
         """Returns a whole buffer of losses, norms or clipping factors, as fp32."""

@@ -18,34 +18,34 @@ from megatrain.simulator.schedule.plan import Plan
 _ODD = (0x1E37_79B9_7F4A_7C15, 0x3F58_476D_1CE4_E5B9, 0x14D0_49BB_1331_11EB)
 """Odd factors: multiplying by an odd number is invertible modulo 2^64."""
 _CPU_WORDS = 2**17
-"""Words in a chunk on the CPU: 1 MiB, which fits a core's cache."""
+"""Words in a chunk on the CPU: 1 MiB, which fits in the cache of a core."""
 _GPU_WORDS = 2**21
-"""Words in a chunk on a GPU: 16 MiB, for which kernel launches are about 10 % of the time."""
+"""Words in a chunk on a GPU: 16 MiB, so kernel launches take about 10 % of the time."""
 _MASK = 2**64 - 1
 
 
 def checksum(plan: Plan, schedule: Schedule, arenas: Arenas) -> int:
-    """Returns the checksum, from 0 to 2^64 - 1, of the weights in `arenas`. A deferred update is
-    not included.
+    """Returns the checksum of the weights in `arenas`, from 0 to 2^64 - 1. A deferred update is not
+    included.
 
-    Layers are in the model's order. Layers for which `schedule` has no buffer are left out. Waits
-    for the device.
+    The checksums of the layers are combined in the order of the model. Layers without a buffer in
+    `schedule` are skipped. Waits for the device.
     """
-    parts = []
+    sums = []
     for layer in plan.model.stack:
         for name in ("weights", "master_low"):
             if buffer := schedule.state.get((name, layer)):
                 words = schedule.buffer[buffer].bytes // 8
-                parts.append(_words(arenas.flat(buffer, torch.int64, words)))
+                sums.append(_mixed_sum(arenas.flat(buffer, torch.int64, words)))
     total = 0
-    for part in parts:
-        total = (total * _ODD[0] + int(part)) & _MASK
+    for part_sum in sums:  # after all sums are enqueued, because `int` waits for the device
+        total = (total * _ODD[0] + int(part_sum)) & _MASK
     return total
 
 
-def _words(words: torch.Tensor) -> torch.Tensor:
-    """Returns the sum modulo 2^64 of the mixed words of `words` [n] int64, as a 0-dimensional
-    tensor.
+def _mixed_sum(words: torch.Tensor) -> torch.Tensor:
+    """Returns the sum modulo 2^64 of all mixed words, as a 0-dimensional int64 tensor. `words` is
+    [n] int64.
     """
     chunk = min(_CPU_WORDS if words.device.type == "cpu" else _GPU_WORDS, len(words))
     positions = torch.arange(chunk, dtype=torch.int64, device=words.device).mul_(_ODD[0])
@@ -63,6 +63,6 @@ def _words(words: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """Returns the int64 whose bits are `value` modulo 2^64."""
+    """Returns the int64 number that has the bits of `value` modulo 2^64."""
     value &= _MASK
     return value - 2**64 if value >= 2**63 else value

@@ -1,9 +1,8 @@
 """Executes a schedule in PyTorch.
 
-The executor is the only place that enqueues work, and it decides no order: the schedule does. When
-it is built, it turns each op into a task, which consists of a closure over the op's tensors
-(`binding.py`) and the completion marks of the ops that it depends on. In a step, each lane runs
-its tasks in order (`lanes.py`).
+The executor runs ops in the order of the schedule and never reorders them. When it is built, it
+turns each op into a task: a closure over the op's tensors (`binding.py`) and the marks of the ops
+that the op depends on. In a step, each lane runs its tasks in order (`lanes.py`).
 """
 
 from __future__ import annotations
@@ -56,22 +55,22 @@ class StepResult:
     """The results of one optimizer step."""
 
     loss: float
-    """Mean over all labelled tokens of all micro-batches."""
+    """Mean loss over all labelled tokens of all micro-batches."""
     gradient_norm: float | None
-    """Norm over all gradients before clipping. None if the plan clips by `update` or `none`, which
+    """L2 norm over all gradients before clipping. None with clipping by `update` or `none`, which
     do not compute it."""
     clip_factor: float | None
-    """With clipping by `adagc`, the least factor on the gradient of any tensor, 1 if none was
-    clipped; otherwise None."""
+    """With clipping by `adagc`, the smallest factor on the gradient of any tensor, or 1 if no
+    gradient was clipped. None with other clipping."""
     seconds: float
-    """Wall time of the whole step."""
+    """Wall time of the whole step, in seconds."""
     timeline: Timeline
     """Measured start and end of each op."""
     checksum: int | None
-    """In deterministic mode, the checksum of the weights that this step's forward pass used
-    (`checksum.py`); otherwise None, and with several GPUs. It is the same for every plan. The
-    weights in memory when a step returns are not: a plan that defers the update has not applied it
-    yet."""
+    """Checksum (`checksum.py`) of the weights that this step's forward pass used, which is the same
+    for every plan. None without deterministic mode, and with several GPUs. The weights in memory
+    when a step returns are not the same for every plan, because a plan that defers updates has not
+    applied the last update."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ class Evaluated:
     """The results of an evaluation: as many micro-batches as a step has, forward only."""
 
     loss: float
-    """Mean over all labelled tokens of all micro-batches; 0 if there are none."""
+    """Mean loss over all labelled tokens of all micro-batches; 0 without labelled tokens."""
     labelled: int
     """Number of labelled tokens."""
     seconds: float
-    """Wall time of the whole evaluation."""
+    """Wall time of the whole evaluation, in seconds."""
     timeline: Timeline
     """Measured start and end of each op."""
 
@@ -99,12 +98,13 @@ class _Program(NamedTuple):
 
 
 def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
-    """Returns the number of threads that an op of each lane may use. `gpus` ranks share the cores.
+    """Returns the number of CPU threads that an op of each lane may use, by lane. Each of `gpus`
+    ranks gets an equal part of the cores.
 
-    Without CUDA, one core is left for the copies. With CUDA, an eighth of the cores is left for the
-    threads that enqueue work. The CPU optimizer does not need those cores, because it is bound by
-    DRAM. It would lose time if another thread took a core from one of its threads, because an op
-    ends with its slowest thread.
+    Without CUDA, one core is left for copies. With CUDA, an eighth of the cores is left for the
+    threads that enqueue work. The CPU optimizer does not need these cores, because it is bound by
+    DRAM. Without free cores it would lose time: an op ends with its slowest thread, so it must wait
+    if another thread takes the core of one of its threads.
     """
     cores = max(len(os.sched_getaffinity(0)) // gpus, 1)
     busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)
@@ -138,25 +138,27 @@ class Executor:
             config: The transformers configuration of the plan's model.
             settings: AdamW's hyperparameters.
             device: The device that computes. A CPU stands in for a GPU.
-            schedule: What `preflight` returned. By default the executor calls `preflight` itself.
-                Calibration and tests pass another schedule, which is not checked.
-            threads: Threads that an op may use, for each lane of the schedule and for `cpu`.
-                Default: `lane_threads(device)`.
+            schedule: The schedule that `preflight` returned. By default the executor calls
+                `preflight` itself. Calibration and tests pass other schedules, which are not
+                checked.
+            threads: The number of threads that an op may use, for each lane of the schedule and for
+                `cpu`. By default `lane_threads(device, plan.gpus)`.
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
-            host_memory: Where the host pools come from. Pass the same one to several executors to
-                pin host memory only once. By default the executor owns its memory.
+            host_memory: The allocator of the host pools. Pass the same allocator to several
+                executors to pin host memory only once. By default the executor makes its own.
             seed: The run's seed, for layers that draw random numbers (`Family.draws`) and for
                 stochastic rounding.
-            ranks: This process among those of a plan for several GPUs (`joined`).
+            ranks: The ranks of a plan for several GPUs, from `joined`. None for one GPU.
 
         Raises:
-            UserError: The plan cannot be executed, or does not fit.
+            UserError: The plan cannot be executed.
+            DoesNotFit: The plan needs more memory than its limits allow or the machine has.
         """
         refuse_without_ranks(plan, ranks)
         self.plan, self.settings, self.device, self.ranks = plan, settings, device, ranks
         self.schedule = schedule or preflight(plan, settings, device, ranks=ranks)
         self._flush = flush_update(plan)
-        # a schedule that times compute alone has no clip ops
+        # a schedule that only times compute has no clip ops
         clips = any(op.kind == "clip" for op in self.schedule.ops)
         self._clipping = plan.workload.clipping if clips else "none"
         self._state = StepState()
@@ -237,7 +239,7 @@ class Executor:
 
     def _free(self) -> None:
         self._host_workers.close()
-        # the tensors of tasks would keep the pools alive
+        # tasks refer to tensors, which would keep the pools alive
         self._programs.clear()
         self._step = _Program(self.schedule, {}, {})
         self._state.saved.clear()
@@ -246,8 +248,8 @@ class Executor:
         self._arenas.close()
 
     def _bind(self, schedule: Schedule) -> _Program:
-        """Turns the ops of `schedule` into tasks. Its lanes must be lanes of the step's
-        schedule.
+        """Turns the ops of `schedule` into tasks. The step's schedule must have all lanes of
+        `schedule`.
         """
         tasks: dict[str, Task] = {}
         for op in schedule.ops:
@@ -272,8 +274,9 @@ class Executor:
         """Runs one optimizer step.
 
         Args:
-            batches: `accumulation` micro-batches, each [batch, sequence] as planned. With several
-                GPUs, those of this rank (`own_micro_batches`).
+            batches: The micro-batches of the step, `plan.micro_batches` in number, each [batch,
+                sequence] as planned. With several GPUs, the micro-batches of this rank
+                (`own_micro_batches`).
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
 
@@ -281,15 +284,15 @@ class Executor:
             UserError: `batches` are not as planned, or memory ran out during an op.
             OpFailed: An op failed for another reason. The text names the op.
             RankLost: Another rank has ended or does not answer.
-            FloatingPointError: A loss is not finite, or a value that the plan clips by is not: a
-                norm or, with clipping by `update`, the RMS of a tensor's update. With a loss, or a
-                norm in `global` clipping, that is not finite, nothing is updated in this step.
-                With clipping by `layer`, `update` or `adagc`, layers whose own values are finite
-                may be updated. Without clipping only losses are checked.
+            FloatingPointError: A loss is not finite, or a value that clipping uses is not finite: a
+                gradient norm or, with clipping by `update`, the RMS of a tensor's update. Nothing
+                is updated if the loss or the norm of `global` clipping is not finite. With clipping
+                by `layer`, `update` or `adagc`, layers whose own values are finite may be updated.
+                Without clipping, only losses are checked.
         """
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
-        seen = self._checksum() if deterministic and not self._flush else None
+        checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
@@ -315,21 +318,25 @@ class Executor:
             self._read_clip_factor(),
             seconds,
             timeline,
-            self._checksum() if deterministic and self._flush else seen,
+            self._checksum() if deterministic and self._flush else checksum_before,
         )
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        """Returns the loss of `accumulation` micro-batches, forward only. `batches` are as in
-        `step`. A deferred update is applied first, so that the weights include all steps so far.
+        """Computes the loss of micro-batches without training on them. `batches` are as in `step`.
 
-        Weights and moments do not change. The loss has the same bits as that of a step on these
-        batches (with compiled layers, in deterministic mode), except for a family whose layers draw
-        at random in training (`Family.draws`): in an evaluation they draw nothing. The
-        load-balancing loss of a model with routers is not included, so that the result is the
-        language model's loss. It may be infinite or NaN.
+        A deferred update is applied first, so the weights include all steps so far. Apart from
+        this, weights and moments do not change.
 
-        Raises UserError if `batches` are not as planned or memory ran out, and OpFailed if an op
-        failed for another reason.
+        The loss has the same bits as the loss of a step on the same batches (with compiled layers,
+        only in deterministic mode). There are two exceptions. Layers that draw random numbers in
+        training (`Family.draws`) draw none in an evaluation. And the load-balancing loss of a model
+        with routers is not included, so the result is the language model's loss. It may be infinite
+        or NaN.
+
+        Raises:
+            UserError: `batches` are not as planned, or memory ran out during an op.
+            OpFailed: An op failed for another reason. The text names the op.
+            RankLost: Another rank has ended or does not answer.
         """
         self.flush_update()
         program = self._bound("evaluation", lambda: evaluation(self.plan))
@@ -377,8 +384,8 @@ class Executor:
         return self._arenas.total(place)
 
     def checksum(self) -> int:
-        """Returns the checksum of all weights after all steps so far (`checksum.py`); with several
-        GPUs, of those that this rank owns.
+        """Returns the checksum (`checksum.py`) of all weights after all steps so far. With several
+        GPUs, only the weights that this rank owns are included.
         """
         self.flush_update()
         return self._checksum()
@@ -389,8 +396,8 @@ class Executor:
 
     def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
         """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
-        tokens, with several GPUs of all ranks. `step` is the number of the step, or None in an
-        evaluation. Raises UserError if the micro-batches are not as planned.
+        tokens of all ranks. `step` is the number of the step, or None in an evaluation. Raises
+        UserError if the micro-batches are not as planned.
         """
         work = self.plan.workload
         if len(batches) != self.plan.micro_batches:
@@ -407,12 +414,12 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        labels = [batch.trained_labels for batch in batches]
-        labelled = sum(int((each != IGNORED).sum()) for each in labels)
+        all_labels = [batch.trained_labels for batch in batches]
+        labelled = sum(int((labels != IGNORED).sum()) for labels in all_labels)
         if self.ranks is not None:
             labelled = self.ranks.total(labelled)
         self._state.scale = 1 / max(labelled, 1)
-        for micro, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -420,7 +427,7 @@ class Executor:
                     allowed="rows of one document, as planned",
                     fix="make the plan without --plain-packing",
                 )
-            rows = [batch.ids, each] + (
+            rows = [batch.ids, labels] + (
                 [torch.zeros_like(batch.ids) if batch.documents is None else batch.documents]
                 if work.documents
                 else []
@@ -445,8 +452,8 @@ class Executor:
             if error is None:
                 raise
         if error is not None:
-            # raised outside `except`, so that its context is not `failure`, whose traceback would
-            # keep activations alive
+            # raised outside `except`: otherwise `failure` would be its context, and the traceback
+            # of `failure` would keep activations alive
             raise error
         spans = []
         for op in program.schedule.ops:
@@ -484,18 +491,18 @@ class Executor:
         return None
 
     def _read_clip_factor(self) -> float | None:
-        """Returns the least factor on a tensor's gradient with clipping by `adagc`, else None."""
+        """Returns `StepResult.clip_factor`."""
         return float(self._by_tensor("clips").min()) if self._clipping == "adagc" else None
 
     def _by_tensor(self, data: DataClass) -> torch.Tensor:
-        """Returns the values of all tensors of the model that buffers with one for each tensor
-        hold, [tensors] fp32.
+        """Returns the values of all tensors of the model, [tensors] fp32. The buffers of `data`
+        must hold one value for each tensor of a layer.
         """
         stack = self.plan.model.stack.values()
         return torch.cat([self._values(data, layer.name, len(layer.tensors)) for layer in stack])
 
     def _layers_not_updated(self) -> list[str]:
-        """Returns the layers whose own clipping factor is NaN, which stopped their update. Empty
+        """Returns the layers that were not updated because their own clipping factor is NaN. Empty
         unless the plan clips by `layer`, `update` or `adagc`.
         """
         stack, kind = self.plan.model.stack, self._clipping

@@ -1,14 +1,14 @@
-"""Lanes: each has a thread that runs a queue of tasks in order. With CUDA, the thread of a device
-lane enqueues its tasks on the lane's own CUDA stream.
+"""Lanes: threads that run queues of tasks in order. With CUDA, the thread of a device lane enqueues
+its tasks on the lane's own CUDA stream.
 
-A mark stands for the start and end of an op. There are four ways to wait for one:
+A mark records the start and end of an op. There are four ways to wait for the end of an op:
 
 * A host lane that waits for a host op blocks its thread.
 * A host lane that waits for a stream op blocks its thread on the op's CUDA event.
 * A device lane that waits for a stream op makes its stream wait for the op's CUDA event.
 * A device lane that waits for a host op blocks its thread before it enqueues.
 
-So the same code runs with and without CUDA.
+The same code runs with and without CUDA.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from megatrain.runtime.rank_board import Board
 from megatrain.simulator.base.errors import RunError
 
-# replaces `record_function` while no profiler runs: that takes 8 us and Python's lock twice
+# replaces `record_function` while no profiler runs: it takes 8 us and acquires the GIL twice
 _NOT_PROFILED = contextlib.nullcontext()
 DEVICE_LANES = ("compute", "update", "h2d", "d2h", "exchange")
-"""Lanes that have a stream of their own with CUDA. The others run on the host."""
+"""Lanes that have a stream of their own with CUDA. Other lanes run on the host."""
 
 
 class OpFailed(RunError):
@@ -53,11 +53,11 @@ class HostMark:
         self.start_ns = self.end_ns = 0
 
     def begin(self) -> None:
-        """Notes the start of the op."""
+        """Records the start of the op."""
         self.start_ns = time.perf_counter_ns()
 
     def end(self) -> None:
-        """Notes the end of the op and wakes those that wait for it."""
+        """Records the end of the op and wakes the threads that wait for it."""
         self.end_ns = time.perf_counter_ns()
         self.issued.set()
 
@@ -66,8 +66,8 @@ class HostMark:
         self.issued.wait()
 
     def block_stream(self, stream: torch.cuda.Stream) -> None:
-        """Makes later work of `stream` wait for the op. Here the calling thread blocks, which is
-        the one that enqueues on `stream`.
+        """Makes later work of `stream` wait for the op. It blocks the calling thread, which must be
+        the thread that enqueues on `stream`.
         """
         self.issued.wait()
 
@@ -93,7 +93,7 @@ class StreamMark:
         self._start.record(self._stream)
 
     def end(self) -> None:
-        """Records the end event on the stream and wakes those that wait for the op."""
+        """Records the end event on the stream and wakes the threads that wait for the op."""
         self._end.record(self._stream)
         self.issued.set()
 
@@ -126,8 +126,8 @@ class Origin:
 
     @classmethod
     def now(cls, cuda: bool) -> Origin:
-        """Returns the origin of a step that starts now. With CUDA the device must be idle, so that
-        both clocks are read within about 10 us of each other.
+        """Returns the origin of a step that starts now. With CUDA, the device must be idle.
+        Otherwise the two clocks would be read more than about 10 us apart.
         """
         if not cuda:
             return cls(time.perf_counter_ns(), None)
@@ -142,31 +142,32 @@ class Task:
     """An op that is bound to its tensors."""
 
     op: str
-    """The op's id."""
+    """The id of the op."""
     run: Callable[[], object]
     """Does the op's work or, on a stream, enqueues it."""
     mark: HostMark | StreamMark
-    """Receives the op's start and end."""
+    """Records the start and end of the op."""
     waits: Sequence[HostMark | StreamMark] = field(default=())
     """Marks of the ops that must end first."""
 
 
 class Lane:
-    """One thread, which runs a queue of tasks. `stream` is None for a host lane. What it does is
-    shown on `board`, if there are other ranks that look at it.
-    """
+    """One thread, which runs a queue of tasks."""
 
     def __init__(
         self, name: str, threads: int, stream: torch.cuda.Stream | None, board: Board | None = None
     ) -> None:
+        """`threads` is the number of threads that PyTorch may use in an op. `stream` is None for a
+        host lane. The lane shows its current op on `board`, which is None without other ranks.
+        """
         self.name, self._threads, self._stream, self._board = name, threads, stream, board
         self.queue: Sequence[Task] = ()
-        """The tasks to run: those of a step or, for example, of an evaluation."""
+        """The tasks to run, for example the tasks of a step or of an evaluation."""
         self._go, self._done = threading.Semaphore(0), threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._serve, name=f"lane-{name}", daemon=True)
         self.failure: tuple[str, BaseException] | None = None
-        """The op that failed in the last run and its exception."""
+        """The id of the op that failed in the last run, and its exception."""
         self.abort = threading.Event()
 
     def start(self, abort: threading.Event) -> None:
@@ -175,14 +176,14 @@ class Lane:
         self._thread.start()
 
     def play(self) -> None:
-        """Starts to run `queue` once, and returns at once."""
+        """Starts to run `queue` once, without waiting for the end."""
         self.failure = None
         self._done.clear()
         self._go.release()
 
     def finished(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until all tasks of `queue` have run or, on a stream, are
-        enqueued. Returns whether they have.
+        enqueued. Returns False if the time ran out first.
         """
         return self._done.wait(timeout)
 
@@ -245,9 +246,9 @@ class LaneGroup:
     def play(self, queues: Mapping[str, Sequence[Task]]) -> None:
         """Runs the tasks in `queues`, by lane, once. Lanes keep their threads and streams.
 
-        Raises OpFailed from the exception of an op that failed; if several failed, the one of the
-        first lane. KeyboardInterrupt passes through. In both cases all lanes have stopped before
-        this method raises.
+        Raises OpFailed from the exception of the op that failed. If several ops failed, it is the
+        op of the first lane. KeyboardInterrupt passes through. In both cases all lanes have stopped
+        before this method raises.
         """
         marks = [task.mark for queue in queues.values() for task in queue]
         for mark in marks:
@@ -281,7 +282,7 @@ class LaneGroup:
             raise OpFailed(op, name, error) from error
 
     def _wake(self, marks: Sequence[HostMark | StreamMark]) -> None:
-        """Ends all waiting for marks, so that lanes see that they should stop."""
+        """Wakes all threads that wait for marks, so they see that they should stop."""
         for mark in marks:
             mark.issued.set()
 

@@ -1,6 +1,4 @@
-"""The error that a user gets if memory runs out during a step. It names the op and the largest
-pools, and says what would help.
-"""
+"""The error message for memory that runs out during a step: the op, the largest pools and a fix."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _MOST_POOLS = 4
 
 
 def out_of_memory(failure: OpFailed, arenas: Arenas) -> UserError | None:
-    """Returns the error for the user, or None if `failure` has another cause.
+    """Returns the error to report to the user, or None if `failure` has another cause.
 
-    The error does not refer to `failure`, because the traceback of `failure` keeps the activations
-    of the step alive.
+    The error has no reference to `failure`, because the traceback of `failure` would keep the
+    activations of the step alive.
     """
     cause, text = failure.__cause__, str(failure.__cause__)
     if isinstance(cause, torch.OutOfMemoryError) or any(words in text for words in _DEVICE):

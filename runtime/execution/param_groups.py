@@ -1,9 +1,10 @@
 """Parameter groups: the weight decay and the learning rate of each tensor.
 
-By default, matrices have the weight decay of the settings. Norms, biases (also those of experts,
-which have two dimensions) and the tensors of the embedding have none. A head that is tied to the
-embedding counts as embedding. Patterns are matched against names that begin with `model.` in every
-family, because a plan's groups are checked before its transformers model is loaded.
+By default, matrices have the weight decay of the settings. Norms, all tensors of the embedding and
+all biases, including the two-dimensional biases of experts, have no weight decay. A head that is
+tied to the embedding counts as embedding. Patterns are matched against names that begin with
+`model.` in every family, because the groups of a plan are checked before its transformers model is
+loaded.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class ParamGroup(NamedTuple):
 
     @property
     def frozen(self) -> bool:
-        """Whether the tensor is not trained. As with `requires_grad = False`, its weights do not
+        """Whether the tensor is not trained. As with `requires_grad=False`, its weights do not
         change and its gradient is not used.
         """
         return self.rate_factor == 0
 
 
 def param_group(settings: AdamW, layer: LayerSpec, tensor: TensorSpec) -> ParamGroup:
-    """Returns the group of `tensor`: the first of the settings whose pattern matches its name, or
-    the default.
+    """Returns the group of `tensor`: the first group of the settings whose pattern matches the
+    tensor's name or, if no pattern matches, the default group.
     """
     exempt = len(tensor.shape) < 2 or tensor.name.endswith("bias") or layer.kind == "embedding"
     decay = 0.0 if exempt else settings.weight_decay
@@ -54,8 +55,9 @@ def group_slices(
 ) -> list[tuple[slice, ParamGroup]]:
     """Splits elements `first` to `first + count` of the layer's flat buffer by parameter group.
 
-    Returns the fewest slices such that all tensors of a slice have the same group. Slices count
-    from `first`. The padding of a tensor belongs to its slice: it is zero and stays zero.
+    Returns the smallest number of slices such that all tensors in a slice have the same group. The
+    indices of a slice count from `first`. The padding of a tensor belongs to the tensor's slice. It
+    is zero and stays zero.
     """
     slices: list[tuple[slice, ParamGroup]] = []
     for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):

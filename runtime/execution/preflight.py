@@ -1,8 +1,8 @@
-"""preflight: checks once, before anything is allocated, whether the runtime can execute a plan.
+"""preflight: checks whether the runtime can execute a plan.
 
-Each entrance calls it once, before memory is allocated or a weight is read, and passes the schedule
-that it returns to the Executor. An Executor without a schedule calls it itself. `megatrain plan`
-calls it for a model folder, without a device, because it may run on another machine.
+Each command calls it once, before it allocates memory or reads a weight, and passes the returned
+schedule to the Executor. An Executor without a schedule calls it itself. `megatrain plan` calls it
+for a model folder without a device, because the plan may be for another machine.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ def preflight(
     schedule: Schedule | None = None,
     ranks: Ranks | None = None,
 ) -> Schedule:
-    """Returns the schedule to execute for `plan`: its own, or `schedule`, which is not verified.
+    """Checks that the runtime can execute `plan`, and returns the schedule to execute. The amount
+    of memory is checked elsewhere (`memory/fitting.py`, `Arenas`).
 
-    Without a device, only what no device can execute is refused. `deterministic` asks for PyTorch's
-    deterministic mode, in which the process may not be yet. The amount of memory is checked
-    elsewhere (`memory/fitting.py`, `Arenas`).
+    Args:
+        plan: The plan to check.
+        settings: The optimizer's hyperparameters.
+        device: The device that would execute the plan. None means that only plans that no
+            device can execute are refused.
+        deterministic: Check for PyTorch's deterministic mode, even if this process has not enabled
+            it yet.
+        schedule: The schedule to return, which is not verified. By default the schedule of `plan`.
+        ranks: The ranks of a plan for several GPUs. None for one GPU.
 
-    `ranks` are needed to execute a plan for several GPUs.
-
-    Raises UserError for a model, a workload, a device, a policy or an optimizer that the runtime
-    cannot execute as they are.
+    Raises:
+        UserError: The runtime cannot execute the model, workload, policy or optimizer of the plan,
+            or cannot execute them on `device`.
     """
     if device is not None:
         refuse_without_ranks(plan, ranks)

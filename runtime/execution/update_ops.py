@@ -1,6 +1,7 @@
 """Turns ops on gradients and optimizer state into closures: norms, clipping factors and updates.
 
-There is one method for each kind of op. Its docstring says what the closure does that it returns.
+There is one method for each kind of op. The method returns a closure, and its docstring describes
+what the closure does.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import UpdateLayout, update_layout
 
 Run = Callable[[], object]
-"""What an op does when its turn comes."""
+"""Does the work of an op."""
 
 
-class _UpdateRun(NamedTuple):
-    """One call of an update on a range of an op's parameters."""
+class _UpdateCall(NamedTuple):
+    """One call of an update function on a range of an op's parameters."""
 
     apply: Callable[..., None]
-    """The update."""
+    """The update function."""
     part: slice
-    """The range, from the op's first parameter on."""
+    """The range. It counts from the op's first parameter."""
     moments: torch.Tensor | list[torch.Tensor]
     """The moments of the range."""
-    treated: ParamGroup
-    """Its parameter group."""
-    how: dict[str, Any]
-    """Further arguments."""
+    group: ParamGroup
+    """The parameter group of the range."""
+    arguments: dict[str, Any]
+    """Further keyword arguments."""
 
 
 class UpdateOps(BufferTensors):
@@ -59,8 +60,8 @@ class UpdateOps(BufferTensors):
         seed: int,
         rank: int,
     ) -> None:
-        """`seed` is the run's seed, for stochastic rounding. `rank` is this process among those of
-        a plan for several GPUs.
+        """`seed` is the run's seed, for stochastic rounding. `rank` is the rank of this process; 0
+        with one GPU.
         """
         super().__init__(plan, schedule, arenas, rank)
         self.settings, self.state = settings, state
@@ -68,14 +69,14 @@ class UpdateOps(BufferTensors):
         sizes = [layer.elements for layer in plan.model.stack.values()]
         starts = itertools.accumulate(sizes, initial=0)
         self._first = dict(zip(plan.model.stack, starts, strict=False))
-        """The index in the model of the first element of each layer."""
+        """Index of the first element of each layer among all elements of the model."""
 
     def _workers(self, op: Op) -> optimizer.Workers:
         return self._host_workers if op.lane == "cpu" else optimizer.ALONE
 
     def _norm(self, op: Op) -> Run:
         """Computes the sum of squares of a layer's gradient or, with clipping by `adagc`, of the
-        gradient of each of its tensors.
+        gradient of each tensor of the layer.
         """
         gradient, workers = self._elements(op.reads[0], op), self._workers(op)
         if self.plan.workload.clipping == "adagc":
@@ -95,7 +96,7 @@ class UpdateOps(BufferTensors):
         )
 
     def _ratios(self, op: Op) -> Run:
-        """Computes the sums that clipping by `update` needs, for a layer or a chunk of one."""
+        """Computes the sums of a layer or chunk for clipping by `update` (`adamw.ratio_sums`)."""
         gradient, moments = map(base_buffer, op.reads)
         coded = self.schedule.dtype_of(moments, op.layer) == "block8"
         measure = blockwise.ratio_sums if coded else optimizer.ratio_sums
@@ -119,8 +120,8 @@ class UpdateOps(BufferTensors):
         return run
 
     def _values(self, op: Op, buffer: str, count: int) -> torch.Tensor:
-        """Returns the first `count` values of `buffer`, in memory that the lane of `op` can read:
-        for the cpu lane, the host copy if there is one.
+        """Returns the first `count` fp32 values of `buffer`, in memory that the lane of `op` can
+        read: for the `cpu` lane, the host copy of `buffer` if there is one.
         """
         return (
             self.state.host_scalars[buffer].landed
@@ -129,8 +130,8 @@ class UpdateOps(BufferTensors):
         )[:count]
 
     def _clip(self, op: Op) -> Run:
-        """Computes the clipping factors of the step or of a layer. They are NaN if a loss is not
-        finite, which stops the updates.
+        """Computes the clipping factors of the step or of a layer. If a loss is not finite, the
+        factors are NaN, which stops the updates.
         """
         scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
         losses = [
@@ -160,9 +161,7 @@ class UpdateOps(BufferTensors):
         return run
 
     def _scales(self, op: Op, losses: list[torch.Tensor]) -> Run:
-        """Returns the function that computes the factor on the learning rate of each tensor of a
-        layer, for clipping by `update`.
-        """
+        """Computes the factor on the learning rate of each tensor, for clipping by `update`."""
         tensors = self.plan.model.stack[op.layer].tensors
         rows = self.arenas.flat(op.reads[0], torch.float32, op.parameters // RATIO_ROW).split(
             [tensor.padded // RATIO_ROW for tensor in tensors]
@@ -177,9 +176,8 @@ class UpdateOps(BufferTensors):
         )
 
     def _clip_by_moving_norms(self, op: Op, losses: list[torch.Tensor]) -> Run:
-        """Returns the function that computes the factor on the gradient of each tensor of a layer,
-        for clipping by `adagc`. It also brings the moving norms up to date, unless the layer's
-        update is stopped.
+        """Computes the factor on the gradient of each tensor of a layer, for clipping by `adagc`.
+        Also updates the moving norms, except those of a layer whose update is stopped.
         """
         count = len(self.plan.model.stack[op.layer].tensors)
         sums, moving, result = (
@@ -197,36 +195,38 @@ class UpdateOps(BufferTensors):
 
         return run
 
-    def _runs(
+    def _elementwise_slices(
         self, op: Op, factor: str
     ) -> list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]]:
-        """Splits the elements of `op` into slices that AdamW updates in the same way. Each comes
-        with its parameter group, the clipping factor on its gradient, and the factor on its
-        learning rate; the factor that does not apply is None.
+        """Splits the elements of `op` into slices that an elementwise optimizer updates with the
+        same arguments.
+
+        Returns for each slice its parameter group, the clipping factor on its gradient, and the
+        factor on its learning rate. A factor is None if this kind of clipping does not have it.
         """
         layer, kind = self.plan.model.stack[op.layer], self.plan.workload.clipping
         if kind not in BY_TENSOR:
             clip = self._values(op, factor, 1)[0]
             return [
-                (part, treated, clip, None)
-                for part, treated in group_slices(
+                (part, group, clip, None)
+                for part, group in group_slices(
                     self.settings, layer, self._owned(op.layer) + op.offset, op.parameters
                 )
             ]
-        made: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
+        slices: list[tuple[slice, ParamGroup, torch.Tensor | None, torch.Tensor | None]] = []
         factors = self._values(op, factor, len(layer.tensors))
         for tensor, offset, value in zip(layer.tensors, layer.offsets, factors, strict=True):
             start = offset - op.offset
             part = slice(max(start, 0), min(start + tensor.padded, op.parameters))
             if part.start < part.stop:
                 both = (None, value) if kind == "update" else (value, None)
-                made.append((part, param_group(self.settings, layer, tensor), *both))
-        return made
+                slices.append((part, param_group(self.settings, layer, tensor), *both))
+        return slices
 
     def _update(self, op: Op) -> Run:
-        """Returns the function that updates a layer, or a chunk of one. If the op has a further
-        source, old weights are read from that weight slot. If it has a further target, new weights
-        are also written to that weight slot.
+        """Updates a layer or a chunk of a layer. If the op reads a weight slot, the old weights are
+        copied from this slot first. If it writes a weight slot, the new weights are also written to
+        this slot.
         """
         layout = update_layout(self.plan.workload.optimizer, self.plan.model.stack[op.layer])
         gradient, factor, *sources = map(base_buffer, op.reads)
@@ -253,23 +253,23 @@ class UpdateOps(BufferTensors):
             assert kept is not None
             workspace = others.get("workspace")
             planes = self._planes(kept, op)
-            runs = self._runs_by_tensor(op, factor, layout, planes, dtype, workspace)
+            calls = self._calls_by_tensor(op, factor, layout, planes, dtype, workspace)
         else:
             moments = (
                 self._moments(kept, op)
                 if kept
                 else torch.empty(0, op.parameters, device=self.arenas.device)
             )
-            runs = [
-                _UpdateRun(
+            calls = [
+                _UpdateCall(
                     self._rule(dtype, self._first[op.layer] + op.offset + part.start),
                     part,
                     moments[:, length_of(dtype, part.start) : length_of(dtype, part.stop)],
-                    treated,
+                    group,
                     {"clip": clip, "scale": scale, "workers": workers},
                 )
-                for whole, treated, clip, scale in self._runs(op, factor)
-                for part in (self._pieces_of(whole, weights.device) if coded else [whole])
+                for whole, group, clip, scale in self._elementwise_slices(op, factor)
+                for part in (self._decoded_slices(whole, weights.device) if coded else [whole])
             ]
 
         def run() -> None:
@@ -277,33 +277,33 @@ class UpdateOps(BufferTensors):
                 weights.copy_(source)
             if self.state.update_at is not None:
                 rate, number = self.state.update_at
-                for apply, part, moments, treated, how in runs:
+                for apply, part, moments, group, arguments in calls:
                     apply(
                         weights[part],
                         None if low is None else low[part],
                         moments,
                         gradient_of(part),
                         settings=self.settings,
-                        rate=rate * treated.rate_factor,
+                        rate=rate * group.rate_factor,
                         number=number,
-                        weight_decay=treated.weight_decay,
+                        weight_decay=group.weight_decay,
                         copy_to=None if copy_to is None else copy_to[part],
-                        **how,
+                        **arguments,
                     )
             elif copy_to is not None:
                 copy_to.copy_(weights)
 
         return run
 
-    def _pieces_of(self, whole: slice, device: torch.device) -> list[slice]:
-        """Returns the parts of `whole` whose gradients are decoded at one time."""
+    def _decoded_slices(self, whole: slice, device: torch.device) -> list[slice]:
+        """Splits `whole` into slices whose gradients are decoded at one time."""
         size = coded_gradients.block_size(device)
         return [
             slice(start, min(start + size, whole.stop))
             for start in range(whole.start, whole.stop, size)
         ]
 
-    def _runs_by_tensor(
+    def _calls_by_tensor(
         self,
         op: Op,
         factor: str,
@@ -311,11 +311,12 @@ class UpdateOps(BufferTensors):
         planes: list[torch.Tensor],
         dtype: str,
         workspace: str | None,
-    ) -> list[_UpdateRun]:
-        """Returns the runs of an optimizer that treats tensors differently. `planes` are the
-        moments of the op's parameters, in `dtype`.
+    ) -> list[_UpdateCall]:
+        """Returns the calls of an optimizer that updates some tensors as whole matrices. `planes`
+        are the moments of the op's parameters, one vector for each moment, in `dtype`. `workspace`
+        is the buffer for updates of matrices.
         """
-        layer, made = self.plan.model.stack[op.layer], list[_UpdateRun]()
+        layer, calls = self.plan.model.stack[op.layer], list[_UpdateCall]()
         by_tensor = self.plan.workload.clipping in BY_TENSOR
         factors = self._values(op, factor, len(layer.tensors) if by_tensor else 1)
         workers = self._workers(op)
@@ -330,25 +331,24 @@ class UpdateOps(BufferTensors):
                 )
             ]
             part = slice(first - op.offset, first - op.offset + count)
-            treated = param_group(self.settings, layer, layer.tensors[tensor])
+            group = param_group(self.settings, layer, layer.tensors[tensor])
             clip = factors[tensor if by_tensor else 0]
             if matrices is None:
-                how: dict[str, Any] = {"clip": clip, "workers": workers}
+                arguments: dict[str, Any] = {"clip": clip, "workers": workers}
                 rule = self._rule(dtype, self._first[op.layer] + first)
-                made.append(_UpdateRun(rule, part, stored, treated, how))
+                calls.append(_UpdateCall(rule, part, stored, group, arguments))
             else:
                 assert workspace is not None
                 size = self.schedule.buffer[workspace].bytes
                 room = self.arenas.flat(workspace, torch.uint8, size)
-                how = {"clip": clip, "matrices": matrices, "workspace": room}
-                how |= {"seed": self._seed, "index": self._first[op.layer] + first}
-                made.append(_UpdateRun(muon.update, part, stored[0], treated, how))
-        return made
+                arguments = {"clip": clip, "matrices": matrices, "workspace": room}
+                arguments |= {"seed": self._seed, "index": self._first[op.layer] + first}
+                calls.append(_UpdateCall(muon.update, part, stored[0], group, arguments))
+        return calls
 
     def _rule(self, dtype: str, index: int) -> Callable[..., None]:
-        """Returns the update of elements from `index` of the model on, whose moments have `dtype`.
-
-        Matrices that are updated as a whole have another one.
+        """Returns the elementwise update function for moments in `dtype`. `index` is the index in
+        the model of the first element to update.
         """
         if dtype == "block8":
             return functools.partial(blockwise.update, seed=self._seed, index=index)

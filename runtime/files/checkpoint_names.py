@@ -1,8 +1,8 @@
 """CheckpointNames: names and layout of a model's tensors in a Hugging Face checkpoint.
 
-transformers has all experts of a layer in one tensor, while checkpoints have one tensor for each
-expert. It also renames some tensors when it loads a checkpoint. The same conversions of
-transformers are used here, for one tensor at a time.
+For example, transformers has all experts of a layer in one tensor, while checkpoints have a tensor
+for each expert. transformers also renames some tensors when it loads a checkpoint. This module uses
+transformers' conversions, for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatrain.simulator.model.specs import EMBEDDING, HEAD
 
 
 def _heads() -> frozenset[str]:
-    """Returns the names of output projections, which are outside the decoder."""
+    """Returns the names of the output projections of all families. They are outside the decoder."""
     return frozenset(family.head for family in FAMILIES.loaded())
 
 
 def _ends() -> frozenset[str]:
-    """Returns the names of modules of the first or the last layer that are outside of the layers in
-    transformers' models.
+    """Returns the names of modules that the runtime runs in the first or the last layer, and that
+    are outside the layers in transformers' models.
     """
     return frozenset(
         name
@@ -41,7 +41,7 @@ def _ends() -> frozenset[str]:
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Returns whether `config` is that of a multimodal model, which contains a language model."""
+    """Returns whether `config` describes a multimodal model, which contains a language model."""
     return config.get_text_config() is not config
 
 
@@ -52,7 +52,7 @@ def hub_name(
 ) -> str:
     """Returns the name of a layer's tensor in transformers' model.
 
-    `stack` is the place of the decoder layers in that model.
+    `stack` has the paths of the decoder and its layers in this model.
     """
     head, _, rest = tensor.partition(".")
     if head in _heads():
@@ -65,20 +65,21 @@ def hub_name(
 
 
 def _meta_model(config: PretrainedConfig) -> Any:
-    """Returns the model of `config` on the meta device, a multimodal one if the config is.
+    """Returns the model of `config` on the meta device. It is multimodal if the config is.
 
-    A family's entry may say that it is built without its vision tower (`Inside.towerless`). The
-    tower's tensors are then some that the model does not have, which an export copies unchanged.
+    A multimodal family may be built without its vision tower (`Inside.towerless`). The tensors of
+    the tower then do not belong to the model, and an export copies them unchanged.
     """
     kind: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     inside = INSIDE.get(config.model_type)
     if towerless := inside is not None and inside.towerless:
         config = copy.deepcopy(config)
-        seen: Any = config.vision_config
-        other: Any = copy.deepcopy(config.audio_config)
+        vision: Any = config.vision_config
+        substitute: Any = copy.deepcopy(config.audio_config)
         for key in ("hidden_size", "vocab_size", "vocab_offset", "rms_norm_eps"):
-            setattr(other, key, getattr(seen, key))
-        vars(config)["vision_config"] = other  # the config itself refuses another class
+            setattr(substitute, key, getattr(vision, key))
+        # through `vars`, because the config refuses an object of another class
+        vars(config)["vision_config"] = substitute
     with torch.device("meta"):
         whole = kind.from_config(config, dtype=torch.bfloat16)
     if towerless:
@@ -87,13 +88,12 @@ def _meta_model(config: PretrainedConfig) -> Any:
 
 
 class CheckpointNames:
-    """Converts between the tensors of a model and those of its checkpoints.
-
-    The model is a language model, or a multimodal model that contains one.
+    """Converts between the tensors of a model and the tensors of its checkpoints. The model is a
+    language model, or a multimodal model that contains a language model.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Builds the model of `config` without memory."""
+        """Builds the model of `config` on the meta device."""
         self._whole = _meta_model(config)
         match_from_pretrained(self._whole, torch.bfloat16)
         self.wide = frozenset(
@@ -101,14 +101,15 @@ class CheckpointNames:
             for name, parameter in self._whole.named_parameters()
             if parameter.dtype == torch.float32
         )
-        """names of the parameters that transformers keeps in fp32 in a bf16 model"""
+        """Names of the parameters that transformers keeps in fp32 in a bf16 model."""
         self.stack = DecoderStack.of(self._whole)
+        """Paths of the decoder layers in the model."""
         self.architecture: str = type(self._whole).__name__
+        """Name of the model's class in transformers."""
 
     def buffers(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Returns the shapes of the decoder layers' buffers that a checkpoint contains.
-
-        They are keyed by layer and name.
+        """Returns the shapes of the decoder layers' buffers that a checkpoint contains, by layer
+        and name.
         """
         saved = self._whole.state_dict().keys()
         return {
@@ -123,49 +124,47 @@ class CheckpointNames:
     def stored(
         self, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
     ) -> StoredTensors:
-        """Returns the tensors of a checkpoint under their names in the model.
-
-        `keys` are the names in the checkpoint, and `tensor_of` returns the tensor for such a name.
+        """Returns the tensors of a checkpoint under their names in the model. `keys` are the names
+        in the checkpoint, and `tensor_of` returns the tensor with such a name.
         """
         return StoredTensors(self._whole, keys, tensor_of)
 
     def other_keys(self, keys: Iterable[str]) -> list[str]:
-        """Returns the `keys` of a checkpoint that do not belong to the language model.
-
-        They are those of a vision tower, for example.
+        """Returns the `keys` of a checkpoint that do not belong to the language model, for example
+        the keys of a vision tower.
         """
         return self.stored(keys, lambda _: torch.empty(0)).outside(
             (f"{self.stack.decoder}.", f"{self.stack.head}.")
         )
 
     def saved(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-        """Returns the model's `tensors` in the layout of a checkpoint, under its names there.
+        """Returns the model's `tensors` with the names and layout of a checkpoint.
 
-        A tensor that a checkpoint has unchanged is written in its own pieces. A tensor that it has
-        in several parts is read into memory when the first part is written, and freed after the
-        last one. So these parts must be written one after another.
+        A tensor that is the same in a checkpoint is written in its own pieces. A tensor that a
+        checkpoint has in several parts is read into memory when the first part is written, and
+        freed after the last part. So these parts must be written one after another.
         """
-        made: dict[str, TensorSource] = {}
+        result: dict[str, TensorSource] = {}
         for name, source in tensors.items():
             shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
             whole = _Whole(source, functools.partial(self._parts, name))
             for key, part in self._parts(name, shape).items():
-                made[key] = (
+                result[key] = (
                     source
                     if part is shape
                     else TensorSource(
                         part.dtype, tuple(part.shape), functools.partial(whole.part, key)
                     )
                 )
-        return made
+        return result
 
     def _parts(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        made: dict[str, torch.Tensor] = revert_weight_conversion(self._whole, {name: tensor})
-        return made
+        parts: dict[str, torch.Tensor] = revert_weight_conversion(self._whole, {name: tensor})
+        return parts
 
 
 class _Whole:
-    """A tensor that is written in parts. It is in memory from the first part to the last."""
+    """A tensor that is written in parts. It is in memory while its parts are written."""
 
     def __init__(
         self, source: TensorSource, split: Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -173,7 +172,7 @@ class _Whole:
         self._source, self._split, self._parts = source, split, dict[str, torch.Tensor]()
 
     def part(self, key: str) -> Iterator[torch.Tensor]:
-        """Yields the part `key`, flat, and frees it."""
+        """Yields the part `key` as a flat tensor, and frees it."""
         if not self._parts:
             tensor, start = torch.empty(self._source.shape, dtype=self._source.dtype), 0
             for piece in self._source.pieces():

@@ -1,4 +1,4 @@
-"""DecoderStack: the place of the decoder layers in transformers' model of any family."""
+"""DecoderStack: finds the decoder layers in transformers' model of any family."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class DecoderStack(NamedTuple):
     """
 
     decoder: str = "model"
-    """path of the module that embeds tokens, runs the layers and applies the final norm"""
+    """Path of the module that embeds tokens, runs the layers and applies the final norm."""
     layers: str = "layers"
-    """name of the list of layers in the decoder"""
+    """Name of the list of layers in the decoder."""
     head: str = "lm_head"
-    """path of the output projection"""
+    """Path of the output projection."""
 
     @classmethod
     def of(cls, whole: Any) -> Self:
-        """Finds the decoder stack of a model with a head, which may be multimodal.
+        """Returns the decoder stack of a model with a head. The model may be multimodal.
 
-        The decoder is the module that contains the embedding table. Its list of layers has as many
-        modules as the language model's config has layers. Raises ValueError if there is no such
-        list.
+        The decoder is the module that contains the embedding table. Its list of layers is the
+        module list whose length is the number of layers in the language model's config. Raises
+        ValueError if there is no such list.
         """
         count, table, head = (
             whole.config.get_text_config().num_hidden_layers,
@@ -59,11 +59,11 @@ class DecoderStack(NamedTuple):
 
 
 def match_from_pretrained(whole: Any, dtype: torch.dtype) -> None:
-    """Changes a model made by `from_config` so that its parameters are those of `from_pretrained`
-    in `dtype`.
+    """Changes a model from `from_config` to have the same parameters as a model from
+    `from_pretrained` in `dtype`.
 
-    Parameters without gradient, such as the bias for a router's choice, become buffers: a model
-    folder contains them, and no step changes them. Parameters that the model's code creates in fp32
+    Parameters without gradients, such as the bias for a router's choice, become buffers: a model
+    folder contains them, but no step changes them. Parameters that the model's code creates in fp32
     are converted to `dtype`, unless the model lists them as kept in fp32.
     """
     kept = {*whole._keep_in_fp32_modules_strict, *(whole._keep_in_fp32_modules or ())}

@@ -1,4 +1,4 @@
-"""FileLock: an exclusive lock on a file. The file names the process that holds the lock."""
+"""FileLock: an exclusive lock on a file. The file describes the process that holds the lock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LONGEST = 300  # bytes of a lock file that are shown
 
 
 class FileLock:
-    """A lock that one process at a time can hold. That process may enter it several times.
+    """A lock that one process at a time can hold. The process may enter it several times.
 
-    The lock is released when the process ends, in whatever way. The file is removed at the end, and
-    so are the folders that were created for it, if they are empty. On a file system that does not
-    support locks, the lock has no effect.
+    The lock is released when the process ends, even if the process is killed. When it is released
+    by the last exit, the file is removed, and also the folders that were created for it if they are
+    empty. On a file system without locks, the lock has no effect.
     """
 
     def __init__(self, path: Path, *, what: str, fix: str) -> None:
@@ -28,7 +28,7 @@ class FileLock:
 
         Args:
             path: the lock file.
-            what: what is locked, for the error message.
+            what: name of the locked object, for the error message.
             fix: the fix in the error message if another process holds the lock.
         """
         self._path, self._what, self._fix = path, what, fix
@@ -37,7 +37,7 @@ class FileLock:
         self._made: list[Path] = []
         self.abandoned = False
         """Whether an earlier process died while it held the lock. Valid while this process holds
-        it."""
+        the lock."""
 
     def __enter__(self) -> Self:
         """Acquires the lock without waiting.
@@ -83,10 +83,10 @@ class FileLock:
                         allowed="one process at a time",
                         fix=self._fix,
                     )
-                # If not, another process has just removed the file, and the loop tries again.
+                # Otherwise another process has just removed the file, and the loop tries again.
                 if is_at(handle, self._path):
                     self.abandoned = os.fstat(handle).st_size > 0
-                    with contextlib.suppress(OSError):  # the lock also works on a full disk
+                    with contextlib.suppress(OSError):  # the lock works even on a full disk
                         os.ftruncate(handle, 0)
                         os.pwrite(handle, f"{_this_process()}\n".encode(), 0)
                     self._handle = handle
@@ -121,6 +121,6 @@ def _this_process() -> str:
 
 
 def _holder(handle: int) -> str:
-    """Returns the description that the holder wrote into the file."""
+    """Returns the description in the lock file of the process that holds the lock."""
     text = os.pread(handle, _LONGEST, 0).decode(errors="replace").partition("\n")[0]
     return text if text.isprintable() and text else "another process"

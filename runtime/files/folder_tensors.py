@@ -1,4 +1,4 @@
-"""FolderTensors: reads tensors from the safetensors files of a model folder by memory map."""
+"""FolderTensors: reads tensors from the memory-mapped safetensors files of a model folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from megatrain.simulator.base.errors import UserError
 
 
 class FolderTensors:
-    """The tensors in the safetensors files of a model folder, by their names in these files.
-
-    Only one file is open at a time, so that a load maps no more than one shard.
+    """The tensors in the safetensors files of a model folder, by their names in these files. Only
+    one file is open at a time, so at most one shard is mapped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,12 +28,13 @@ class FolderTensors:
         files have the same tensor.
         """
         self.entries: dict[str, TensorEntry] = {}
-        """dtype, shape and place of each tensor, by name"""
+        """Dtype, shape and position in its file of each tensor, by name."""
         self._files: dict[str, Path] = {}
         self._path: Path | None = None
         self._stack = contextlib.ExitStack()
         self._file: Any = None
         self.files = weight_files(folder)
+        """Paths of the safetensors files."""
         for file in self.files:
             for name, entry in read_entries(file).items():
                 if (other := self._files.setdefault(name, file)) is not file:
@@ -53,7 +53,7 @@ class FolderTensors:
         self._close()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns the tensor `name`, mapped from its file.
+        """Returns the tensor `name`, which is mapped from its file.
 
         Raises UserError if the file cannot be read.
         """
@@ -74,7 +74,7 @@ class FolderTensors:
         return value
 
     def source(self, name: str) -> TensorSource:
-        """Returns the tensor as a TensorSource, which reads it from its file when it is written."""
+        """Returns the source of the tensor `name`, which reads its file when it is written."""
 
         def pieces() -> Iterator[torch.Tensor]:
             yield self.tensor(name)

@@ -1,4 +1,4 @@
-"""Turns errors of huggingface_hub and of the network into a one-line error."""
+"""Turns errors of huggingface_hub and of the network into one-line errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "huggingface_hub")
 
 @contextlib.contextmanager
 def hub_errors(refusal: Callable[[str], UserError]) -> Iterator[None]:
-    """Raises `refusal(REASON)` in place of an error of huggingface_hub or of the network."""
+    """Raises `refusal(reason)` instead of an error of huggingface_hub or of the network in the
+    block. `reason` is one line of text.
+    """
     try:
         yield
     except UserError:
@@ -30,7 +32,7 @@ def _reason(error: Exception) -> str:
 
     token = "" if get_token() else "; there is no token"
     if isinstance(error, GatedRepoError):
-        return f"access has to be asked for on its page{token}"
+        return f"access must be requested on its page{token}"
     if isinstance(error, RepositoryNotFoundError):
         return f"it does not exist or is private{token}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

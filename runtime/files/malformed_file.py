@@ -1,4 +1,4 @@
-"""The error for a damaged file. This module loads no PyTorch."""
+"""The error for a damaged file. This module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatrain.simulator.base.errors import UserError
 
 
 class MalformedFile(UserError):
-    """The error for a file that is truncated, altered, or of another format."""
+    """A file is truncated, altered, or has another format."""
 
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block, which reads a file of a checkpoint, into a MalformedFile."""
+    """Raises MalformedFile instead of an OSError of the block. `path` is the file that it reads."""
     try:
         yield
     except OSError as error:

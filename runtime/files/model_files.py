@@ -1,4 +1,4 @@
-"""Loads weights from Hugging Face folders, or random ones, into the arenas, and exports them."""
+"""Loads weights from Hugging Face folders or random weights into the arenas, and exports them."""
 
 from __future__ import annotations
 
@@ -36,20 +36,22 @@ from megatrain.simulator.schedule.update_layout import update_layout
 _SHARD_BYTES = 4 * 10**9
 _OTHER_WEIGHTS = "use weights that belong to this config.json"
 _LAYER = "layer"
-"""What rank 0 tells the others when it reads a layer."""
+"""The message of rank 0 to the other ranks when it reads a layer."""
 _PIECE = 2**22
-"""elements that are converted at a time: 16 MiB in fp32, and twice as much to round them"""
+"""Elements that are converted at a time: 16 MiB in fp32, and twice as much for rounding."""
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
-"""(layer, tensor name, shape) -> values of the tensor"""
+"""Returns the values of a tensor: (layer, tensor name, shape) -> values."""
 ReadElements = Callable[[int, int], torch.Tensor]
-"""(first, end) -> these elements of a layer's flat weights, or of the low halves of its masters"""
+"""Returns elements `first` to `end` of a layer's flat weights or low halves: (first, end) ->
+[n]."""
 
 
 class RandomWeights:
-    """Random weights: matrices from N(0, 0.02), norms 1, biases 0.
+    """Random weights: matrices from a normal distribution with standard deviation 0.02, norms 1,
+    biases 0.
 
-    The values of a tensor depend on the seed, its name, and the type of `device`. A GPU draws 7
-    billion parameters in a second, a CPU core in a minute.
+    The values of a tensor depend on the seed, on the name of the tensor, and on the type of
+    `device`. A GPU draws 7 billion parameters in a second, and a CPU core in a minute.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -67,10 +69,8 @@ class RandomWeights:
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
-    """Returns `RandomWeights`.
-
-    They do not include buffers. A run that begins with random weights has the buffers that
-    transformers initializes a model with.
+    """Returns `RandomWeights`. They do not include buffers: a run with random weights keeps the
+    initial buffers of transformers.
     """
     return RandomWeights(seed, device)
 
@@ -82,11 +82,11 @@ def folder_weights(
     """Opens the weights of a Hugging Face folder.
 
     Tensors are mapped from their files, and only one file is open at a time. A tensor that the
-    folder has in several parts (experts) is a copy.
+    folder has in several parts, such as experts, is copied.
 
     Args:
         folder: the model's folder.
-        on_note: receives a line of text about files and tensors that do not belong to the model.
+        on_note: called with a line of text about files and tensors that do not belong to the model.
 
     Raises:
         UserError: before any tensor is read, if a file is missing, malformed, a pickle or outside
@@ -149,9 +149,8 @@ def _missing(folder: Path, name: str, shape: tuple[int, ...]) -> UserError:
 def _reader(
     folder: Path, keys: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
 ) -> tuple[DecoderStack, Callable[[str], torch.Tensor]]:
-    """Returns the decoder stack of the folder's model, and a function that reads a tensor by name.
-
-    If the model's config cannot be read, the stack is that of most families, and names are those in
+    """Returns the decoder stack of the folder's model, and a function that reads a tensor by its
+    name in the model. If the model's config cannot be read, uses the default stack and the names in
     the files.
     """
     try:
@@ -159,10 +158,10 @@ def _reader(
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         )
     except (OSError, ValueError, KeyError):
-        held = frozenset(keys)
+        known = frozenset(keys)
 
         def read(name: str) -> torch.Tensor:
-            if name not in held:
+            if name not in known:
                 raise KeyError(name)
             return tensor_of(name)
 
@@ -171,9 +170,8 @@ def _reader(
 
 
 class ModelState:
-    """The weights and moments of a model, in the buffers where the schedule keeps them.
-
-    Loads fp32 weights into these buffers, and reads fp32 master weights from them.
+    """The weights and moments of a model, in the buffers of a schedule. Loads weights into these
+    buffers, and reads master weights from them.
     """
 
     def __init__(
@@ -189,12 +187,12 @@ class ModelState:
         Args:
             plan: the plan.
             schedule: the schedule of the plan.
-            memory: returns the schedule's pools after it has applied a deferred update
-                (`Executor.memory`). Called at every access.
+            memory: applies a deferred update and returns the schedule's pools (`Executor.memory`).
+                Called at every access.
             buffers: buffers of the decoder layers that a Hugging Face checkpoint contains, by layer
                 and name (`FunctionalLayers.persistent`).
-            ranks: the ranks of a plan for several GPUs. Rank 0 reads weights of the whole model,
-                as a copy, while the others are in `follow`.
+            ranks: the ranks of a plan for several GPUs. Rank 0 reads copies of the weights of the
+                whole model, while the other ranks are in `follow`.
         """
         self._plan, self._schedule, self._memory, self._buffers = (
             plan,
@@ -204,21 +202,21 @@ class ModelState:
         )
         self._dtype, self._ranks = TORCH_DTYPE[plan.workload.dtype], ranks
         self._read: tuple[tuple[str, int], tuple[torch.Tensor, torch.Tensor | None]] | None = None
-        """The layer that rank 0 has read last, the number of collectives until then, and its
-        halves."""
+        """The last layer that rank 0 has read, the number of collectives at that time, and the
+        halves of the layer."""
 
     def home(self, name: str, layer: str) -> str | None:
-        """Returns the buffer of the layer's state `name`, or None if there is none.
+        """Returns the buffer with the layer's state `name`, or None if there is no such buffer.
 
         `name` is `weights`, `master_low`, `moments` or `moving_norms`.
         """
         return self._schedule.state.get((name, layer))
 
     def _halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the layer's flat compute weights, and the low halves of its masters or None."""
+        """Returns the layer's flat weights, and the low halves of its masters or None."""
         if self._ranks is None:
             return self._own_halves(layer)
-        self._memory()  # a deferred update is part of the key
+        self._memory()  # applies a deferred update before the key is computed
         key = layer.name, self._ranks.board.collectives
         if self._read is None or self._read[0] != key:
             self._read = None
@@ -229,7 +227,7 @@ class ModelState:
         return self._read[1]
 
     def _gathered(self, layer: LayerSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the layer's halves on rank 0, and sends this rank's parts of them on others."""
+        """Returns the halves of the whole layer on rank 0. Other ranks send their parts."""
         ranks = self._ranks
         assert ranks is not None
         wholes = [
@@ -241,9 +239,9 @@ class ModelState:
         return high, low
 
     def follow(self) -> Any:
-        """Sends rank 0 the weights that it reads, until it tells something else. Returns that.
-
-        Every rank but rank 0 must be here while rank 0 reads weights.
+        """Sends this rank's part of each layer that rank 0 reads. Returns the first message from
+        rank 0 that is not about a layer. Every rank except rank 0 must call this while rank 0 reads
+        weights.
         """
         assert self._ranks is not None
         while True:
@@ -253,12 +251,12 @@ class ModelState:
             self._gathered(self._plan.model.stack[message[1]])
 
     def first(self, layer: LayerSpec) -> int:
-        """Returns the first element of the layer that this rank owns; 0 with one GPU."""
+        """Returns the index of the layer's first element that this rank owns; 0 with one GPU."""
         rank = self._ranks.rank if self._ranks else 0
         return min(rank * part_elements(self._plan, layer.name), layer.elements)
 
     def _own_halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_halves`, of the part of the layer that this rank owns."""
+        """Returns `_halves` for the part of the layer that this rank owns, without copying."""
         weights, low = self.home("weights", layer.name), self.home("master_low", layer.name)
         assert weights is not None
         memory = self._memory()
@@ -270,8 +268,11 @@ class ModelState:
         return flat, memory.flat(low, dtype, count)
 
     def _moments(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[moments, elements] fp32, or records of as many blocks, uint8; [values], or records of
-        all values, where the optimizer treats tensors differently; None where it keeps none.
+        """Returns the moments of this rank's part of the layer, or None if the optimizer keeps no
+        moments.
+
+        They are [moments, elements] fp32 or, in 8 bits, [moments, bytes of the records] uint8. If
+        tensors of the layer keep different numbers of moments, all values are in one flat tensor.
         """
         if (home := self.home("moments", layer.name)) is None:
             return None
@@ -284,15 +285,13 @@ class ModelState:
         return self._memory().tensor(home, TORCH_DTYPE[dtype], shape)
 
     def _moving_norms(self, layer: LayerSpec) -> torch.Tensor | None:
-        """[tensors] fp32; None unless gradients are clipped by `adagc`."""
+        """Returns the moving norms, [tensors] fp32. None unless clipping is by `adagc`."""
         if (home := self.home("moving_norms", layer.name)) is None:
             return None
         return self._memory().flat(home, torch.float32, len(layer.tensors))
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes the weights and buffers of every layer, and sets its moments and moving norms to
-        zero.
-
+        """Writes the weights and buffers of all layers, and sets moments and moving norms to zero.
         `progress` is called after each layer with its number of parameters.
         """
         for layer in self._plan.model.stack.values():
@@ -318,9 +317,8 @@ class ModelState:
         self.load_buffers(weights)
 
     def load_buffers(self, weights: Weights) -> None:
-        """Writes the layers' buffers, unless the weights are random.
-
-        Then the buffers keep the values that transformers initializes them with.
+        """Writes the buffers of all layers. With random weights, buffers keep the initial values of
+        transformers.
         """
         if isinstance(weights, RandomWeights):
             return
@@ -329,54 +327,53 @@ class ModelState:
                 buffer.copy_(weights(layer, name, tuple(buffer.shape)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all state, keyed by `LAYER.CLASS`. A checkpoint contains these tensors. With
-        several GPUs, it is the state that this rank owns: of each layer the elements from `first`
-        on, which may be none.
+        """Returns the state of all layers by name, `LAYER.CLASS`. These are the tensors of a
+        checkpoint. With several GPUs, returns this rank's part of the state: the elements of each
+        layer from `first` on, which may be empty.
 
-        Weights and low halves are flat. Moments are [2, elements], [2, bytes] if they are in
-        records, or flat if the optimizer treats tensors differently. Moving norms are [tensors].
-        Names and shapes are the same for every plan of a model and a workload. The tensors are
-        views of the pools, so they are not valid after the next step.
+        Weights and low halves are flat. Moments are [moments, elements] fp32 or [moments, bytes of
+        the records] uint8, or flat if tensors of the layer keep different numbers of moments.
+        Moving norms are [tensors] fp32. Names and shapes are the same for every plan of a model and
+        a workload. The tensors are views of the pools, so they are not valid after the next step.
         """
-        found = {}
+        tensors = {}
         for layer in self._plan.model.stack.values():
             high, low = self._own_halves(layer)
-            # a rank's part may reach beyond the layer
+            # the part of the last rank may extend past the end of the layer
             own = slice(layer.elements - self.first(layer) if self._ranks else None)
-            found[f"{layer.name}.weights"] = high[own]
+            tensors[f"{layer.name}.weights"] = high[own]
             if low is not None:
-                found[f"{layer.name}.master_low"] = low[own]
+                tensors[f"{layer.name}.master_low"] = low[own]
             if (moments := self._moments(layer)) is not None:
-                found[f"{layer.name}.moments"] = moments[:, own] if self._ranks else moments
+                tensors[f"{layer.name}.moments"] = moments[:, own] if self._ranks else moments
             if (moving := self._moving_norms(layer)) is not None:
-                found[f"{layer.name}.moving_norms"] = moving
-        return found
+                tensors[f"{layer.name}.moving_norms"] = moving
+        return tensors
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
-        """Returns the layer's weights by tensor name, to be written in `dtype`, bf16 or fp32.
-
-        They are converted one piece at a time if they are stored in another dtype.
+        """Returns the layer's weights by tensor name, as sources in `dtype`, bf16 or fp32. Weights
+        that are stored in another dtype are converted one piece at a time.
         """
 
         def read(half: int, first: int, end: int) -> torch.Tensor:
-            found = self._halves(layer)[half]
-            assert found is not None
-            return found[first:end]
+            values = self._halves(layer)[half]
+            assert values is not None
+            return values[first:end]
 
         has_low = self.home("master_low", layer.name) is not None
         high, low = (functools.partial(read, half) for half in range(2))
         return weight_sources(layer, dtype, high, low if has_low else None)
 
     def not_finite(self) -> list[str]:
-        """Returns the names of tensors whose compute weights contain infinity or NaN."""
-        found = []
+        """Returns the names of tensors whose weights contain infinity or NaN."""
+        bad = []
         for layer in self._plan.model.stack.values():
             high, _ = self._halves(layer)
             for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
                 values = high[offset : offset + tensor.elements]
                 if not all(bool(piece.isfinite().all()) for piece in values.split(_PIECE)):
-                    found.append(hub_name(layer.name, tensor.name))
-        return found
+                    bad.append(hub_name(layer.name, tensor.name))
+        return bad
 
     def masters(self, layer: LayerSpec) -> dict[str, torch.Tensor]:
         """Returns copies of the layer's fp32 master weights by tensor name."""
@@ -395,13 +392,13 @@ class ModelState:
 def weight_sources(
     layer: LayerSpec, dtype: torch.dtype, high: ReadElements, low: ReadElements | None
 ) -> dict[str, TensorSource]:
-    """Returns the layer's weights by tensor name, to be written in `dtype`.
+    """Returns the layer's weights by tensor name, as sources in `dtype`.
 
     Args:
         layer: the layer.
         dtype: bf16 or fp32.
-        high: reads the weights that the layer computes with.
-        low: reads the low halves of the masters. None if there are none.
+        high: reads the weights.
+        low: reads the low halves of the masters; None without low halves.
     """
     return {
         tensor.name: TensorSource(
@@ -431,10 +428,10 @@ class Exportable(Protocol):
     """The weights of a model that can be exported: a `ModelState`, or a checkpoint on disk."""
 
     def sources(self, layer: LayerSpec, dtype: torch.dtype) -> dict[str, TensorSource]:
-        """Returns the layer's weights by tensor name, to be written in `dtype`."""
+        """Returns the layer's weights by tensor name, as sources in `dtype`."""
 
     def buffers(self, layer: LayerSpec) -> Mapping[str, torch.Tensor]:
-        """Returns the layer's buffers by name that a Hugging Face checkpoint contains."""
+        """Returns the buffers of the layer that a Hugging Face checkpoint contains, by name."""
 
 
 class TrainedState(Protocol):
@@ -462,20 +459,20 @@ def export(
     """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` can load.
 
     The folder is written completely or not at all. Tensors are streamed to the files without a
-    second copy in memory. The exception is a tensor that a checkpoint has in several parts (the
-    experts of a layer). One such tensor at a time is copied.
+    second copy in memory. The exceptions are tensors that a checkpoint has in several parts, such
+    as the experts of a layer. One such tensor at a time is copied.
 
     Args:
         state: the weights.
         plan: describes the model and the workload.
-        config: the config to write. If it is that of a multimodal model, the other tensors of that
+        config: the config to write. If it describes a multimodal model, the other tensors of the
             model are copied unchanged from `source`.
         folder: the folder to write. It must not exist.
-        dtype: bf16 writes the weights that the layers compute with, fp32 the master weights; None
-            for the dtype that the layers compute in.
+        dtype: bf16 for the weights that the layers compute with, fp32 for the master weights. None:
+            the compute dtype.
         source: the folder that the model came from, or None. Tokenizer and generation config are
-            copied from it. Required for a multimodal model.
-        chat_template: a file that, if it exists, replaces the tokenizer's chat template.
+            copied from this folder. Required for a multimodal model.
+        chat_template: a file that replaces the tokenizer's chat template, if the file exists.
 
     Raises UserError if `folder` exists or cannot be written.
     """
@@ -516,17 +513,16 @@ def export(
 
 
 def _wide(state: Exportable, layer: LayerSpec, names: CheckpointNames) -> dict[str, TensorSource]:
-    """Returns the master weights of those tensors that transformers keeps in fp32 in a bf16 model.
-
-    A router's weights are an example.
+    """Returns the master weights of tensors that transformers keeps in fp32 in a bf16 model, such
+    as the weights of a router.
     """
     wide = [
         tensor.name
         for tensor in layer.tensors
         if hub_name(layer.name, tensor.name, names.stack) in names.wide
     ]
-    made = state.sources(layer, torch.float32) if wide else {}
-    return {name: made[name] for name in wide}
+    masters = state.sources(layer, torch.float32) if wide else {}
+    return {name: masters[name] for name in wide}
 
 
 def _write(
@@ -554,10 +550,13 @@ def _write(
             name: TensorSource.of(buffer.contiguous())
             for name, buffer in state.buffers(layer).items()
         }
-        held = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
+        sources = {**state.sources(layer, dtype), **_wide(state, layer, names), **buffers}
         add(
             names.saved(
-                {hub_name(layer.name, name, names.stack): tensor for name, tensor in held.items()}
+                {
+                    hub_name(layer.name, name, names.stack): tensor
+                    for name, tensor in sources.items()
+                }
             )
         )
     with contextlib.ExitStack() as opened:
@@ -568,7 +567,7 @@ def _write(
         _write_shards(shards, folder)
     exported = copy.deepcopy(config)
     exported.architectures = exported.architectures or [names.architecture]
-    for part in {id(each): each for each in (exported, exported.get_text_config())}.values():
+    for part in (exported, exported.get_text_config()):
         part.dtype, part.use_cache = dtype, True  # training switched the cache off
     exported.save_pretrained(folder)
 

@@ -1,6 +1,6 @@
 """Finds a Hugging Face model folder, fetches it from the hub if needed, and chooses its files.
 
-Only safetensors files in the folder itself are read. Pickles and code are not.
+Only safetensors files in the folder itself are read. Pickles and code are never read.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from megatrain.runtime.files.hub_errors import hub_errors
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_source import name_on_hub
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config, read_json
 
 WHOLE = "model.safetensors"
+"""File with the weights of a model that is not sharded."""
 INDEX = "model.safetensors.index.json"
+"""Index of the files with the weights of a sharded model."""
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     "generation_config.json",
@@ -33,25 +35,24 @@ COMPANIONS = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""files of a model other than its config and its weights"""
+"""Files of a model other than its config and its weights."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""files that transformers reads if there is neither `WHOLE` nor `INDEX`, even if there are other
-safetensors files"""
+"""Pickles that transformers reads if there is neither `WHOLE` nor `INDEX`, even if there are other
+safetensors files."""
 
 
 def model_folder(source: str, *, weights: bool = True) -> Path:
-    """Returns the folder of a model. A model on the hub is fetched into huggingface_hub's cache.
-
-    Offline (`HF_HUB_OFFLINE=1`), only the cache is used.
+    """Returns the folder of a model. Fetches a model on the hub into huggingface_hub's cache. With
+    `HF_HUB_OFFLINE=1`, only the cache is used.
 
     Args:
         source: a folder, or a name on the hub: `org/name`, or `org/name@revision` with a branch, a
             tag or a commit.
-        weights: whether the weights are fetched too.
+        weights: whether to fetch the weights as well.
 
-    Raises UserError if `source` is neither, or if the model can neither be fetched nor found in the
-    cache.
+    Raises UserError if `source` is neither a folder nor a name on the hub, or if the model cannot
+    be fetched and is not in the cache.
     """
     named = name_on_hub(source)
     if named is None:
@@ -84,17 +85,16 @@ def _unreachable(source: str, reason: str) -> UserError:
 def weight_files(
     folder: Path, *, otherwise: str = "check the path, or pass --init random"
 ) -> list[Path]:
-    """Returns the safetensors files of a model. They are those that transformers would read.
-
-    This is `model.safetensors`, or the files in the index, or if there is neither, all safetensors
-    files in the folder.
+    """Returns the safetensors files of a model, the same files that transformers would read:
+    `model.safetensors`, or the files in the index. Without either, all safetensors files in the
+    folder.
 
     Args:
         folder: the model's folder.
-        otherwise: the fix if there are no weights.
+        otherwise: the fix in the error message if there are no weights.
 
-    Raises UserError if there is no such file, if transformers would read another file, or if a file
-    is outside the folder.
+    Raises UserError if there is no such file, if transformers would read a file of another format,
+    or if a file is outside the folder.
     """
     names = list(_named(folder))
     if not names:
@@ -116,6 +116,7 @@ def weight_files(
 
 
 def _named(folder: Path) -> Iterator[str]:
+    """Yields the names of the safetensors files to read."""
     _refuse_weights_by_name(folder)
     if (folder / WHOLE).exists():
         yield WHOLE
@@ -139,11 +140,10 @@ def _named(folder: Path) -> Iterator[str]:
 
 
 def _refuse_weights_by_name(folder: Path) -> None:
-    """Raises UserError if config.json names the file with the weights.
-
-    transformers would read that file instead of those with the usual names.
+    """Raises UserError if config.json names the file with the weights. transformers would read this
+    file instead of the files with the usual names.
     """
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else None
     if isinstance(config, dict) and config.get("transformers_weights") is not None:
         raise UserError(
             f"{folder / 'config.json'}: transformers_weights",
@@ -156,8 +156,9 @@ def _refuse_weights_by_name(folder: Path) -> None:
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of the file `name` in `folder`.
 
-    Raises UserError if `name` is a path, or if the file is a link to a place outside the folder.
-    Links to the folder `blobs` of the hub's cache are allowed.
+    Raises UserError if `name` is a path or if the file is a link to a place outside the folder, and
+    MalformedFile if it is not a regular file. Links to the folder `blobs` of the hub's cache are
+    allowed.
     """
     path = folder / name
     if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:

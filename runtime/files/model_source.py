@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, or a name on the hub. This module loads no PyTorch."""
+"""The source of a model: a folder or a name on the hub. This module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ _HUB_NAME = re.compile(
 
 
 class HubName(NamedTuple):
-    """A model on the hub."""
+    """The name of a model on the hub."""
 
     name: str
     """`org/name`."""
     revision: str | None
-    """A branch, a tag or a commit; None for the newest."""
+    """A branch, a tag or a commit; None for the newest revision."""
 
 
 def hub_name(text: str) -> HubName | None:
-    """Returns the name on the hub that `text` is, or None if it is a path or no such name."""
+    """Parses `text` as a name on the hub. Returns None if it is a path or not such a name."""
     named = None if is_path(text) else _HUB_NAME.fullmatch(text)
     return HubName(named["name"], named["revision"]) if named else None
 
 
 def name_on_hub(source: str) -> HubName | None:
-    """Returns the name on the hub that `source` is, or None if it is a folder.
-
-    A folder that exists is preferred. Raises UserError if `source` is neither.
+    """Parses `source` as a name on the hub. Returns None if it is a folder. Raises UserError if it
+    is neither.
     """
     if named := hub_name(source):
         return named

@@ -1,6 +1,6 @@
 """StoredTensors: reads a checkpoint's tensors by their names in transformers' model.
 
-The result is the same as that of transformers' `from_pretrained`.
+The values are the same as with transformers' `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from megatrain.simulator.base.errors import UserError
 _OLD_BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|position_ids|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
 )
-"""constants that earlier versions of transformers saved"""
-_ROWS = 4096
-"""rows of two tensors that are compared at a time"""
+"""Keys of constants that earlier versions of transformers saved."""
+_ROWS = 64
+"""Number of rows of two tensors that are compared at a time, so that their fp32 copies stay in the
+processor's cache."""
 _SHOWN = 4
-"""number of modules that a summary names"""
+"""Number of modules that a summary names."""
 
 
 class StoredTensors:
-    """A function that returns the value of a model's tensor by its name in the model.
+    """Returns the values of a model's tensors by their names in the model: `stored(name)`.
 
-    It raises KeyError if the checkpoint does not have the tensor. A matrix that the config ties to
-    another one may have either name in the checkpoint.
+    A call raises KeyError if the checkpoint does not have the tensor. A matrix that the config ties
+    to another matrix may have either name in the checkpoint.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class StoredTensors:
             self._sources[name].append((key, pattern))
         self.foreign = [
             key
-            for name, found in self._sources.items()
+            for name, sources in self._sources.items()
             if name not in expected
-            for key, _ in found
+            for key, _ in sources
             if not _OLD_BUFFERS.search(key)
         ]
-        """keys of the checkpoint's tensors that the model does not have"""
+        """Keys of the checkpoint's tensors that the model does not have."""
         self.multimodal = whole.config.get_text_config() is not whole.config
-        """whether the model is multimodal. Then an export copies the tensors outside the language
-        model unchanged, including those in `foreign`"""
+        """Whether the model is multimodal. If so, an export copies the tensors outside the language
+        model unchanged, including the tensors in `foreign`."""
         self._tied: dict[str, str] = dict(whole.all_tied_weights_keys)
         for target, source in self._tied.items():
             if target in self._sources and source not in self._sources:
@@ -85,7 +86,7 @@ class StoredTensors:
             for name, value in expected.items()
             if name not in self._sources and name not in self._tied
         }
-        """shapes of the model's tensors that are not in the checkpoint, by name"""
+        """Shapes of the model's tensors that are not in the checkpoint, by name."""
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._sources:
@@ -105,15 +106,15 @@ class StoredTensors:
         """Returns the keys of tensors whose names in the model begin with none of `prefixes`."""
         return [
             key
-            for name, found in self._sources.items()
+            for name, sources in self._sources.items()
             if not name.startswith(prefixes)
-            for key, _ in found
+            for key, _ in sources
         ]
 
     def refuse_untied(self, where: str) -> None:
         """Raises UserError if the config ties two matrices that differ in the checkpoint.
-
-        transformers would load both matrices, but the plan contains only one.
+        transformers would load both matrices, but the plan has only one. `where` is the start of
+        the error message.
         """
         for target, source in self._tied.items():
             if (
@@ -133,7 +134,7 @@ class StoredTensors:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether shapes and values are the same. The dtypes may differ."""
+    """Returns whether two tensors have the same shape and values. The dtypes may differ."""
     return one.shape == other.shape and all(
         torch.equal(part.float(), same.float())
         for part, same in zip(one.split(_ROWS), other.split(_ROWS), strict=True)
@@ -141,9 +142,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def summary(keys: Iterable[str]) -> str:
-    """Returns one line with the number of keys in each module.
-
-    A module's name ends after the first layer number in it.
+    """Returns a line of text with the number of keys in each module. Module names are cut after
+    their first layer number.
     """
     counted: dict[str, int] = defaultdict(int)
     for key in keys:

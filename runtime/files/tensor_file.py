@@ -1,4 +1,4 @@
-"""Writes and reads the header of a safetensors file. Reading checks everything, because a file may
+"""Writes and reads the headers of safetensors files. Reading checks every field, because a file may
 come from an untrusted source.
 
 A file has three parts (https://github.com/huggingface/safetensors#format):
@@ -7,7 +7,7 @@ A file has three parts (https://github.com/huggingface/safetensors#format):
 * the header: JSON, `{name: {"dtype", "shape", "data_offsets"}}`;
 * the data.
 
-Nothing is unpickled here. A pickle is recognised by its first bytes and refused.
+Pickles are never loaded. A pickle is recognised by its first bytes and refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from megatrain.runtime.files.malformed_file import MalformedFile
 
 LARGEST_HEADER_BYTES = 100_000_000
-"""limit of the safetensors format"""
+"""Maximum size of a header in the safetensors format."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +39,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""PyTorch's dtype for each dtype code of the format."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NAME = re.compile(r"[^/\\\x00-\x1f]{1,1000}")
 _MOST_DIMENSIONS = 16
@@ -46,22 +47,22 @@ _METADATA = "__metadata__"
 
 
 class TensorEntry(NamedTuple):
-    """Dtype, shape and place of one tensor in a file."""
+    """Dtype, shape and position of a tensor in a file."""
 
     dtype: torch.dtype
-    """dtype of the tensor"""
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """shape of the tensor"""
+    """Shape of the tensor."""
     start: int
-    """offset of the first byte from the beginning of the file"""
+    """Offset of the first byte from the beginning of the file."""
     bytes: int
-    """size of the tensor in bytes"""
+    """Size of the tensor in bytes."""
 
 
 def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Returns the length and the header of a file with these tensors, given by dtype and shape.
-
-    The tensors' data must follow in the same order. The header is padded to a multiple of 8 bytes.
+    """Returns the start of a file with these tensors, given by dtype and shape: the length of the
+    header, and the header padded to a multiple of 8 bytes. The data of the tensors must follow in
+    the same order.
     """
     entries, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -93,7 +94,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
             if start[8:] not in (b"{", b"") and (
                 start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1] in range(2, 6))
             ):
-                # The first bytes are those of torch.save's zip, or of pickle protocol 2 to 5.
+                # These are the first bytes of torch.save's zip, or of pickle protocol 2 to 5.
                 raise _malformed(path, "a pickle, which is never opened: it may run any program")
             if len(start) < 9 or not 2 <= length <= size - 8:
                 raise _malformed(
@@ -136,9 +137,8 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Opens a file without blocking, which a named pipe could do.
-
-    Raises OSError if it is not a regular file.
+    """Opens a file without blocking, because a named pipe could block. Raises OSError if it is not
+    a regular file.
     """
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -148,13 +148,15 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def _refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    """Returns a dict of `pairs`. Raises ValueError if a name occurs twice."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("it has a name twice")
-    return made
+    return unique
 
 
 def _entry(path: Path, name: str, value: object, data: int) -> TensorEntry:
+    """Checks and returns the entry `value` of the header. `data` is the offset of the data."""
     shown = repr(name[:80])
     if not _NAME.fullmatch(name) or name in (".", ".."):
         raise _malformed(path, f"a tensor named {shown}", "a name that contains no path")

@@ -1,8 +1,8 @@
-"""Writes and reads tensors of safetensors files in pieces of bounded size, without further copies.
+"""Writes and reads tensors of safetensors files in pieces of bounded size, without extra copies.
 
-A checksum of the whole file (xxh3, 128 bits) is computed on the way. It runs at 23 GB/s on one core
-(`docs/lab_notes.md`), faster than disks. It detects accidental damage, not forgery: anyone who can
-write a checkpoint can also write its checksum.
+Also computes a checksum of the whole file (xxh3, 128 bits). One core does this at 23 GB/s
+(`docs/lab_notes.md`), which is faster than disks. The checksum detects accidental damage, but not
+forgery, because anyone who can write a checkpoint can also write its checksum.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.tensor_file import make_header, read_entries
 
 PIECE_BYTES = 2**25
-"""size of a piece. Copying 32 MiB takes 1.3 ms over PCIe 5, and larger writes to disk are not
-faster"""
+"""Size of a piece. Copying 32 MiB over PCIe 5 takes 1.3 ms, and larger writes to disk are not
+faster."""
 
 
 class TensorSource(NamedTuple):
-    """A tensor to be written. It need not be in memory as a whole."""
+    """A tensor to write to a file. It need not be in memory as a whole."""
 
     dtype: torch.dtype
-    """dtype of the tensor"""
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """shape of the tensor"""
+    """Shape of the tensor."""
     pieces: Callable[[], Iterator[torch.Tensor]]
-    """yields the elements in order, as flat tensors on any device"""
+    """Yields the elements of the tensor in order, as flat tensors on any device."""
 
     @property
     def bytes(self) -> int:
@@ -40,7 +40,7 @@ class TensorSource(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSource:
-        """Returns the source of a tensor that is contiguous, or whose rows are."""
+        """Returns the source of a tensor. The tensor, or each of its rows, must be contiguous."""
         rows = (tensor,) if tensor.is_contiguous() else tensor.unbind()
         return cls(tensor.dtype, tuple(tensor.shape), lambda: iter(rows))
 
@@ -48,7 +48,8 @@ class TensorSource(NamedTuple):
 def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> tuple[int, str]:
     """Writes `tensors` to a new file and syncs it to disk.
 
-    Returns its size in bytes and its checksum. Raises OSError if it cannot be written.
+    Returns the size of the file in bytes and its checksum. Raises OSError if the file exists or
+    cannot be written.
     """
     checksum, staging = xxhash.xxh3_128(), _Staging()
     with path.open("xb") as file:
@@ -76,10 +77,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> tuple[int,
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Fills `tensors` from a file that contains exactly these tensors, in this order.
 
-    Returns the checksum of the file.
-
-    Raises MalformedFile if the file has other tensors, before any byte of `tensors` is changed, or
-    if it becomes shorter while it is read.
+    Returns the checksum of the file. Raises MalformedFile if the file has other tensors, in which
+    case `tensors` do not change, or if the file becomes shorter while it is read.
     """
     entries = read_entries(path)
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -105,7 +104,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
                 if not _fill(file.fileno(), view):
                     raise MalformedFile(
                         str(path),
-                        found="an end before that of the last tensor",
+                        found="fewer bytes than its tensors have",
                         allowed="a file that does not change",
                         fix="read it again",
                     )
@@ -116,7 +115,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def checksum_of(path: Path) -> str:
-    """Returns the checksum of a file. Raises OSError if it cannot be read."""
+    """Returns the checksum of the file at `path`. Raises OSError if it cannot be read."""
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -130,7 +129,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _fill(handle: int, view: memoryview) -> bool:
-    """Reads until `view` is full. Returns False if the file ends before that."""
+    """Reads from a file until `view` is full. Returns False if the file ends earlier."""
     while view:
         count = os.readv(handle, [view])
         if not count:
@@ -151,26 +150,26 @@ def _bytes_of(host: torch.Tensor) -> memoryview:
 
 
 class _Staging:
-    """Host memory for the bytes of a piece: the piece itself if it is in host memory, otherwise a
-    staging buffer.
+    """Provides host memory for the bytes of a piece: the piece itself if it is in host memory, and
+    otherwise a staging buffer.
     """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def view(self, piece: torch.Tensor) -> memoryview:
-        """Returns host memory of the piece's size."""
+        """Returns host memory with the size of the piece."""
         return _bytes_of(self._host(piece))
 
     def fetch(self, piece: torch.Tensor) -> memoryview:
-        """Returns `view` with the piece's bytes in it."""
+        """Returns `view(piece)`, filled with the bytes of the piece."""
         host = self._host(piece)
         if host is not piece:
             host.copy_(piece)
         return _bytes_of(host)
 
     def send(self, piece: torch.Tensor) -> None:
-        """Copies the bytes in `view` to the piece."""
+        """Copies the bytes in `view(piece)` to the piece."""
         host = self._host(piece)
         if host is not piece:
             piece.copy_(host)

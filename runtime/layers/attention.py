@@ -1,9 +1,9 @@
 """Attention with a chosen kernel, and attention whose output is saved for recompute.
 
-The forward pass can save the attention output and the log-sum-exp of a layer. A recompute that
-receives them runs everything except the attention kernel, and the backward pass runs the backward
-kernel on them. The kernels and their inputs are the same as without saving, so the result is the
-same bit for bit.
+The forward pass can save the attention output and the log-sum-exp of a layer. A recompute with
+these saved results runs everything except the attention kernel, and the backward pass runs the
+backward kernel on them. The kernels and their inputs are the same as without saving, so results
+have the same bits.
 
 If no kernel is chosen and nothing is saved, `attend` calls transformers' `sdpa_attention_forward`.
 Otherwise, the attention is causal and has no dropout, and the layer must pass its keyword arguments
@@ -40,31 +40,30 @@ from megatrain.simulator.schedule.plan import Plan
 
 Kernel = Literal["cpu", "flash", "cudnn"]
 NAME = "megatrain"
-"""name under which `attend` is registered in transformers"""
+"""Name under which `attend` is registered in transformers."""
 _BACKENDS: dict[int, Kernel] = {
     int(SDPBackend.FLASH_ATTENTION.value): "flash",
     int(SDPBackend.CUDNN_ATTENTION.value): "cudnn",
 }
-# Sequence length of the tensors that are used to ask PyTorch which kernel it would choose. The
-# choice does not depend on it.
+# Sequence length of the tensors for asking PyTorch which kernel it would choose. The choice is the
+# same for every length.
 _SEQUENCE = 128
 
 
 class Attention(NamedTuple):
-    """The results of an attention kernel that its backward needs."""
+    """The results of an attention kernel that its backward pass needs."""
 
     output: torch.Tensor
-    """attention output, [batch, sequence, heads, value size], in the compute dtype, contiguous"""
+    """Attention output, [batch, sequence, heads, value size], in the compute dtype, contiguous."""
     log_sum_exp: torch.Tensor
-    """log-sum-exp of the scores, [batch, heads, sequence], fp32, contiguous"""
+    """Log-sum-exp of the scores, [batch, heads, sequence], fp32, contiguous."""
 
 
 def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Kernel:
-    """Returns the attention kernel of the workload on `device`.
+    """Returns the attention kernel of the workload on `device`. If the workload names no kernel,
+    returns the kernel that `scaled_dot_product_attention` would choose.
 
-    If the workload names none, returns the kernel that `scaled_dot_product_attention` would choose.
-
-    Raises UserError if the machine has no such kernel for this model.
+    Raises UserError if `device` cannot run this kernel for this model.
     """
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[workload.dtype]
     heads, pairs, size = model.heads
@@ -76,32 +75,32 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
     )
     grouped = heads != pairs
     if workload.attention is None:
-        choice = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=grouped)
-        kernel = _BACKENDS.get(choice)
-        able = device.type == "cpu" or size % 8 == 0
+        backend = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=grouped)
+        kernel = _BACKENDS.get(backend)
+        usable = device.type == "cpu" or size % 8 == 0
         found = (
-            f"PyTorch chooses {SDPBackend(choice).name.lower()} for {workload.dtype} heads of"
+            f"PyTorch chooses {SDPBackend(backend).name.lower()} for {workload.dtype} heads of"
             f" {size} on {device.type}, whose output cannot be saved"
         )
     elif device.type != "cuda":
-        kernel, able = workload.attention, workload.attention == "flash"
+        kernel, usable = workload.attention, workload.attention == "flash"
         found = f"{kernel} on {device.type}"
     else:
-        kernel, asked = (
+        kernel, parameters = (
             workload.attention,
             sdp.SDPAParams(query, key, key, None, 0.0, True, grouped),
         )
-        able = size % 8 == 0 and (
-            sdp.can_use_flash_attention(asked)
+        usable = size % 8 == 0 and (
+            sdp.can_use_flash_attention(parameters)
             if kernel == "flash"
-            else sdp.can_use_cudnn_attention(asked)
+            else sdp.can_use_cudnn_attention(parameters)
         )
         mode = ", deterministic mode" if torch.are_deterministic_algorithms_enabled() else ""
         found = (
             f"{kernel} for {workload.dtype} heads of {size} on"
             f" {torch.cuda.get_device_name(device)}{mode}"
         )
-    if kernel is None or not able:
+    if kernel is None or not usable:
         raise UserError(
             "workload: attention",
             found=found,
@@ -120,8 +119,11 @@ def refuse_attention(
 ) -> None:
     """Raises UserError if `device` cannot execute the plan's attention. Allocates nothing.
 
-    Without a device, raises UserError only if no device can.
-    `deterministic` asks for PyTorch's deterministic mode. The process may be in it already.
+    Args:
+        plan: the plan.
+        device: the device. None means that only plans that no device can execute are refused.
+        deterministic: check for PyTorch's deterministic mode, even if this process has not enabled
+            it.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if plan.workload.attention and not all(
@@ -171,9 +173,8 @@ def refuse_attention(
 
 
 def install(config: PretrainedConfig) -> None:
-    """Makes `attend` the attention function of layers that are built from `config`.
-
-    Their masks are the same as with PyTorch's attention.
+    """Makes `attend` the attention function of the layers that refer to `config`. Their masks stay
+    the masks of PyTorch's attention.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -197,18 +198,19 @@ def attend(
 
     Args:
         module: the attention module of the layer.
-        query: [batch, heads, sequence, size].
-        key: [batch, key heads, sequence, size].
-        value: [batch, key heads, sequence, value size].
-        attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, the kernel in
-            `lengths.py` is used, whatever `kernel` is.
-        scaling: factor of the scores; None for 1 / sqrt(size).
-        kernel: the kernel; None lets PyTorch choose, and then nothing can be saved.
-        kept: results saved by an earlier forward. They are used instead of running the kernel.
-        results: a list to which the output and the log-sum-exp are appended, to be saved.
+        query: queries, [batch, heads, sequence, size].
+        key: keys, [batch, key heads, sequence, size].
+        value: values, [batch, key heads, sequence, value size].
+        attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, `kernel` is ignored,
+            and the kernel in `lengths.py` is used.
+        scaling: factor on the scores. None means 1 / sqrt(size).
+        kernel: the kernel. None means that PyTorch chooses it, and no results can be saved.
+        kept: results of an earlier forward pass, which are used instead of running the kernel.
+        results: a list, to which the output and the log-sum-exp are appended, to be saved.
 
-    Returns the output [batch, sequence, heads, value size], contiguous, and None, which stands for
-    the attention weights.
+    Returns:
+        The output, [batch, sequence, heads, value size], contiguous; and None instead of attention
+        weights.
     """
     if isinstance(attention_mask, LengthBounds):
         assert not others.get("dropout"), "kernels are called without dropout"
@@ -218,14 +220,14 @@ def attend(
             None,
         )
     if kernel is None:
-        made, _ = sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
-        return made, None
+        return output, None
     assert attention_mask is None or kernel == "cpu", "CUDA kernels are called without a mask"
     assert not others.get("dropout"), "kernels are called without dropout"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # `scaled_dot_product_attention` does the same before it calls this kernel.
+    # `scaled_dot_product_attention` also does this before it calls the kernel.
     if attention_mask is not None:
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -245,10 +247,10 @@ def attend(
         )
     else:
         output, log_sum_exp = _forward(kernel, scale, attention_mask, query, key, value)
-    made = output.transpose(1, 2).contiguous()
+    contiguous = output.transpose(1, 2).contiguous()
     if results is not None:
-        results += [made, log_sum_exp.reshape(log_sum_exp.shape[:3]).contiguous()]
-    return made, None
+        results += [contiguous, log_sum_exp.reshape(log_sum_exp.shape[:3]).contiguous()]
+    return contiguous, None
 
 
 def _forward(
@@ -259,25 +261,25 @@ def _forward(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel. Autograd records its backward.
+    """Runs the forward kernel. Autograd records its backward pass.
 
-    Returns the output [batch, heads, sequence, size] and the log-sum-exp [batch, heads, sequence],
-    with another dimension of size 1 for cudnn.
+    Returns the output, [batch, heads, sequence, size], and the log-sum-exp, [batch, heads,
+    sequence] fp32, which has a fourth dimension of size 1 with cudnn.
     """
     aten = torch.ops.aten
     if kernel == "cpu":
-        made = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        outputs = aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
         )
     elif kernel == "flash":
-        made = aten._scaled_dot_product_flash_attention.default(
+        outputs = aten._scaled_dot_product_flash_attention.default(
             query, key, value, 0.0, True, False, scale=scale
         )
     else:
-        made = aten._scaled_dot_product_cudnn_attention.default(
+        outputs = aten._scaled_dot_product_cudnn_attention.default(
             query, key, value, None, True, 0.0, True, False, scale=scale
         )
-    return made[0], made[1]
+    return outputs[0], outputs[1]
 
 
 class _SavedAttention(torch.autograd.Function):
@@ -327,14 +329,12 @@ def _backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value.
-
-    The kernels require random states, but do not read them without dropout. None stands for an
-    undefined tensor.
+    """Returns the gradients of query, key and value. The kernels require random states as
+    arguments, but do not read them without dropout.
     """
     aten, lengths = torch.ops.aten, (query.shape[2], key.shape[2])
     if kernel == "cpu":
-        made = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        outputs = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             gradient,
             query,
             key,
@@ -351,7 +351,7 @@ def _backward(
             torch.zeros(2, dtype=torch.uint64, device=query.device),
             torch.zeros((), dtype=torch.uint64, device=query.device),
         )
-        made = aten._scaled_dot_product_flash_attention_backward.default(
+        outputs = aten._scaled_dot_product_flash_attention_backward.default(
             gradient,
             query,
             key,
@@ -369,7 +369,7 @@ def _backward(
         )
     else:
         seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
-        made = aten._scaled_dot_product_cudnn_attention_backward.default(
+        outputs = aten._scaled_dot_product_cudnn_attention_backward.default(
             gradient,
             query,
             key,
@@ -386,4 +386,4 @@ def _backward(
             True,
             scale=scale,
         )
-    return made[0], made[1], made[2]
+    return outputs[0], outputs[1], outputs[2]

@@ -1,4 +1,4 @@
-"""Compiles functions of layers so that no other function counts against PyTorch's limit."""
+"""Compiles functions of layers, each with a recompile limit of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
     """Returns `function`, compiled for the shapes of each call.
 
     PyTorch compiles a code object at most 8 times (`torch._dynamo.config.recompile_limit`), and
-    then runs it eagerly without an error. The ninth kind of layer in a process would be eager, and
-    slower and larger than predicted. So the function is copied, with a code object of its own.
+    then runs it eagerly without an error. Without a copy, the ninth kind of layer in a process
+    would run eagerly, and would be slower and use more memory than predicted. So the function is
+    copied and gets its own code object.
 
     Args:
         function: a function, or a method of an object.
-        settings: further arguments of `torch.compile`.
+        **settings: further arguments of `torch.compile`.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), "neither a function nor a method"

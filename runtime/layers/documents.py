@@ -1,7 +1,7 @@
-"""Positions and masks of rows that contain several documents, or padding.
+"""Positions and masks for rows with several documents or with padding.
 
-`documents` is a tensor [batch, sequence] int64. It has the number of each token's document, and -1
-for padding.
+`documents` is a tensor, [batch, sequence] int64, with the document number of each token, and -1 for
+padding.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 
 def begins(documents: torch.Tensor) -> torch.Tensor:
-    """Returns where a document begins, [batch, sequence] bool."""
-    found = torch.ones_like(documents, dtype=torch.bool)
-    found[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return found
+    """Returns whether each token is the first of a document, [batch, sequence] bool."""
+    result = torch.ones_like(documents, dtype=torch.bool)
+    result[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return result
 
 
 def positions(documents: torch.Tensor) -> torch.Tensor:
     """Returns each token's distance from the start of its document, [batch, sequence] int64.
 
-    Consecutive padding counts as one document. It attends only to itself, and no other document
-    attends to it. A token that attends to nothing would give NaN.
+    Consecutive padding counts as a document, which attends only to itself. If padding attended to
+    nothing, its attention output would be NaN.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     return index - torch.where(begins(documents), index, 0).cummax(1).values
 
 
 def chunks(documents: torch.Tensor, size: int) -> torch.Tensor:
-    """Splits documents into chunks of `size` tokens.
-
-    Returns the number of each token's chunk, [batch, sequence] int64. Neighbouring chunks have
-    different numbers.
+    """Splits documents into chunks of `size` tokens. Returns the chunk number of each token,
+    [batch, sequence] int64. Adjacent chunks have different numbers.
     """
     return documents * documents.shape[1] + positions(documents) // size
 
 
 def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    """Returns masks that separate documents, for a model that does not make such masks itself.
+    """Returns masks that separate documents, for a model that does not make such masks itself: a
+    mask for each attention type, by type, or one mask if the config has no types.
 
-    Returns one mask for each attention type if the model has types, otherwise one mask. In chunked
-    attention, each chunk counts as a document. Linear attention has no mask.
+    In chunked attention, each chunk counts as a document. Linear attention has no mask.
+    `inputs_embeds` is [batch, sequence, hidden], and `position_ids` [batch, sequence] int64 is each
+    token's distance from the start of its document.
     """
 
-    def made(kind: str) -> Any:
+    def mask_of(kind: str) -> Any:
         if kind == "linear_attention":
             return None
         function = (
@@ -66,4 +66,4 @@ def masks(config: PretrainedConfig, inputs_embeds: torch.Tensor, position_ids: t
         )
 
     types = getattr(config, "layer_types", None)
-    return {kind: made(kind) for kind in set(types)} if types else made("full_attention")
+    return {kind: mask_of(kind) for kind in set(types)} if types else mask_of("full_attention")

@@ -1,9 +1,9 @@
 """EmbeddingAndHead: runs the parts of a model before its first and after its last decoder layer.
 
 transformers' models have their own code to scale embeddings, to build masks and positions, to
-normalize, to project, and to cap and scale logits. This code is run unchanged: the model's own
-forward is called with stubs in place of the decoder layers. `Recording` records its arguments,
-`Preset` returns preset hidden states.
+normalize, to project, and to cap and scale logits. This code runs unchanged: the model's own
+forward is called with stubs instead of the decoder layers. The stub `Recording` records its
+arguments, and the stub `Preset` returns given hidden states.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatrain.runtime.layers.scaled_positions import ScaledPositions
 from megatrain.simulator.base.errors import UserError
 
 Arguments = dict[str, Any]
-"""keyword arguments of a decoder layer: mask, positions and their embeddings, without the hidden
-states"""
+"""Keyword arguments of a decoder layer: mask, positions and their embeddings, without the hidden
+states."""
 
 
 class Reached(Exception):
@@ -36,7 +36,8 @@ class Reached(Exception):
 class Recording(nn.Module):
     """A stub that records the input and the arguments of the layer that it replaces.
 
-    The last one ends the forward pass. The others return their input, in a tuple if `wrapped`.
+    The stub of the last layer ends the forward pass by raising `Reached`. Other stubs return their
+    input, in a tuple if `wrapped`.
     """
 
     def __init__(self, last: bool, layer: nn.Module, *, wrapped: bool = False) -> None:
@@ -62,9 +63,8 @@ class Recording(nn.Module):
 
 
 class Preset(nn.Module):
-    """A stub that returns `rows`, whatever its input is.
-
-    With `wrapped`, it returns a tuple, for models whose layers return tuples.
+    """A stub that returns `rows` and ignores its input. With `wrapped`, it returns a tuple, for
+    models whose layers return tuples.
     """
 
     def __init__(self) -> None:
@@ -76,23 +76,22 @@ class Preset(nn.Module):
 
 
 class _Zero(nn.Module):
-    """Replaces a table of positions if they have been added to the rows already."""
+    """Replaces a table of positions that has already been added to the rows. Returns 0."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 class NoEmbedding(nn.Module):
-    """Replaces the embeddings of positions if no layer uses them."""
+    """Replaces the embeddings of positions if no layer uses them. Returns None."""
 
     def forward(self, *_: Any, **__: Any) -> None:
         return None
 
 
 def with_parts(module: Any, **parts: nn.Module) -> Any:
-    """Returns a copy of `module` in which `parts` replace its submodules of the same names.
-
-    Buffers and parameters are shared with `module`.
+    """Returns a shallow copy of `module` in which `parts` replace the submodules with the same
+    names. Buffers and parameters are shared with `module`.
     """
     other = copy.copy(module)
     other._modules = {**module._modules, **parts}
@@ -100,9 +99,8 @@ def with_parts(module: Any, **parts: nn.Module) -> Any:
 
 
 def _without_slopes(decoder: Any) -> Any:
-    """Returns `decoder`, changed so that it computes no ALiBi slopes (BLOOM).
-
-    No layer uses them, and they would require a mask with two dimensions.
+    """Changes `decoder` to compute no ALiBi slopes (BLOOM), and returns it. The slopes would
+    require a mask with two dimensions, and no layer uses them.
     """
     if hasattr(decoder, "build_alibi_tensor"):
         decoder.build_alibi_tensor = lambda *_, **__: None
@@ -110,7 +108,7 @@ def _without_slopes(decoder: Any) -> Any:
 
 
 def within(whole: Any, path: str, part: nn.Module) -> Any:
-    """Returns a copy of `whole` in which `part` replaces the module at `path`."""
+    """Returns a shallow copy of `whole` in which `part` replaces the module at `path`."""
     name, _, below = path.partition(".")
     return with_parts(whole, **{name: within(getattr(whole, name), below, part) if below else part})
 
@@ -124,10 +122,7 @@ def _masks_first_token(arguments: Arguments) -> bool:
 
 
 class EmbeddingAndHead:
-    """The parts of a model before its first and after its last decoder layer.
-
-    They run on the device of the model's buffers.
-    """
+    """Runs the parts of a model before its first and after its last decoder layer."""
 
     def __init__(
         self,
@@ -139,7 +134,7 @@ class EmbeddingAndHead:
         norm: str = "norm",
         embedding_norm: str = "",
     ) -> None:
-        """Builds the stubs and runs the model on single tokens to learn how it uses them.
+        """Builds the stubs, and runs the model on single tokens to find how it calls its layers.
 
         Args:
             whole: a model of `meta_model`.
@@ -148,8 +143,8 @@ class EmbeddingAndHead:
             device: the device of the model's buffers.
             positions: names of the tables of positions that the decoder adds to the embedding.
             norm: name of the final norm.
-            embedding_norm: name of the norm between the embedding and the first layer, if any.
-                The first layer applies it.
+            embedding_norm: name of the norm between the embedding and the first layer, if there is
+                one. The first layer applies it.
 
         Raises UserError if the runtime cannot train a model of this structure.
         """
@@ -165,8 +160,9 @@ class EmbeddingAndHead:
             name for name, module in base._modules.items() if module is base.get_input_embeddings()
         )
         self.padding: int | None = base._modules[self._table].padding_idx
+        """Token id whose row in the embedding table gets no gradient, or None."""
         table = with_parts(base._modules[self._table])
-        table.padding_idx = None  # rows are looked up by their index, not by token
+        table.padding_idx = None  # indices are not token ids
         bare: dict[str, nn.Module] = {"rotary_emb": NoEmbedding()}
         passed: dict[str, nn.Module] = {embedding_norm: nn.Identity()} if embedding_norm else {}
         self._positions = positions
@@ -182,7 +178,7 @@ class EmbeddingAndHead:
         )
         normed = Recording(True, base._modules[norm])
         self._preset.rows = torch.empty(2, 1, hidden, dtype=dtype, device=device)
-        # If both are the same norm, it stays: its result after the embedding is not used.
+        # A norm that is also the final norm is not removed. Its result here is not used.
         added |= {} if embedding_norm == norm else passed
         probed = _without_slopes(
             with_parts(
@@ -196,7 +192,7 @@ class EmbeddingAndHead:
                 with_parts(base, **{stack.layers: nn.ModuleList([self._preset])}, **bare, **added)
             ),
         )
-        # transformers uses a mask with four dimensions as it is, and builds no other.
+        # transformers uses a mask with four dimensions unchanged, and builds no other mask.
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._run(
@@ -205,7 +201,7 @@ class EmbeddingAndHead:
             position_ids=self._no_positions,
             attention_mask=self._no_mask,
         )
-        # A model that expects a tuple takes the first of the two rows instead of the tensor.
+        # A model that expects a tuple takes the first of the two rows, instead of the whole tensor.
         self._preset.wrapped = normed.rows.dim() == 2
         self._recording = [
             Recording(index == len(layers) - 1, layer, wrapped=self._preset.wrapped)
@@ -220,11 +216,11 @@ class EmbeddingAndHead:
             base, **{stack.layers: nn.ModuleList(self._recording)}, **rotary, **{**added, **passed}
         )
         self.plain = self._is_plain()
-        """whether the first layer's input is the rows of the embedding table, unchanged"""
+        """Whether the first layer's input is the unchanged rows of the embedding table."""
 
     def _is_plain(self) -> bool:
         row = torch.ones(1, 1, self._hidden, dtype=self._dtype, device=self._device)
-        # OPT does not use its first two positions, so that one row would not be enough.
+        # More than one row, because OPT does not use its first two positions.
         none = {
             name: torch.zeros(8, self._hidden, dtype=self._dtype, device=self._device)
             for name in self._positions
@@ -269,9 +265,8 @@ class EmbeddingAndHead:
         )
 
     def arguments_without_masks(self, positions: torch.Tensor) -> list[Arguments]:
-        """Returns the keyword arguments of each decoder layer, with no real mask.
-
-        Used if documents are separated without masks. Does not synchronize with the device.
+        """Returns the keyword arguments of each decoder layer with a placeholder as mask, for
+        documents that are separated without masks. Does not synchronize with the device.
         """
         return self._recorded(self._no_rows(*positions.shape), positions, self._no_mask)
 
@@ -290,22 +285,21 @@ class EmbeddingAndHead:
                 position_ids=positions,
                 attention_mask=prepared,
             )
-        found = [stub.arguments for stub in self._recording]
+        recorded = [stub.arguments for stub in self._recording]
         if positions is None:
-            return found
+            return recorded
         return [
             arguments | ({ARGUMENT: positions} if kind in STATEFUL else {})
-            for arguments, kind in zip(found, self._types, strict=True)
+            for arguments, kind in zip(recorded, self._types, strict=True)
         ]
 
     @functools.cached_property
     def packs(self) -> bool:
-        """Returns whether the model's own masks separate documents.
+        """Whether the model's own masks separate documents. If not (gpt_oss, OPT and Llama 4, in
+        transformers 5.23), `documents.masks` makes the masks.
 
-        This is tested with two documents of one token. For other models (gpt_oss, OPT and Llama 4,
-        in transformers 5.23), `documents.masks` makes the masks.
-
-        Raises ValueError if the masks of `documents.masks` do not separate documents either.
+        This is tested with two documents of one token. Raises ValueError if the masks of
+        `documents.masks` do not separate documents either.
         """
         rows = torch.zeros(1, 2, self._hidden, dtype=self._dtype, device=self._device)
         positions = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
@@ -317,7 +311,7 @@ class EmbeddingAndHead:
                 for arguments, kind in zip(recorded, self._types, strict=True)
             )
 
-        # The chunks of a model's own masks count from the start of the row, not of the document.
+        # In a model's own masks, chunks start at the start of the row, not of the document.
         if "chunked_attention" not in self._types and keeps_apart(None):
             return True
         if not keeps_apart(masks(self._up_to_layers.config, rows, positions)):
@@ -335,11 +329,11 @@ class EmbeddingAndHead:
         It is linear in `rows` and in `tables`.
 
         Args:
-            rows: for each table in which tokens are looked up, each token's row of it, [batch,
-                sequence, width].
+            rows: for each table of the embedding, the table's row for each token, [batch, sequence,
+                width].
             tables: tables of positions by name, [positions, hidden] each.
-            positions: index of each token in `tables`, [batch, sequence] int64; None for the
-                token's place in its row.
+            positions: index of each token in `tables`, [batch, sequence] int64. None means the
+                token's index in its row.
         """
         (row,) = rows
         batch, sequence, hidden = row.shape
@@ -375,10 +369,10 @@ class EmbeddingAndHead:
         )
 
     def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [tokens, vocabulary] of the last layer's output.
+        """Returns the logits, [tokens, vocabulary], for the output of the last decoder layer.
 
         Args:
-            tensors: the parameters of the final norm and the projection, by their full names.
+            tensors: parameters of the final norm and the projection, by full name.
             rows: output of the last decoder layer, [tokens, hidden].
         """
         self._preset.rows = rows[None]

@@ -1,4 +1,4 @@
-"""embedding_and_head: makes what runs before a model's first and after its last decoder layer."""
+"""embedding_and_head: returns the EmbeddingAndHead that fits a model's family."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatrain.simulator.model.specs import ModelSpec
 def embedding_and_head(
     whole: Any, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> EmbeddingAndHead:
-    """Returns the embedding and the head of `whole`, a model of `meta_model`.
+    """Returns the embedding and the head of `whole`.
 
     Args:
-        whole: the model.
-        model: its spec.
+        whole: a model of `meta_model`.
+        model: the spec of the model.
         dtype: the dtype of the hidden states.
         device: the device of the model's buffers.
 

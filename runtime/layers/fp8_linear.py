@@ -1,22 +1,22 @@
-"""Linear layers whose three matrix products are in fp8: output, gradient of the input, gradient of
-the weight.
+"""Linear layers whose three matrix products are in fp8: the output, the gradient of the input, and
+the gradient of the weight.
 
-An operand X is stored as fp8 values Q and scales s with X ~ Q s. Scales are powers of two, so that
-scaling and its inverse are exact and only the cast to fp8 rounds. With input X [tokens, in],
-weight W [out, in] and the output's gradient G [tokens, out]:
+An operand X is stored as fp8 values Q and scales s with X ~ Q s. Scales are powers of two, so
+scaling is exact and only the cast to fp8 rounds. With the input X [tokens, in], the weight W [out,
+in] and the output's gradient G [tokens, out]:
 
-* `rowwise`: each row of X and of W has a scale, s and t. The products are Q_X Q_W^T s t for the
-  output, (G t) Q_W for the gradient of the input, and (G s)^T Q_X for that of the weight. Here G t
-  has a scale for each token and G s one for each output. So X and W are rounded once, and both
-  passes use the same values. All are E4M3 (4 bits of exponent, 3 of mantissa).
+* `rowwise`: each row of X has a scale s, and each row of W a scale t. The output is Q_X Q_W^T s t.
+  The gradient of the input is (G t) Q_W, with a scale for each row of G t. The gradient of the
+  weight is (G s)^T Q_X, with a scale for each column of G s. So X and W are rounded once, and both
+  passes use the same values. All operands are E4M3 (4 bits of exponent, 3 bits of mantissa).
 * `tensorwise`: X, W and G have one scale each. X and W are E4M3. G is E5M2 (5 bits of exponent, 2
-  of mantissa).
+  bits of mantissa).
 
-The multiplication is PyTorch's `torch._scaled_mm`. Its result is bf16. On tensor cores, sums over
-`in` or `out` keep fewer bits than fp32 ("fast accumulation"). The gradient of the weight is a sum
-over all tokens, and is accumulated in fp32.
+Products are computed by `torch._scaled_mm` with a result in bf16. On tensor cores, sums over `in`
+or `out` keep fewer bits than fp32 ("fast accumulation"). The gradient of the weight is a sum over
+all tokens, and is accumulated in fp32.
 
-Autograd saves X and W in bf16. A compiled layer may save the fp8 values of X in place of X.
+Autograd saves X and W in bf16. A compiled layer may save the fp8 values of X instead of X.
 """
 
 from __future__ import annotations
@@ -33,40 +33,42 @@ from megatrain.simulator.model.workload import FP8_MULTIPLE, Scaling, Workload
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LINEAR = (torch.nn.Linear, FalconLinear)
-"""Modules that `Fp8Linear` can replace. The latter computes what the former does, in two ops."""
+"""Modules that `Fp8Linear` can replace. FalconLinear is an nn.Linear that runs as two ops."""
 _EXPONENT = 0x7F80_0000
 """The bits of the exponent of an fp32 number."""
 _LEAST = 1e-12
-"""A row of numbers that are all smaller than this is scaled as if this were the largest."""
+"""Lower limit of the largest absolute value for computing a scale, so scales are not 0."""
 _CAPABILITY = (8, 9)
-"""The least compute capability of a GPU with fp8 matrix products."""
+"""Minimum compute capability of a GPU with fp8 matrix products."""
 _MOST_ERROR = 0.01
-"""The most that the products of a device may differ from the definition, relative to their norm.
-Rounding to bf16 gives 0.002."""
+"""Maximum difference between the products of a device and the definition, relative to their norm.
+Rounding to bf16 alone gives 0.002."""
 
 
 def rows(scaling: Scaling) -> int | None:
-    """Returns the argument `dim` of `quantise` for inputs and weights."""
+    """Returns the argument `dim` of `quantise` for inputs and weights with `scaling`."""
     return 1 if scaling == "rowwise" else None
 
 
 def quantise(
     x: torch.Tensor, dtype: torch.dtype, dim: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `x` in fp8, and the fp32 scales that multiply it back.
+    """Returns `x` in fp8, [rows, columns], and its scales in fp32: the fp8 values times the scales
+    are approximately `x`.
 
-    `x` is multiplied with the largest power of two with which its largest number is at most the
-    largest of `dtype`. A NaN or an infinity in `x` makes all products with its row or column NaN.
+    Before the cast, `x` is multiplied by the largest power of two that keeps its largest absolute
+    value within the range of `dtype`. If a row or column has a NaN or an infinity, all products
+    with this row or column are NaN.
 
     Args:
         x: [rows, columns] bf16.
         dtype: E4M3 or E5M2.
         dim: 1 for a scale for each row, [rows, 1]. 0 for a scale for each column, [1, columns].
-            None for one scale, 0-dimensional.
+            None for a single scale, 0-dimensional.
     """
     largest = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
     factor = torch.finfo(dtype).max / largest.clamp(min=_LEAST)
-    # Without its mantissa, a number is the power of two below it.
+    # Clears the mantissa, which rounds down to a power of two.
     factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
     return (x * factor.to(x.dtype)).to(dtype), factor.reciprocal()
 
@@ -74,15 +76,16 @@ def quantise(
 def multiply(
     left: torch.Tensor, right: torch.Tensor, s: torch.Tensor, t: torch.Tensor, *, fast: bool = True
 ) -> torch.Tensor:
-    """Returns the product of `left` [rows, inner] and the transpose of `right` [columns, inner],
-    [rows, columns] bf16. Both are fp8 and contiguous.
+    """Returns the product of `left` and the transpose of `right`, [rows, columns] bf16.
 
     Args:
-        s: the scales of `left`, [rows, 1], or 0-dimensional.
-        t: the scales of `right`, [columns, 1], or 0-dimensional as `s`.
+        left: fp8 values, [rows, inner], contiguous.
+        right: fp8 values, [columns, inner], contiguous.
+        s: the scales of `left`, [rows, 1] or 0-dimensional fp32.
+        t: the scales of `right`, [columns, 1] fp32, or 0-dimensional if `s` is 0-dimensional.
         fast: whether sums may keep fewer bits than fp32.
     """
-    made: torch.Tensor = torch._scaled_mm(
+    product: torch.Tensor = torch._scaled_mm(
         left,
         right.t(),
         s,
@@ -90,7 +93,7 @@ def multiply(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
-    return made
+    return product
 
 
 class _Product(torch.autograd.Function):
@@ -98,14 +101,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
-        (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in (x, weight))
+        (left, s), (right, t) = (quantise(operand, E4M3, rows(scaling)) for operand in (x, weight))
         return multiply(left, right, s, t)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
-        (left, s), (right, t) = (quantise(each, E4M3, rows(scaling)) for each in (x, weight))
+        (left, s), (right, t) = (quantise(operand, E4M3, rows(scaling)) for operand in (x, weight))
         if scaling == "tensorwise":
             back, u = quantise(gradient, E5M2, None)
             dx = multiply(back, right.t().contiguous(), u, t)
@@ -114,7 +117,7 @@ class _Product(torch.autograd.Function):
         one = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=x.device)
         back, u = quantise(gradient * t.view(1, -1).to(gradient.dtype), E4M3, 1)
         dx = multiply(back, right.t().contiguous(), u, one)
-        del back, right  # before the second cast, which takes the most memory
+        del back, right  # before the second cast, which has the peak of memory
         back, u = quantise(gradient * s.to(gradient.dtype), E4M3, 0)
         back = back.t().contiguous()
         dw = multiply(back, left.t().contiguous(), u.view(-1, 1), one, fast=False)
@@ -122,7 +125,7 @@ class _Product(torch.autograd.Function):
 
 
 class Fp8Linear(torch.nn.Linear):
-    """A linear layer in fp8, in place of transformers' own."""
+    """A linear layer in fp8, which replaces transformers' module."""
 
     scaling: Scaling
 
@@ -133,15 +136,15 @@ class Fp8Linear(torch.nn.Linear):
         multiple of `FP8_MULTIPLE`.
 
         Args:
-            input: [..., in].
+            input: the input, [..., in].
         """
         flat = input.reshape(-1, input.shape[-1])
         if input.dtype != torch.bfloat16 or flat.shape[0] % FP8_MULTIPLE:
             return super().forward(input)
-        made: torch.Tensor = _Product.apply(flat, self.weight, self.scaling)
+        output: torch.Tensor = _Product.apply(flat, self.weight, self.scaling)
         if self.bias is not None:
-            made = made + self.bias
-        return made.view(*input.shape[:-1], -1)
+            output = output + self.bias
+        return output.view(*input.shape[:-1], -1)
 
 
 def install(layer: torch.nn.Module, weights: Iterable[str], scaling: Scaling) -> None:
@@ -149,7 +152,7 @@ def install(layer: torch.nn.Module, weights: Iterable[str], scaling: Scaling) ->
 
     Args:
         layer: transformers' decoder layer.
-        weights: names of their weights in the layer (`ModelSpec.fp8_weights`).
+        weights: names of the weights of these linear layers (`ModelSpec.fp8_weights`).
         scaling: how operands are scaled.
 
     Raises ValueError if a weight does not belong to an `nn.Linear`.
@@ -163,10 +166,10 @@ def install(layer: torch.nn.Module, weights: Iterable[str], scaling: Scaling) ->
 
 
 def refuse_fp8(workload: Workload, device: torch.device | None) -> None:
-    """Raises UserError if `device` cannot compute the fp8 products of `workload`.
+    """Raises UserError if `device` cannot compute the fp8 products of `workload`. Without a device,
+    nothing is refused.
 
-    A GPU multiplies small matrices first, and the products are compared with those of the
-    definition. Without a device, nothing is refused.
+    The device multiplies small matrices, and the products are compared with the definition.
     """
     if workload.fp8 is None or device is None:
         return
@@ -182,7 +185,7 @@ def refuse_fp8(workload: Workload, device: torch.device | None) -> None:
 
 @functools.cache
 def _obstacle(scaling: Scaling, device: torch.device) -> str:
-    """Returns why `device` cannot compute fp8 products, in words, or nothing if it can."""
+    """Returns the reason why `device` cannot compute fp8 products, or an empty string."""
     name = "the CPU"
     if device.type == "cuda":
         name, capability = (
@@ -193,40 +196,41 @@ def _obstacle(scaling: Scaling, device: torch.device) -> str:
             return f"{name}, which has none"
     try:
         error = _trial_error(scaling, device)
-    except Exception as failure:  # a product may fail in any way on a GPU that nobody tried
+    except Exception as failure:  # an untested GPU may raise any exception
         reason = str(failure).strip().splitlines() or [type(failure).__name__]
         return f"{name}, where PyTorch's fp8 product fails: {reason[0]}"
     return "" if error <= _MOST_ERROR else f"{name}, whose products differ by {error:.3f}"
 
 
 def _trial_error(scaling: Scaling, device: torch.device) -> float:
-    """Returns the largest difference between the three products on `device` and the products in
-    fp32 of the same rounded operands, relative to the norm of the latter.
+    """Returns the largest relative difference of the three products on `device` from the fp32
+    products of the same rounded operands. It is the norm of the difference, divided by the norm of
+    the fp32 product.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*size: int) -> torch.Tensor:
+    def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(device, torch.bfloat16)
 
-    x, weight, gradient = drawn(64, 128), drawn(96, 128), drawn(64, 96)
+    x, weight, gradient = random(64, 128), random(96, 128), random(64, 96)
 
     def rounded(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
-        made, scale = quantise(tensor, dtype, dim)
-        return made.float() * scale
+        values, scale = quantise(tensor, dtype, dim)
+        return values.float() * scale
 
-    left, right = (rounded(each, E4M3, rows(scaling)) for each in (x, weight))
+    left, right = (rounded(operand, E4M3, rows(scaling)) for operand in (x, weight))
     if scaling == "rowwise":
         s, t = quantise(x, E4M3, 1)[1], quantise(weight, E4M3, 1)[1].view(1, -1)
         back = rounded((gradient * t).bfloat16(), E4M3, 1) / t
         down = rounded((gradient * s).bfloat16(), E4M3, 0) / s
     else:
         back = down = rounded(gradient, E5M2, None)
-    wanted = left @ right.t(), back @ right, down.t() @ left
+    references = left @ right.t(), back @ right, down.t() @ left
     with torch.enable_grad():
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        made = _Product.apply(x, weight, scaling)
-        found = made.detach(), *torch.autograd.grad(made, (x, weight), gradient)
+        output = _Product.apply(x, weight, scaling)
+        products = output.detach(), *torch.autograd.grad(output, (x, weight), gradient)
     return max(
-        float((ours.float() - theirs).norm() / theirs.norm())
-        for ours, theirs in zip(found, wanted, strict=True)
+        float((product.float() - reference).norm() / reference.norm())
+        for product, reference in zip(products, references, strict=True)
     )

@@ -1,13 +1,13 @@
-"""FunctionalLayers: transformers' own modules, built without memory and called as functions of the
-tensors in a slot.
+"""FunctionalLayers: transformers' own modules, built on the meta device and called as functions of
+the tensors in a slot.
 
-One module computes all decoder layers of the same kind (`meta_model.kind_of`). It computes layer 12
-when it is called with the weights of layer 12 in a slot, that layer's buffers, and the arguments
-that the model passes to it (`embedding_and_head.py`).
+One module computes all decoder layers of the same kind (`meta_model.kind_of`). To compute layer 12,
+it is called with the weights of layer 12 in a slot, the buffers of layer 12, and the arguments that
+the model passes to layer 12 (`embedding_and_head.py`).
 
-Autograd saves weights in the graph of a layer. They are saved as offsets in the layer, and looked
-up in the backward pass in the slot that holds the layer then (`slot_tensors.py`). So the slot can
-be reused between a layer's recompute and its backward.
+Autograd saves weights in the graph of a layer. Here they are saved as offsets in a slot. The
+backward pass reads them from the slot that holds the layer at that time (`slot_tensors.py`). So the
+slot can be reused between the recompute of a layer and its backward pass.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
     """Returns transformers' config of `model` for training.
 
     The config is made from the spec, because config.json in the model's folder may have changed
-    since the plan was made. Dropout is set to 0: `preflight` refuses a plan that wants another.
+    since the plan was made. Dropout is set to 0, because `preflight` refuses plans with dropout.
 
-    Attention is PyTorch's fused attention, or transformers' eager attention if the family has
-    scores that the fused kernels do not compute (soft caps, sinks). Experts use transformers'
-    default, grouped products. In bf16 these do not synchronize with the host, and give the same
-    bits every time.
+    Attention is PyTorch's fused attention. If the family has scores that the fused kernels do not
+    compute (soft caps, sinks), it is transformers' eager attention. Experts use transformers'
+    default, grouped products. In bf16, grouped products do not synchronize with the host and are
+    deterministic.
     """
     config = full_config(model)
     for key in dropout_keys(model.family):
@@ -80,7 +80,7 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
 def layer_tensors(
     arenas: Arenas, layer: LayerSpec, buffer: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Returns views of the layer's tensors by name, in the arena buffer `buffer` of `dtype`."""
+    """Returns the layer's tensors in the arena buffer `buffer`, by name, without copying them."""
     return {
         tensor.name: arenas.tensor(buffer, dtype, tensor.shape, offset * dtype.itemsize)
         for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
@@ -89,24 +89,24 @@ def layer_tensors(
 
 @dataclass
 class SavedForBackward:
-    """The autograd graph of a layer, kept for its backward."""
+    """The autograd graph of a layer, which is saved for the backward pass."""
 
     output: torch.Tensor
-    """output of the layer, [batch, sequence, hidden]"""
+    """Output of the layer, [batch, sequence, hidden]."""
     inputs: tuple[torch.Tensor, ...]
-    """input of the layer, then its parameters in the order of the LayerSpec"""
+    """The input of the layer, and then its parameters in the order of the LayerSpec."""
     weights: list[str]
-    """name of the slot that holds the layer's weights, set again before the backward. It is in a
-    list, because the graph's hooks refer to the list instead of this object. Otherwise a graph
-    without a backward would never be freed (7 GiB for a layer of a 7B model)"""
+    """Name of the slot that holds the layer's weights, as the only entry of a list. `backward` sets
+    the entry. The hooks of the graph refer to this list. If they referred to this object, a graph
+    without a backward pass would never be freed (7 GiB for a layer of a 7B model)."""
     micro: int = 0
-    """index of the micro-batch"""
+    """Index of the micro-batch."""
     router_logits: torch.Tensor | None = None
-    """logits of the layer's router, [tokens, experts]; None without a router loss"""
+    """Logits of the layer's router, [tokens, experts]; None without a router loss."""
 
 
 class FunctionalLayers:
-    """The computations of a model's layers on one device, with one method for each kind of op."""
+    """Computes the layers of a model on one device, with one method for each kind of op."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class FunctionalLayers:
         keeps: bool = False,
         seed: int = 0,
     ) -> None:
-        """Builds the modules of `model` without memory for parameters.
+        """Builds the modules of `model` with parameters on the meta device.
 
         Args:
             model: the planned model.
             workload: the planned workload.
             config: the config of `config_of`.
             device: the device that computes.
-            keeps: whether the attention output of some layer is saved for its recompute.
+            keeps: whether the attention output of at least one layer is saved for its recompute.
             seed: the run's seed, for layers that draw random numbers.
         """
         self.model, self.workload, self.device = model, workload, device
@@ -151,19 +151,19 @@ class FunctionalLayers:
             linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)
         if workload.fp8:
-            # Not strict, because calibration plans fewer layers than the config has.
+            # `zip` is not strict, because a plan for calibration has fewer layers than the config.
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
         if workload.piece:
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 pieces = model.layer_pieces(layer.name, compiled=workload.compiled)
-                assert pieces is not None  # or the plan would have been refused
+                assert pieces is not None  # otherwise `preflight` refuses the plan
                 token_pieces.install(module, pieces, workload.piece, compiled=workload.compiled)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))
         }
-        """buffers of each decoder layer, by layer and name, on the device"""
+        """Buffers of each decoder layer, by layer and name, on the device."""
         saved = whole.state_dict().keys()
         self.persistent = {
             layer: {
@@ -173,7 +173,7 @@ class FunctionalLayers:
             }
             for layer, buffers in self.buffers.items()
         }
-        """those of `buffers` that a Hugging Face checkpoint contains"""
+        """The entries of `buffers` that a Hugging Face checkpoint contains."""
         self.routing = RouterLoss.of(config, whole, workload.accumulation, device)
         family = FAMILIES[model.family]
         self._kinds = layer_kinds(
@@ -183,34 +183,39 @@ class FunctionalLayers:
             draws=bool(family.draws),
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
-        self._edges = embedding_and_head(whole, model, self.dtype, device)
-        self._looked_up = {*model.tables[1:], *model.positions}
-        """tensors of the embedding that a tied head does not use"""
+        self._embedding_and_head = embedding_and_head(whole, model, self.dtype, device)
+        self._embedding_only = {*model.tables[1:], *model.positions}
+        """Tensors of the embedding that a tied head does not use."""
         self._rows = {tensor.name: tensor.shape[0] for tensor in model.stack[EMBEDDING].tensors}
-        """number of rows of each table of the embedding"""
+        """Number of rows of each table of the embedding."""
         self._positions: dict[int, torch.Tensor] = {}
-        """for each micro-batch with documents: each token's distance from the start of its
-        document"""
-        self._causal: list[Arguments] = []
-        """arguments of each decoder layer if each row is one document. They are made here, because
-        making masks synchronizes with the device. Empty if documents are separated by lengths and
-        the mask of a sliding window would take memory without need"""
+        """The distance of each token from the start of its document, for each micro-batch with
+        documents."""
+        self._causal_arguments: list[Arguments] = []
+        """Arguments of each decoder layer for rows of one document. They are made in advance,
+        because making masks synchronizes with the device. The list is empty if lengths separate
+        documents and the model would have masks, which would take memory without need."""
         if workload.documents:
             self._refuse_unpackable()
         if not (
             self._by_lengths
             and model.mask_bytes(msgspec.structs.replace(workload, documents=False))
         ):
-            self._causal = self._edges.arguments(workload.batch, workload.sequence, None)
-        self._room: dict[int, dict[str, int] | None] = {}
+            self._causal_arguments = self._embedding_and_head.arguments(
+                workload.batch, workload.sequence, None
+            )
+        self._document_counts: dict[int, dict[str, int] | None] = {}
+        """Results of `lengths.room` by micro-batch and attention type. A micro-batch has None if
+        each of its rows is one document."""
         self._chunk_loss = (
             compiling.compiled(self._token_losses) if workload.compiled else self._token_losses
         )
         self._arguments: dict[int, list[Arguments]] = {}
 
     def _refuse_unpackable(self) -> None:
+        """Raises UserError if no masks separate documents in this model."""
         try:
-            _ = self._edges.packs
+            _ = self._embedding_and_head.packs
         except ValueError as error:
             raise UserError(
                 f"model {self.model.name}: model_type",
@@ -220,68 +225,72 @@ class FunctionalLayers:
             ) from None
 
     def expect(self, micro: int, documents: torch.Tensor | None, step: int | None) -> None:
-        """Counts the documents of a micro-batch before the step, so that no op has to wait for it.
+        """Counts the documents of a micro-batch before the step, so no op has to wait for the
+        count.
 
         Args:
             micro: index of the micro-batch.
-            documents: [batch, sequence] int64 on the host; None if each row is one document. Then
-                attention uses the causal kernel.
-            step: the number of the step; None in an evaluation, in which layers draw nothing.
+            documents: document numbers, [batch, sequence] int64 on the host. None means that each
+                row is one document, and attention uses the causal kernel.
+            step: the number of the step, or None in an evaluation, in which layers draw no random
+                numbers.
         """
         if self._draws:
             self._draws.step = step or 0
             for kind in self._kinds:
                 kind.train(step is not None)
-        self._room[micro] = None if documents is None else self._count_room(documents)
+        self._document_counts[micro] = (
+            None if documents is None else self._count_documents(documents)
+        )
 
     def begin(self, micro: int, documents: torch.Tensor | None = None) -> None:
         """Prepares positions, and lengths or masks, for a micro-batch.
 
-        They are not needed if `expect` was called with None for this micro-batch. Making masks
-        synchronizes with the device once per micro-batch, because transformers tests whether there
-        are several documents. Making lengths does not synchronize.
+        Lengths and masks are not needed if `expect` was called with None for this micro-batch.
+        Making masks synchronizes with the device once per micro-batch, because transformers checks
+        whether there are several documents. Making lengths does not synchronize.
 
         Args:
             micro: index of the micro-batch.
-            documents: [batch, sequence] int64 on the device.
+            documents: document numbers, [batch, sequence] int64 on the device.
         """
         if documents is not None:
             self._positions[micro] = positions(documents)
-        one_a_row = documents is None or (micro in self._room and self._room[micro] is None)
-        if not (one_a_row and self._causal):
+        one_a_row = documents is None or (
+            micro in self._document_counts and self._document_counts[micro] is None
+        )
+        if not (one_a_row and self._causal_arguments):
             self._arguments[micro] = self._separating_arguments(micro, documents)
         if self.routing:
             self.routing.begin(micro, documents)
 
     def _separating_arguments(self, micro: int, documents: torch.Tensor | None) -> list[Arguments]:
+        """Returns the arguments of each decoder layer, with masks or lengths for `documents`."""
         work = self.workload
-        room = self._room.get(micro)
+        counts = self._document_counts.get(micro)
         if documents is None:
             whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
-            documents, room = whole.to(self.device), self._count_room(whole)
+            documents, counts = whole.to(self.device), self._count_documents(whole)
         if not self._by_lengths:
-            return self._edges.arguments(work.batch, work.sequence, positions(documents))
-        room = room or self._count_room(documents)
+            return self._embedding_and_head.arguments(
+                work.batch, work.sequence, positions(documents)
+            )
+        counts = counts or self._count_documents(documents)
         windows = {layer.attention: self.model.window(layer.name) for layer in self.model.decoders}
         bounds = {
-            kind: lengths.bounds(parts, room[kind], windows[kind], compiled=work.compiled)
+            kind: lengths.bounds(parts, counts[kind], windows[kind], compiled=work.compiled)
             for kind, parts in self._documents_by_attention(documents).items()
         }
-        arguments = self._edges.arguments_without_masks(positions(documents))
-        # Not strict, because calibration plans fewer layers than the config has.
+        arguments = self._embedding_and_head.arguments_without_masks(positions(documents))
+        # `zip` is not strict, because a plan for calibration has fewer layers than the config.
         return [
-            (
-                {**each, "attention_mask": bounds[layer.attention]}
-                if layer.attention in bounds
-                else each
-            )
-            for each, layer in zip(arguments, self.model.decoders, strict=False)
+            own | ({"attention_mask": bounds[kind]} if (kind := layer.attention) in bounds else {})
+            for own, layer in zip(arguments, self.model.decoders, strict=False)
         ]
 
     def _documents_by_attention(self, documents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the documents [batch, sequence] int64 for each attention type that uses lengths.
-
-        In chunked attention, each chunk counts as a document.
+        """Returns document numbers, [batch, sequence] int64, for each attention type that uses
+        lengths. In chunked attention, each chunk counts as a document.
         """
         kinds = {layer.attention for layer in self.model.decoders} - {"linear_attention"}
         return {
@@ -289,14 +298,15 @@ class FunctionalLayers:
             for kind in sorted(kinds)
         }
 
-    def _count_room(self, documents: torch.Tensor) -> dict[str, int]:
+    def _count_documents(self, documents: torch.Tensor) -> dict[str, int]:
+        """Returns the result of `lengths.room` for each attention type that uses lengths."""
         return {
             kind: lengths.room(parts)
             for kind, parts in self._documents_by_attention(documents).items()
         }
 
     def end(self, micro: int) -> None:
-        """Frees what `begin` prepared, after the backward of the micro-batch."""
+        """Frees what `begin` prepared. Must be called after the last pass of the micro-batch."""
         self._arguments.pop(micro, None)
         self._positions.pop(micro, None)
         if self.routing:
@@ -305,14 +315,13 @@ class FunctionalLayers:
     def forward(
         self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0
     ) -> torch.Tensor:
-        """Runs one decoder layer without keeping its graph.
+        """Returns the output of a decoder layer, [batch, sequence, hidden], without saving the
+        graph. `x` is the input, [batch, sequence, hidden].
 
-        Input and output are [batch, sequence, hidden].
-
-        A layer compiled with gradients rounds differently from one compiled without. In
-        deterministic mode, the program with gradients runs here as well, so that recomputed layers
-        and layers with saved activations give the same bits. It is slower (24.6 ms instead of
-        23.1 ms for a 7B layer with 32 x 1024 tokens on an H200).
+        A layer that is compiled with gradients and a layer that is compiled without gradients round
+        differently. In deterministic mode, the program with gradients runs here as well, so
+        recomputed layers and layers with saved activations give the same bits. It is slower (24.6
+        ms instead of 23.1 ms for a 7B layer with 32 x 1024 tokens on an H200).
         """
         output, logits = self._without_graph(
             self._kinds[int(layer)].run,
@@ -322,19 +331,19 @@ class FunctionalLayers:
             self._layer_arguments(layer, micro),
             micro,
         )
-        self._count(micro, logits)
+        self._add_to_router_loss(micro, logits)
         return output.detach()
 
     def forward_and_attention(
         self, layer: str, weights: dict[str, torch.Tensor], x: torch.Tensor, micro: int = 0
     ) -> tuple[torch.Tensor, Attention]:
-        """Runs `forward`, and also returns the attention results that `recompute` can use."""
+        """Returns the output of `forward` and the attention results that `recompute` can reuse."""
         arguments = self._layer_arguments(layer, micro) | {"kernel": self._kernel, "kept": None}
-        output, logits, left = self._without_graph(
+        output, logits, results = self._without_graph(
             self._kinds[int(layer)].attend, layer, weights, x, arguments, micro
         )
-        self._count(micro, logits)
-        return output.detach(), Attention(*(tensor.detach() for tensor in left))
+        self._add_to_router_loss(micro, logits)
+        return output.detach(), Attention(*(tensor.detach() for tensor in results))
 
     def _without_graph(
         self,
@@ -359,19 +368,16 @@ class FunctionalLayers:
         return self._draws.seeded(layer, micro) if self._draws else nullcontext()
 
     def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
-        """Returns the keyword arguments of a layer.
-
-        Adds those of `attention.attend` if a kernel is chosen or attention results are reused.
+        """Returns the keyword arguments of a layer, including the arguments of `attention.attend`
+        if the workload names a kernel or `kept` attention results are reused.
         """
-        arguments = (self._arguments.get(micro) or self._causal)[int(layer)]
-        chosen = self.workload.attention or kept is not None
-        return (
-            arguments | {"kernel": self._kernel, "kept": kept, "results": None}
-            if chosen
-            else arguments
-        )
+        arguments = (self._arguments.get(micro) or self._causal_arguments)[int(layer)]
+        if self.workload.attention or kept is not None:
+            return arguments | {"kernel": self._kernel, "kept": kept, "results": None}
+        return arguments
 
-    def _count(self, micro: int, logits: torch.Tensor | None) -> None:
+    def _add_to_router_loss(self, micro: int, logits: torch.Tensor | None) -> None:
+        """Adds the router logits of a layer to the sums of the router loss, if there is one."""
         if self.routing and logits is not None:
             self.routing.add(micro, logits.detach())
 
@@ -386,27 +392,25 @@ class FunctionalLayers:
             micro: index of the micro-batch.
         """
         rows = [
-            torch.nn.functional.embedding(found, weights[name])
-            for name, found in self._indices(ids).items()
+            torch.nn.functional.embedding(indices, weights[name])
+            for name, indices in self._indices(ids).items()
         ]
-        if self._edges.plain:
+        if self._embedding_and_head.plain:
             return rows[0]
         with torch.no_grad():
-            return self._edges.enter(
+            return self._embedding_and_head.enter(
                 rows,
                 {name: weights[name] for name in self.model.positions},
                 self._positions.get(micro),
             )
 
     def _indices(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the row of each token in each table. A token that a further table does not have
-        uses its row 0.
+        """Returns the row index of each token in each table, by table. In every table but the
+        first, tokens beyond the last row use row 0.
         """
         first, *further = self.model.tables
-        found = {first: ids}
-        for name in further:
-            found[name] = torch.where(ids < self._rows[name], ids, 0)
-        return found
+        clipped = {name: torch.where(ids < self._rows[name], ids, 0) for name in further}
+        return {first: ids, **clipped}
 
     def embed_backward(
         self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
@@ -414,8 +418,8 @@ class FunctionalLayers:
         """Returns the gradients of the embedding's tables and of its tables of positions, in fp32.
 
         The gradient of a table row is summed in fp32, because a frequent token occurs thousands of
-        times. If there are several tables, their gradients are computed in blocks of columns, each
-        when it is asked for, since a table may be wide: that of Gemma 3n has 9.4 GB in fp32.
+        times. If there are several tables, a gradient is an iterator over blocks of columns,
+        because a table may be wide. For example, the second table of Gemma 3n has 9.4 GB in fp32.
 
         Args:
             gradient: gradient of the first layer's input, [batch, sequence, carried].
@@ -424,7 +428,7 @@ class FunctionalLayers:
         """
         tables: dict[str, torch.Tensor] = {}
         gradients = [gradient]
-        if not self._edges.plain:
+        if not self._embedding_and_head.plain:
             shapes = {tensor.name: tensor.shape for tensor in self.model.stack[EMBEDDING].tensors}
             tables = {
                 name: torch.zeros(shapes[name], device=gradient.device).requires_grad_()
@@ -439,28 +443,30 @@ class FunctionalLayers:
                 ]
                 gradients = list(
                     torch.autograd.grad(
-                        self._edges.enter(rows, tables, self._positions.get(micro)),
+                        self._embedding_and_head.enter(rows, tables, self._positions.get(micro)),
                         (*rows, *tables.values()),
                         gradient,
                     )
                 )
         summed = [
-            self._summed(part, found, self._rows[name])
-            for (name, found), part in zip(self._indices(ids).items(), gradients, strict=False)
+            self._summed(part, indices, self._rows[name])
+            for (name, indices), part in zip(self._indices(ids).items(), gradients, strict=False)
         ]
         return [*(summed if len(summed) > 1 else map(next, summed)), *gradients[len(summed) :]]
 
     def _summed(
         self, gradient: torch.Tensor, indices: torch.Tensor, rows: int
     ) -> Iterator[torch.Tensor]:
-        """Yields the gradient of a table of `rows`, in fp32, in blocks of columns.
+        """Yields the gradient of a table, [rows, width] fp32, in blocks of columns.
 
         Args:
             gradient: gradient of each token's row, [batch, sequence, width].
             indices: index of each token's row, [batch, sequence] int64.
             rows: number of rows of the table.
         """
-        padding = -1 if self._edges.padding is None else self._edges.padding
+        padding = (
+            -1 if self._embedding_and_head.padding is None else self._embedding_and_head.padding
+        )
         for block in gradient.split(self.model.hidden, -1):
             yield torch.ops.aten.embedding_dense_backward(
                 block.float(), indices, rows, padding, False
@@ -477,7 +483,7 @@ class FunctionalLayers:
         *,
         read: bool = True,
     ) -> SavedForBackward:
-        """Runs a layer and keeps its graph for `backward`.
+        """Runs the forward pass of a layer and saves its graph for `backward`.
 
         Args:
             arenas: memory that contains the slot.
@@ -486,9 +492,9 @@ class FunctionalLayers:
             x: input of the layer, [batch, sequence, hidden].
             micro: index of the micro-batch.
             kept: saved attention results to use instead of computing attention. Their memory must
-                not be reused before the backward has finished.
-            read: whether somebody reads the output. If not, it may be NaN, because an MLP in pieces
-                of tokens is left out.
+                not be reused before the backward pass has finished.
+            read: whether the output is used. If not, it may be NaN, because an MLP in token pieces
+                is skipped.
         """
         left_out = not read and self.workload.piece and self.model.skips_mlp(layer.name)
         weights = {
@@ -513,9 +519,9 @@ class FunctionalLayers:
     def keep(
         self, arenas: Arenas, layer: LayerSpec, slot: str, x: torch.Tensor, micro: int
     ) -> SavedForBackward:
-        """Runs the forward pass of a layer and keeps its graph, so that no recompute is needed."""
+        """Runs the forward pass of a layer and saves its graph, so the layer needs no recompute."""
         saved = self.recompute(arenas, layer, slot, x, micro)
-        self._count(micro, saved.router_logits)
+        self._add_to_router_loss(micro, saved.router_logits)
         return saved
 
     def backward(
@@ -526,17 +532,17 @@ class FunctionalLayers:
         The gradient of a parameter that the layer did not use is None.
 
         Args:
-            saved: result of `recompute` or `keep`.
-            slot: name of the slot that holds the layer's weights now.
+            saved: the result of `recompute` or `keep`.
+            slot: name of the slot that now holds the layer's weights.
             gradient: gradient of the layer's output, [batch, sequence, hidden].
         """
         saved.weights[0] = slot
-        ends: tuple[list[torch.Tensor], list[torch.Tensor | None]] = [saved.output], [gradient]
+        outputs, gradients = [saved.output], list[torch.Tensor | None]([gradient])
         if self.routing and saved.router_logits is not None:
             with torch.enable_grad():
-                ends[0].append(self.routing.share(saved.micro, saved.router_logits))
-            ends[1].append(None)
-        return torch.autograd.grad(ends[0], saved.inputs, ends[1], allow_unused=True)
+                outputs.append(self.routing.share(saved.micro, saved.router_logits))
+            gradients.append(None)
+        return torch.autograd.grad(outputs, saved.inputs, gradients, allow_unused=True)
 
     def head(
         self,
@@ -547,25 +553,23 @@ class FunctionalLayers:
         input_gradient: torch.Tensor,
         micro: int = 0,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Runs forward and backward of final norm, output projection and cross-entropy.
-
-        Processes `loss_chunk` tokens at a time.
+        """Runs forward and backward of the final norm, the output projection and the cross-entropy
+        loss, for `loss_chunk` tokens at a time.
 
         Args:
             weights: tensors of the layer that contains the head's parameters.
             x: output of the last decoder layer, [batch, sequence, hidden].
-            labels: [batch, sequence] int64.
-            scale: factor of the loss.
+            labels: labels, [batch, sequence] int64.
+            scale: factor on the loss.
             input_gradient: receives the gradient of `x`, [batch, sequence, hidden].
             micro: index of the micro-batch.
 
         Returns:
-            Two values. The first is the loss, 0-dimensional fp32: `scale` times the sum of the
-            tokens' losses, plus the router loss if the model has one. The second is the gradients
-            of `weights`, with None for tensors that the head does not use. With several chunks,
-            they are summed in fp32.
+            The loss, 0-dimensional fp32: `scale` times the sum of the tokens' losses, plus the
+            router loss if the model has one. And the gradients of `weights`, with None for tensors
+            that the head does not use. With several chunks, the gradients are summed in fp32.
         """
-        used = [name for name in weights if name not in self._looked_up]
+        used = [name for name in weights if name not in self._embedding_only]
         named = self._padded({self._name_in_head(name): weights[name] for name in used})
         for tensor in named.values():
             tensor.requires_grad_()
@@ -595,24 +599,24 @@ class FunctionalLayers:
         sums = [total[: weights[name].shape[0]] for name, total in zip(used, sums, strict=True)]
         if self.routing:
             loss += self.routing.value(micro)
-        found = dict(zip(used, sums, strict=True))
-        return loss, [found.get(name) for name in weights]
+        by_name = dict(zip(used, sums, strict=True))
+        return loss, [by_name.get(name) for name in weights]
 
     def loss(
         self, weights: dict[str, torch.Tensor], x: torch.Tensor, labels: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Returns `scale` times the sum of the tokens' losses, 0-dimensional fp32.
 
-        The result is the same bit for bit as that of `head`, without the router loss. Compiled
-        code rounds differently without gradients. In deterministic mode, the program with gradients
-        runs here as well, as in `forward`.
+        The result has the same bits as the loss of `head`, which also includes the router loss.
+        Compiled code rounds differently without gradients. In deterministic mode, the program with
+        gradients runs here as well, as in `forward`.
         """
         tracked = self.workload.compiled and torch.are_deterministic_algorithms_enabled()
         named = self._padded(
             {
                 self._name_in_head(name): tensor
                 for name, tensor in weights.items()
-                if name not in self._looked_up
+                if name not in self._embedding_only
             }
         )
         for tensor in named.values():
@@ -631,23 +635,22 @@ class FunctionalLayers:
         return loss
 
     def _padded(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the parameters of the head, with rows of zeros added to the projection if its
-        products are then faster (`ModelSpec.projected_rows`).
+        """Returns the parameters of the head. If the matrix products are faster with more rows
+        (`ModelSpec.projected_rows`), the projection is padded with rows of zeros.
         """
         rows = self.model.projected_rows(self.workload) - self.model.vocabulary
         if not rows:
             return named
-        made = dict(named)
+        padded = dict(named)
         for name in (self.model.projection, "lm_head.bias"):
-            if name in made:
-                tensor = made[name].detach()
-                made[name] = torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
-        return made
+            if name in padded:
+                tensor = padded[name].detach()
+                padded[name] = torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
+        return padded
 
     def _name_in_head(self, tensor: str) -> str:
-        """Returns the full name of the parameter that the head uses `tensor` for.
-
-        If embedding and head are tied, the embedding table is the projection.
+        """Returns the full name of the head's parameter that `tensor` is used as. If embedding and
+        head are tied, the embedding table is used as the projection.
         """
         if tensor == self.model.stack[EMBEDDING].tensors[0].name:
             return self.model.projection
@@ -663,7 +666,7 @@ class FunctionalLayers:
             row: output of the last decoder layer, [tokens, hidden].
             targets: labels, [tokens] int64.
         """
-        logits = self._edges.leave(named, row)
+        logits = self._embedding_and_head.leave(named, row)
         if logits.shape[-1] > self.model.vocabulary:
             logits = logits[:, : self.model.vocabulary]
         return torch.nn.functional.cross_entropy(

@@ -1,9 +1,9 @@
-"""Gemma 3n: what travels between its layers as one tensor, and what comes before and after them.
+"""Gemma 3n: passes one tensor from layer to layer, and runs the parts before and after the layers.
 
-transformers passes streams of hidden states, the inputs of each layer, and shared keys and values
-to a layer one by one. Here a layer takes and returns one tensor, [batch, sequence, carried], like
-the layers of any other family. For each token it has the streams, one row of inputs for each of the
-layers that follow, and the keys and values that later layers use.
+In transformers, a layer receives streams of hidden states, its own inputs, and shared keys and
+values as separate tensors. Here a layer takes and returns one tensor, [batch, sequence, carried],
+like the layers of other families. For each token, this tensor contains the streams, a row of inputs
+for each layer, and the keys and values that later layers use.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from megatrain.simulator.model.families import FAMILIES
 
 _SHARED, _OTHERS = "shared_kv_states", "others"
 _CLAMPED = ("altup.prediction_coefs.weight",)
-"""Parameters that transformers clamps in place in each forward. Here copies are clamped, because a
-slot may hold the master. Loss and gradients are the same. The optimizer updates the weights
-before the clamp, which differ only beyond `altup_coef_clip`."""
+"""Parameters that transformers clamps in place in each forward pass. Here copies are clamped,
+because a slot may hold the master. Loss and gradients are the same. The optimizer updates the
+weights without the clamp. They differ from clamped weights only beyond `altup_coef_clip`."""
 
 
 class _Layout(NamedTuple):
-    """The parts of what a token carries, in their order."""
+    """Sizes of the parts of the tensor that layers pass on, in the order of the parts."""
 
     streams: int
-    """number of streams of hidden states"""
+    """Number of streams of hidden states."""
     hidden: int
-    """width of a stream"""
+    """Width of a stream."""
     layers: int
-    """number of layers, each with a row of inputs"""
-    each: int
-    """width of the inputs of one layer"""
+    """Number of layers. Each has a row of inputs."""
+    inputs_width: int
+    """Width of the inputs of one layer."""
     pairs: int
-    """number of key-value heads"""
+    """Number of key-value heads."""
     size: int
-    """elements of a head"""
+    """Size of a head."""
     types: tuple[str, ...]
-    """layer types that share keys and values"""
+    """Layer types that share keys and values."""
 
     @classmethod
     def of(cls, config: Any) -> _Layout:
@@ -72,15 +72,15 @@ class _Layout(NamedTuple):
     def cut(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Returns the parts of `x`: streams, the next layer's inputs, those of the other layers,
-        and keys and values.
+        """Splits `x` [batch, sequence, carried] into streams, the inputs of the next layer, the
+        inputs of other layers, and keys and values.
         """
         pair = self.pairs * self.size
         streams, own, others, *shared = x.split(
             (
                 self.streams * self.hidden,
-                self.each,
-                (self.layers - 1) * self.each,
+                self.inputs_width,
+                (self.layers - 1) * self.inputs_width,
                 *[pair] * (2 * len(self.types)),
             ),
             -1,
@@ -109,22 +109,22 @@ class _Ends:
         """Returns the streams, [streams, batch, sequence, hidden], and the inputs of all layers.
 
         Args:
-            row: row of the embedding, [batch, sequence, hidden].
-            inputs: row of the table of inputs, [batch, sequence, layers x each].
+            row: rows of the embedding, [batch, sequence, hidden].
+            inputs: rows of the table of inputs, [batch, sequence, layers x inputs_width].
         """
-        made: torch.Tensor = self._project(
-            row, inputs.unflatten(-1, (self._layout.layers, self._layout.each))
+        projected: torch.Tensor = self._project(
+            row, inputs.unflatten(-1, (self._layout.layers, self._layout.inputs_width))
         )
         try:
-            self._entrance(inputs_embeds=row, per_layer_inputs=made, **_no_arguments(row))
+            self._entrance(inputs_embeds=row, per_layer_inputs=projected, **_no_arguments(row))
         except Reached:
             streams, self._entered.rows = self._entered.rows, torch.empty(0)
             self._entered.arguments = Arguments()
-        return streams, made.flatten(-2)
+        return streams, projected.flatten(-2)
 
     @torch.compiler.disable
     def leave(self, streams: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the final norm, [batch, sequence, hidden]."""
+        """Returns the input of the final norm, [batch, sequence, hidden], from the last streams."""
         nothing = streams.new_zeros(1, 1, 1)
         self._left.rows = streams
         row: torch.Tensor = self._exit(
@@ -139,8 +139,8 @@ def _identities(layout: _Layout) -> nn.ModuleList:
 
 
 def _given_inputs(base: Any, **parts: nn.Module) -> Any:
-    """Returns a copy of `base` with other `parts`. It takes the inputs of all layers as they are,
-    and makes no embeddings of positions.
+    """Returns a shallow copy of `base` with `parts` replaced. The copy uses the inputs of all
+    layers unchanged, and makes no embeddings of positions.
     """
     other = with_parts(base, rotary_emb=NoEmbedding(), **parts)
     other.project_per_layer_inputs = lambda _, inputs: inputs
@@ -148,8 +148,8 @@ def _given_inputs(base: Any, **parts: nn.Module) -> Any:
 
 
 def _no_arguments(x: torch.Tensor) -> Arguments:
-    """Returns the model's other arguments if no layer uses them. A mask with four dimensions is
-    used as it is.
+    """Returns placeholders for the model's other arguments, which no layer uses. transformers does
+    not change a mask with four dimensions.
     """
     return {
         "attention_mask": torch.empty(1, 1, 1, 1, dtype=torch.bool, device=x.device),
@@ -159,15 +159,16 @@ def _no_arguments(x: torch.Tensor) -> Arguments:
 
 
 def carries(family: str) -> bool:
-    """Returns whether the layers of `family` carry what this file says."""
+    """Returns whether this file implements the layers of `family`."""
     return FAMILIES[family].carried_by == "gemma3n"
 
 
 def install(whole: Any) -> None:
-    """Changes the layers of `whole` so that they take and return one tensor, and do not wait.
+    """Changes the layers of `whole` to take and return one tensor, and to not synchronize.
 
-    The first layer applies what transformers' model does between the embedding and the layers, and
-    the last one what it does between the layers and the final norm. They own its modules.
+    The first layer also runs the modules of transformers' model between the embedding and the
+    layers, and the last layer the modules between the layers and the final norm. These modules
+    become submodules of the two layers.
     """
     stack, family = DecoderStack.of(whole), FAMILIES[whole.config.model_type]
     base, layers = stack.decoder_of(whole), stack.layers_of(whole)
@@ -196,23 +197,25 @@ def _take_apart(
     inputs: tuple[torch.Tensor],
     arguments: Arguments,
 ) -> tuple[tuple[torch.Tensor], Arguments]:
-    """Returns the arguments of transformers' layer."""
+    """Returns the arguments of transformers' layer for the input tensor `inputs[0]`."""
     (x,) = inputs
     streams, own, others, shared = layout.cut(x)
     if enter:
-        made, all_inputs = enter(streams[..., : layout.hidden], torch.cat((own, others), -1))
-        own, others = all_inputs.split((layout.each, (layout.layers - 1) * layout.each), -1)
+        hidden, all_inputs = enter(streams[..., : layout.hidden], torch.cat((own, others), -1))
+        own, others = all_inputs.split(
+            (layout.inputs_width, (layout.layers - 1) * layout.inputs_width), -1
+        )
     else:
-        made = streams.unflatten(-1, (layout.streams, layout.hidden)).permute(2, 0, 1, 3)
+        hidden = streams.unflatten(-1, (layout.streams, layout.hidden)).permute(2, 0, 1, 3)
     heads = [part.unflatten(-1, (layout.pairs, layout.size)).transpose(1, 2) for part in shared]
     states: dict[str | int, Any] = dict(
         zip(layout.types, zip(heads[::2], heads[1::2], strict=True), strict=True)
     )
-    # transformers 5.17 finds keys and values by the index of the layer that made them
+    # transformers 5.17 identifies keys and values by the index of the layer that made them
     if (index := getattr(layer.self_attn, "kv_shared_layer_index", None)) is not None:
         states[index] = states[layer.self_attn.layer_type]
     states[_OTHERS] = others
-    return (made,), {**arguments, "per_layer_input": own, _SHARED: states}
+    return (hidden,), {**arguments, "per_layer_input": own, _SHARED: states}
 
 
 def _put_together(
@@ -223,10 +226,10 @@ def _put_together(
     arguments: Arguments,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns what the layer passes on.
+    """Returns the output tensor of a layer, [batch, sequence, carried].
 
-    The inputs of the next layer come first among the inputs. Those of this layer fill the place at
-    their end, which no layer reads. After the last layer only the first row is read.
+    The inputs of the next layer come first among the inputs. The inputs of this layer are moved to
+    the end, where no layer reads them. After the last layer, only the first stream is read.
     """
     states, attention = arguments[_SHARED], layer.self_attn
     if attention.layer_idx in states:  # written by the layer, see `_take_apart`
@@ -245,10 +248,10 @@ def _put_together(
 
 
 def cut_off_without_waiting(whole: Any) -> None:
-    """Changes the sparse MLPs of `whole` so that the host does not wait for the device.
+    """Changes the sparse MLPs of `whole` to not synchronize with the device.
 
-    transformers computes the number of standard deviations in each forward on the device, and
-    checks its range on the host. Here it is computed once.
+    In each forward pass, transformers computes the number of standard deviations of the cutoff on
+    the device, and checks its range on the host. Here it is computed once.
     """
     for layer in DecoderStack.of(whole).layers_of(whole):
         mlp = layer.mlp
@@ -260,14 +263,14 @@ def cut_off_without_waiting(whole: Any) -> None:
 
 
 def _cut_off(deviations: float, gate: torch.Tensor) -> torch.Tensor:
-    """Returns how far `gate` is above its mean plus so many standard deviations, or 0."""
+    """Returns the excess of `gate` over its mean plus `deviations` standard deviations, or 0."""
     mean = gate.mean(-1, keepdim=True)
     spread = gate.std(-1, keepdim=True, unbiased=False)
     return nn.functional.relu(gate - (mean + spread * deviations))
 
 
 class _OnlyNorm(nn.Module):
-    """Replaces the decoder: applies the final norm to the rows that it receives."""
+    """Replaces the decoder: only applies the final norm to its input."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -278,8 +281,8 @@ class _OnlyNorm(nn.Module):
 
 
 class Gemma3nEmbeddingAndHead(EmbeddingAndHead):
-    """The embedding and the head of Gemma 3n. The first and the last layer own the modules between
-    these and the layers.
+    """The embedding and the head of Gemma 3n. The modules between them and the layers belong to the
+    first and the last layer.
     """
 
     plain = False
@@ -294,7 +297,7 @@ class Gemma3nEmbeddingAndHead(EmbeddingAndHead):
         self.padding = base.embed_tokens.padding_idx
         self._tables = [with_parts(base.embed_tokens), with_parts(base.embed_tokens_per_layer)]
         for table in self._tables:
-            table.padding_idx = None  # rows are looked up by their index, not by token
+            table.padding_idx = None  # indices are not token ids
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._recording = [

@@ -1,9 +1,9 @@
 """Grouped products for experts that transformers runs one after another.
 
-JetMoE's router copies the number of each expert's tokens to the host, which would wait for the GPU
-twice in each layer. DBRX reads there which experts were chosen. Here the numbers stay on the
-device, and all experts are one grouped product, as in transformers' other families. The results are
-the same but for rounding.
+In transformers, JetMoE's router copies the number of tokens of each expert to the host, which waits
+for the GPU twice in each layer. DBRX reads the chosen experts on the host. Here these numbers stay
+on the device, and one grouped product computes all experts, as in transformers' other families.
+Results differ only by rounding.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts, Je
 
 class _Router(JetMoeTopKGating):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns what the superclass returns. In place of the list with the number of each
-        expert's rows, it returns where these rows end, [experts] int32.
+        """Returns the values of the superclass, except that the list of the number of rows of each
+        expert is replaced by the end of each expert's rows, [experts] int32.
 
         Args:
-            hidden_states: [tokens, hidden].
+            hidden_states: hidden states, [tokens, hidden].
         """
         logits = self.layer(hidden_states).float()
         best, chosen = logits.topk(self.top_k, dim=1)
@@ -40,22 +40,22 @@ class _Experts(JetMoeParallelExperts):
 
         Args:
             inputs: rows in the order of their experts, [rows, in].
-            expert_size: where each expert's rows end, [experts] int32.
+            expert_size: end of each expert's rows, [experts] int32.
         """
-        made: torch.Tensor = _grouped_linear(inputs, self.weight, expert_size)
-        return made
+        products: torch.Tensor = _grouped_linear(inputs, self.weight, expert_size)
+        return products
 
 
 class _GatedExperts(DbrxExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the sum of the experts' outputs, in the shape of `hidden_states`.
+        """Returns the weighted sum of the experts' outputs, [batch, sequence, hidden].
 
         Args:
-            hidden_states: [batch, sequence, hidden].
+            hidden_states: hidden states, [batch, sequence, hidden].
             top_k_index: the experts of each token, [tokens, chosen].
-            top_k_weights: their weights, [tokens, chosen].
+            top_k_weights: the weights of these experts, [tokens, chosen].
         """
         tokens, chosen = top_k_index.shape
         experts, order = top_k_index.flatten().sort()
@@ -68,8 +68,8 @@ class _GatedExperts(DbrxExperts):
         )
         gate = self.mlp.activation_fn(_grouped_linear(rows, w1, ends))
         up = _grouped_linear(rows, v1, ends)
-        made = _grouped_linear(gate * up, w2, ends, is_transposed=True)
-        weighted = made * top_k_weights.flatten()[order, None]
+        down = _grouped_linear(gate * up, w2, ends, is_transposed=True)
+        weighted = down * top_k_weights.flatten()[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         summed = weighted[back].view(tokens, chosen, -1).sum(1)
@@ -84,7 +84,9 @@ _GROUPED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 
 def install(whole: Any) -> None:
-    """Changes the experts of transformers' model `whole` to grouped ones, if it has any."""
+    """Changes the experts of transformers' model `whole` to grouped products, if it has such
+    experts.
+    """
     for module in whole.modules():
         if grouped := _GROUPED.get(type(module)):
             module.__class__ = grouped

@@ -1,12 +1,12 @@
-"""LayerDraws: the random numbers that a layer draws in training, which are the same for every plan.
+"""LayerDraws: makes layers draw the same random numbers for every plan and in every recompute.
 
-A family names in `Family.draws` what its layers draw: in Phi-3.5-MoE, the router draws experts, and
-its input is multiplied with noise. Such a layer runs several times for a micro-batch, in the
-forward pass and in each recompute, and must draw the same numbers each time. So before each of
-these calls, the device's global generator is seeded with the run's seed, the number of the step,
-the index of the micro-batch and the name of the layer. After the call, it gets its state back. A
-run that is resumed draws what it would have drawn, and transformers' whole model draws the same
-with a generator that is seeded in this way before each layer.
+`Family.draws` names the random numbers of a family. In Phi-3.5-MoE, for example, the router draws
+experts, and its input is multiplied with noise. Such a layer runs several times for a micro-batch,
+in the forward pass and in each recompute, and must draw the same numbers each time. So before each
+call, the device's global generator is seeded with the run's seed, the number of the step, the index
+of the micro-batch and the name of the layer. After the call, the state of the generator is
+restored. So a resumed run draws the same numbers as a run without interruption. transformers' whole
+model draws the same numbers if the generator is seeded in this way before each layer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 
 def seed_of(run: int, step: int, micro: int, layer: str) -> int:
-    """Returns the seed for one layer of one micro-batch of a step, in a run with the seed `run`."""
+    """Returns the seed of a layer for a micro-batch of a step. `run` is the seed of the run."""
     return zlib.crc32(f"{run} {step} {micro} {layer}".encode())
 
 
 class LayerDraws:
-    """Seeds what the layers on one device draw, in a run with the seed `run_seed`."""
+    """Seeds the generator of one device before each layer. `run_seed` is the seed of the run."""
 
     def __init__(self, device: torch.device, run_seed: int) -> None:
         if device.type == "cuda":
@@ -35,7 +35,7 @@ class LayerDraws:
             self._generator = torch.default_generator
         self._run_seed = run_seed
         self.step = 0
-        """number of the step"""
+        """Number of the step."""
 
     @contextmanager
     def seeded(self, layer: str, micro: int) -> Iterator[None]:

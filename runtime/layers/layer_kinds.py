@@ -17,11 +17,11 @@ from megatrain.runtime.layers.meta_model import kind_of
 from megatrain.runtime.layers.token_pieces import without_mlp
 
 _ROUTERS = "router_logits"
-"""name of the routers' output in transformers' models"""
+"""Name of the routers' output in transformers' models."""
 
 
 class LayerKind:
-    """A decoder layer's module without memory. It computes all decoder layers of its kind."""
+    """A decoder layer's module on the meta device. It computes all decoder layers of its kind."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LayerKind:
         compiled: bool,
         draws: bool,
     ) -> None:
-        # Also moves its buffers, which are passed with each call like the parameters.
+        # Also moves buffers, because each call passes the buffers like the parameters.
         self._module = module.to("meta")
         narrow = {parameter.dtype for parameter in module.parameters()} - {torch.float32}
         self._wide = [
@@ -48,24 +48,24 @@ class LayerKind:
                     lambda _module, _input, outputs: self._routed.append(outputs[output])
                 )
         options: dict[str, Any] = {}
-        if draws:  # so that compiled layers draw the same random numbers as eager ones
+        if draws:  # so compiled layers draw the same random numbers as eager layers
             options["fallback_random"] = True
         if any(isinstance(part, Fp8Linear) for part in module.modules()):
-            # So that the operand of a cast to fp8 does not depend on what it is fused with: a
-            # difference of one bit in bf16 can be the difference between two values of fp8.
+            # Rounds the operand of a cast to fp8 to bf16 even if the cast is fused. Otherwise a
+            # difference of one bit in bf16 could become a difference between two fp8 values.
             options["emulate_precision_casts"] = True
         self.run = (
             compiling.compiled(self.eager, options=options or None) if compiled else self.eager
         )
-        """`eager`, or with `compiled` the same as a compiled function"""
+        """`eager`, compiled if the layer is compiled."""
         self.attend = (
             compiling.compiled(self._attend, options=options or None) if compiled else self._attend
         )
-        """like `run`, but also returns the attention output and log-sum-exp of the layer"""
+        """Like `run`, but also returns the attention output and log-sum-exp of the layer."""
 
     def without_mlp(self) -> AbstractContextManager[None]:
-        """Returns a context in which `run` leaves out an MLP in pieces of tokens. The output of the
-        layer is then NaN.
+        """Returns a context in which `run` skips an MLP that is computed in token pieces. The
+        output of the layer is then NaN.
         """
         return without_mlp(self._module)
 
@@ -85,10 +85,10 @@ class LayerKind:
             arguments: keyword arguments of the layer.
         """
         self._routed.clear()
-        # The slot has these fp32 parameters in bf16. They are multiplied in fp32.
+        # Slots hold these parameters in bf16, and transformers computes with them in fp32.
         if self._wide:
             tensors = {**tensors, **{name: tensors[name].float() for name in self._wide}}
-        # The module changes copies, so that the slot keeps the weights.
+        # The module changes these parameters in place. With copies, the slot keeps the weights.
         if self._changed:
             tensors = {**tensors, **{name: tensors[name].clone() for name in self._changed}}
         output = functional_call(self._module, tensors, (x,), arguments)
@@ -107,18 +107,18 @@ class LayerKind:
 def layer_kinds(
     whole: Any, *, routed: bool, compiled: Sequence[bool], draws: bool
 ) -> list[LayerKind]:
-    """Returns the LayerKind of each decoder layer. Layers of the same kind share one.
+    """Returns the LayerKind of each decoder layer. Layers of the same kind share a LayerKind.
 
     Args:
         whole: a model of `meta_model`. Its decoder layers are moved to the meta device.
         routed: whether to record the logits of the routers.
-        compiled: whether to compile each decoder layer that is used. Layers of a kind have the
-            same value. The model may have further layers, and has no fewer.
+        compiled: whether to compile each decoder layer that is used. Layers of a kind must have the
+            same value. The model may have more layers than this.
         draws: whether the layers draw random numbers in training.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     kinds: dict[object, LayerKind] = {}
-    found = []
+    result = []
     layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
     for layer, compile_it in zip(layers, compiled, strict=True):
         kind = kind_of(layer)
@@ -130,5 +130,5 @@ def layer_kinds(
                 compiled=compile_it,
                 draws=draws,
             )
-        found.append(kinds[kind])
-    return found
+        result.append(kinds[kind])
+    return result

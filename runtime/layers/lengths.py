@@ -1,12 +1,13 @@
-"""Attention within packed documents: PyTorch's variable-length flash attention, over all documents
-of a micro-batch at once.
+"""Attention within packed documents: PyTorch's variable-length flash attention for all documents of
+a micro-batch at once.
 
-The kernel reads no mask and computes nothing for pairs of tokens in different documents. So a
-packed row takes at most as long as causal flash attention over the whole row.
+The kernel reads no mask and computes nothing for pairs of tokens in different documents. So it
+takes at most as long as causal flash attention over whole rows.
 
-The aten ops are those that PyTorch's `torch.nn.attention.varlen.varlen_attn` calls. They are called
-directly for two reasons. That function cannot run the backward of a saved output. And its
-parameters differ between PyTorch 2.10, 2.11 and 2.12, while those of the ops do not.
+The kernel is called through the aten ops that PyTorch's `torch.nn.attention.varlen.varlen_attn`
+calls. There are two reasons. `varlen_attn` cannot run the backward pass of a saved output. And the
+parameters of `varlen_attn` differ between PyTorch 2.10, 2.11 and 2.12, while the parameters of the
+ops do not.
 
 A layer receives `LengthBounds` as its attention mask. transformers' layers pass it on unchanged.
 """
@@ -23,28 +24,27 @@ from megatrain.runtime.layers.documents import begins
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
-# Sequence length of the tensors that are used to ask PyTorch whether it has the kernel. The answer
-# does not depend on it.
+# Sequence length of the tensors for asking PyTorch whether it has the kernel. The answer does not
+# depend on this length.
 _SEQUENCE = 128
 _ALIGNED = 8  # the kernel requires head sizes that are multiples of this
 
 
 class LengthBounds(NamedTuple):
-    """The bounds of all documents in a micro-batch. Its rows are concatenated."""
+    """The bounds of all documents in a micro-batch, whose rows are concatenated."""
 
     starts: torch.Tensor
-    """[documents + 1] int32. Document i is tokens `starts[i]` to `starts[i + 1]`. The number of
-    documents is that of `room`, and the last ones are empty"""
+    """[documents + 1] int32. Document i has tokens `starts[i]` to `starts[i + 1]`. The number of
+    documents is the result of `room`. The last documents may be empty."""
     longest: int
-    """upper bound of the number of tokens in a document"""
+    """Upper bound of the number of tokens in a document."""
     window: int
-    """number of tokens that a token attends to, including itself; 0 for no limit"""
+    """Number of tokens that a token attends to, including itself; 0 for no limit."""
 
 
 def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) -> bool:
-    """Returns whether `device` has the kernel for this model.
-
-    It requires CUDA with flash attention, bf16, and scores that a fused kernel can compute.
+    """Returns whether `device` has the kernel for this model. The kernel requires CUDA with flash
+    attention, bf16, and attention scores that a fused kernel can compute.
     """
     if device.type != "cuda" or model.document_attention(workload.dtype) != "lengths":
         return False
@@ -64,14 +64,13 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
 
 
 def room(documents: torch.Tensor) -> int:
-    """Returns the number of documents that `LengthBounds` have room for.
+    """Returns the number of documents in the `LengthBounds` of a micro-batch: the number in
+    `documents` [batch, sequence] int64, rounded up to a power of two times the batch size.
 
-    It is the number of documents in `documents` [batch, sequence] int64, rounded up to a power of
-    two times the batch size.
-
-    It depends only on the micro-batch, because the order of the kernel's sums may depend on it. It
-    has few different values, so that memory is allocated in few sizes. It is at most twice what is
-    needed, because the kernel's grid and its workspace (128 rows per document) grow with it.
+    The result depends only on the micro-batch, because the order of the kernel's sums may depend on
+    it. It has few different values, so memory is allocated in few sizes. It is at most about twice
+    the number of documents, because the kernel's grid and workspace (128 rows per document) grow
+    with it.
 
     Synchronizes with the device if `documents` is on a GPU.
     """
@@ -82,15 +81,15 @@ def room(documents: torch.Tensor) -> int:
 def bounds(
     documents: torch.Tensor, places: int, window: int = 0, *, compiled: bool = False
 ) -> LengthBounds:
-    """Returns the bounds of the documents. Does not synchronize with the device.
+    """Returns the bounds of `documents`. Does not synchronize with the device.
 
     Args:
-        documents: [batch, sequence] int64 on any device.
-        places: the result of `room`.
+        documents: document numbers, [batch, sequence] int64 on any device.
+        places: the number of documents in the result, from `room`.
         window: number of tokens that a token attends to, including itself; 0 for no limit.
-        compiled: whether the layers are compiled. If so, one graph serves any number of documents.
+        compiled: whether the layers are compiled. If so, one graph serves all values of `places`.
     """
-    ordinals = begins(documents).flatten().cumsum(0)  # document numbers, from 1
+    ordinals = begins(documents).flatten().cumsum(0)  # document numbers in the micro-batch, from 1
     starts = torch.searchsorted(
         ordinals, torch.arange(1, places + 2, device=documents.device), out_int32=True
     )
@@ -113,16 +112,16 @@ def attend_within(
 
     Args:
         documents: the bounds of the documents.
-        query: [batch, heads, sequence, size].
-        key: [batch, key heads, sequence, size].
-        value: [batch, key heads, sequence, value size].
-        scale: factor of the scores.
-        kept: output and log-sum-exp of an earlier forward. They are used instead of running the
-            kernel.
-        results: a list to which the output and the log-sum-exp, [batch, heads, sequence] fp32, are
+        query: queries, [batch, heads, sequence, size].
+        key: keys, [batch, key heads, sequence, size].
+        value: values, [batch, key heads, sequence, value size].
+        scale: factor on the scores.
+        kept: output and log-sum-exp of an earlier forward pass, which are used instead of running
+            the kernel.
+        results: a list, to which the output and the log-sum-exp, [batch, heads, sequence] fp32, are
             appended.
 
-    Returns the output [batch, sequence, heads, value size], contiguous.
+    Returns the output, [batch, sequence, heads, value size], contiguous.
     """
     batch, heads, length, size = query.shape
     depth = value.shape[-1]
@@ -141,10 +140,10 @@ def attend_within(
         )
     else:
         output, log_sum_exp = forward(documents.starts, documents.longest, left, scale, *flat)
-    made = output[..., :depth].reshape(batch, length, heads, depth).contiguous()
+    contiguous = output[..., :depth].reshape(batch, length, heads, depth).contiguous()
     if results is not None:
-        results += [made, log_sum_exp.view(heads, batch, length).transpose(0, 1).contiguous()]
-    return made
+        results += [contiguous, log_sum_exp.view(heads, batch, length).transpose(0, 1).contiguous()]
+    return contiguous
 
 
 def forward(
@@ -156,20 +155,20 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel. Autograd records its backward.
+    """Runs the forward kernel. Autograd records its backward pass.
 
     Args:
         starts: bounds of the documents, [documents + 1] int32.
         longest: upper bound of the number of tokens in a document.
         left: number of earlier tokens that a token attends to; -1 for all.
-        scale: factor of the scores.
-        query: [tokens, heads, size].
-        key: [tokens, key heads, size].
-        value: [tokens, key heads, size].
+        scale: factor on the scores.
+        query: queries, [tokens, heads, size].
+        key: keys, [tokens, key heads, size].
+        value: values, [tokens, key heads, size].
 
-    Returns the output [tokens, heads, size] and the log-sum-exp [heads, tokens] fp32.
+    Returns the output, [tokens, heads, size], and the log-sum-exp, [heads, tokens] fp32.
     """
-    made = torch.ops.aten._flash_attention_forward.default(
+    outputs = torch.ops.aten._flash_attention_forward.default(
         query,
         key,
         value,
@@ -183,7 +182,7 @@ def forward(
         scale=scale,
         **_window(left),
     )
-    return made[0], made[1]
+    return outputs[0], outputs[1]
 
 
 def backward(
@@ -198,16 +197,16 @@ def backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value.
+    """Returns the gradients of query, key and value. The arguments have the same shapes as in
+    `forward`, and `gradient` is the gradient of the output.
 
-    The arguments have the shapes that `forward` describes. The kernel requires a random state, but
-    does not read it without dropout.
+    The kernel requires a random state as an argument, but does not read it without dropout.
     """
     seed, unused = (
         torch.zeros(2, dtype=torch.uint64, device=query.device),
         torch.empty(0, device=query.device),
     )
-    made = torch.ops.aten._flash_attention_backward.default(
+    outputs = torch.ops.aten._flash_attention_backward.default(
         gradient,
         query,
         key,
@@ -225,7 +224,7 @@ def backward(
         scale=scale,
         **_window(left),
     )
-    return made[0], made[1], made[2]
+    return outputs[0], outputs[1], outputs[2]
 
 
 class _SavedLengthsAttention(torch.autograd.Function):
@@ -273,9 +272,8 @@ def _aligned(size: int) -> int:
 
 
 def _flat(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Reshapes [batch, heads, sequence, size] to [batch x sequence, heads, width].
-
-    Heads are padded with zeros, which change no score and no sum.
+    """Reshapes [batch, heads, sequence, size] to [batch x sequence, heads, width]. Heads are padded
+    with zeros, which do not change scores or outputs.
     """
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return (

@@ -2,20 +2,19 @@
 Qwen3.5, and the Mamba-2 mixer of Falcon-H1.
 
 Each document must begin with an empty state, and its convolution must not read other documents.
-transformers' modules pass the keyword arguments of a layer on to functions in their file: a
-convolution, and a delta rule or a scan. `install` replaces these functions. The replacements
+transformers' modules pass the keyword arguments of a layer to functions in the file of the module:
+a convolution, and a delta rule or a scan. `install` replaces these functions. The replacements
 behave differently only if they receive `document_positions`, each token's distance from the start
-of its document. Then:
+of its document. In this case:
 
-* The convolution leaves out the taps that reach before a token's document. It runs once for each
-  number of taps, and each token uses the result for its own number.
-* The state is multiplied by exp(-30) = 9e-14 before the first token of a document, which is below
+* The convolution ignores taps before a token's document. It runs once for each number of taps, and
+  each token uses the result for its own number of taps.
+* The state is multiplied by exp(-30) = 9e-14 before the first token of a document. This is below
   the resolution of fp32. A smaller factor would cost precision, because the delta rule and the scan
-  sum the logarithms of the factors over the tokens of a chunk and take differences of these sums.
-  With this factor, each document that begins in a chunk adds 2e-6 to the relative error of the
-  state in fp32.
-* The scan is computed by PyTorch code, and the fused kernel for a whole mixer is not used. The
-  optional packages' kernels do not accept a factor for each token.
+  sum the logarithms of the factors over the tokens of a chunk and subtract these sums. With this
+  factor, each document that begins in a chunk adds 2e-6 to the relative error of the state in fp32.
+* The scan runs in PyTorch code, and the fused kernel of a whole mixer is not used, because the
+  kernels of the optional packages do not accept a factor for each token.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ import torch
 from transformers.activations import ACT2FN
 
 ARGUMENT = "document_positions"
-"""name of the keyword argument, [batch, sequence] int64"""
+"""Name of the keyword argument, [batch, sequence] int64."""
 STATEFUL = ("linear_attention", "hybrid")
-"""types of the layers that receive it"""
+"""Types of the layers that receive this argument."""
 _RESET = -30.0
-"""logarithm of the factor of the state before the first token of a document"""
+"""Logarithm of the factor on the state before the first token of a document."""
 
 
 def install(whole: Any) -> None:
-    """Makes the recurrent layers of transformers' model `whole` accept `document_positions`.
-
-    Without this argument, no model behaves differently.
+    """Makes the recurrent layers of transformers' model `whole` accept `document_positions`. Models
+    that do not pass this argument do not change, although the functions are replaced for the whole
+    process.
     """
     for name in {type(module).__module__ for module in whole.modules()}:
         file = sys.modules[name]
-        for function_name, around in _AROUND.items():
+        for function_name, replacement in _REPLACEMENTS.items():
             function = getattr(file, function_name, None)
-            if function is not None and getattr(function, "func", None) is not around:
-                setattr(file, function_name, functools.partial(around, function))
+            if function is not None and getattr(function, "func", None) is not replacement:
+                setattr(file, function_name, functools.partial(replacement, function))
 
 
 def _convolve(
@@ -63,38 +62,37 @@ def _convolve(
 
     Args:
         function: transformers' convolution.
-        rows: [batch, channels, sequence].
-        weight: [channels, taps]. The last tap is the token itself.
-        bias: [channels], or None.
+        rows: inputs, [batch, channels, sequence].
+        weight: weights, [channels, taps]. The last tap is the token itself.
+        bias: biases, [channels], or None.
         activation: name of the activation, or None.
         document_positions: each token's distance from the start of its document, or None.
 
-    Returns the convolved rows, [batch, channels, sequence].
+    Returns the outputs, [batch, channels, sequence].
     """
     if document_positions is None:
         return function(rows, weight, bias, activation=activation, **others)
     taps = weight.shape[-1]
-    made = function(rows, weight, bias, activation=None, **others)
+    output = function(rows, weight, bias, activation=None, **others)
     for before in range(taps - 1):  # number of earlier tokens in the document
         own = torch.cat(
             [torch.zeros_like(weight[:, : taps - 1 - before]), weight[:, taps - 1 - before :]],
             dim=1,
         )
-        made = torch.where(
+        output = torch.where(
             document_positions[:, None] == before,
             function(rows, own, bias, activation=None, **others),
-            made,
+            output,
         )
-    return made if activation is None else ACT2FN[activation](made)
+    return output if activation is None else ACT2FN[activation](output)
 
 
 def _reset(logarithms: torch.Tensor, document_positions: torch.Tensor) -> torch.Tensor:
-    """Returns the logarithms of the state's factors with the state reset where documents begin.
-
-    `logarithms` are those of the factors before each token, [batch, sequence, heads].
+    """Returns `logarithms` with `_RESET` at the first token of each document. `logarithms` [batch,
+    sequence, heads] are the logarithms of the factors on the state before each token.
     """
     begins = document_positions == 0
-    # There is no state yet at the first token of a row.
+    # At the first token of a row there is no state to reset.
     begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], dim=1)
     return logarithms.masked_fill(begins[..., None], _RESET)
 
@@ -106,9 +104,8 @@ def _rule(
     document_positions: torch.Tensor | None = None,
     **others: Any,
 ) -> Any:
-    """Replaces the delta rule.
-
-    `g` [batch, sequence, heads] is the logarithm of the state's factor before each token.
+    """Replaces the delta rule. `g` [batch, sequence, heads] is the logarithm of the factor on the
+    state before each token.
     """
     if document_positions is not None:
         g = _reset(g, document_positions)
@@ -129,13 +126,13 @@ def _scan(
     """Replaces the scan of Mamba-2.
 
     With documents, the rows are multiplied by their time steps here. The scan then receives time
-    steps of 1, and a logarithm `A` for each token instead of one for each head.
+    steps of 1, and a logarithm `A` for each token and head instead of one for each head.
 
     Args:
         function: transformers' scan.
-        rows: [batch, sequence, heads, size].
+        rows: inputs, [batch, sequence, heads, size].
         dt: time steps, [batch, sequence, heads].
-        A: logarithm of the state's factor per unit of time, [heads].
+        A: logarithm of the factor on the state per unit of time, [heads].
         B: input projection of the state, as for `function`.
         C: output projection of the state, as for `function`.
         document_positions: each token's distance from the start of its document, or None.
@@ -149,10 +146,10 @@ def _scan(
         dt = torch.nn.functional.softplus(dt)
     dt, wide = dt.clamp(least, most).float(), rows.float()
     logarithms = _reset(A.float() * dt, document_positions)
-    made = inspect.unwrap(function)(
+    output = inspect.unwrap(function)(
         wide * dt[..., None], torch.ones_like(dt), logarithms, B, C, **others
     )
-    return made if skip is None else made + skip[..., None] * wide
+    return output if skip is None else output + skip[..., None] * wide
 
 
 def _in_parts(
@@ -161,17 +158,16 @@ def _in_parts(
     document_positions: torch.Tensor | None = None,
     **others: Any,
 ) -> Any:
-    """Replaces the fused kernel of a whole mixer.
-
-    With documents it returns None. The mixer then calls the convolution and the scan instead.
+    """Replaces the fused kernel of a whole mixer. With documents it returns None, which makes the
+    mixer call the convolution and the scan.
     """
     return function(*tensors, **others) if document_positions is None else None
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _rule,
     "mamba2_chunk_scan": _scan,
     "mamba2_split_conv1d_scan_combined": _in_parts,
 }
-"""replacements of transformers' functions, by the function's name"""
+"""Replacements of transformers' functions, by the function's name."""

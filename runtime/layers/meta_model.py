@@ -1,4 +1,4 @@
-"""meta_model: builds transformers' model with parameters on the meta device, which have no memory.
+"""meta_model: builds transformers' model with parameters on the meta device, without memory.
 
 Buffers (frequencies, scales, biases) have their real values.
 """
@@ -18,10 +18,8 @@ from megatrain.simulator.model.families import FAMILIES
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the model of `config`, in training mode.
-
-    Its parameters have the dtype `dtype` and are on the meta device. Its buffers are on `device`
-    and have the values that transformers initializes them with.
+    """Returns the model of `config` in training mode. Its parameters have the dtype `dtype` and are
+    on the meta device. Its buffers are on `device` and have the initial values of transformers.
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -32,12 +30,12 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-    # Inner modules come first, because an outer one may fill their buffers, as in Falcon-H1.
+    # Inner modules first, because an outer module may fill their buffers, as in Falcon-H1.
     for module in reversed(holders):
-        if isinstance(module, XIELUActivation):  # `_init_weights` leaves out its constants
+        if isinstance(module, XIELUActivation):  # `_init_weights` does not set these
             module.beta.fill_(module._beta_scalar)
             module.eps.fill_(module._eps_scalar)
-        # This also initializes the module's parameters, which has no effect on the meta device.
+        # This also initializes parameters, which has no effect on the meta device.
         (module if isinstance(module, PreTrainedModel) else whole)._init_weights(module)
     widen_buffers(whole)
     if embedding_norm := FAMILIES[config.model_type].embedding_norm:
@@ -49,8 +47,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
 
 def move_into_first_layer(whole: Any, embedding_norm: str) -> None:
     """Moves the norm `embedding_norm`, which follows the embedding, into the first decoder layer.
-
-    That layer then applies the norm to its input.
+    This layer then applies the norm to its input.
     """
     stack = DecoderStack.of(whole)
     first = stack.layers_of(whole)[0]
@@ -68,15 +65,14 @@ def widen_buffers(whole: Any) -> None:
 
 
 def kind_of(layer: torch.nn.Module) -> tuple[object, ...]:
-    """Returns a key of what a decoder layer computes.
+    """Returns a key of the function that a decoder layer computes. Layers with equal keys compute
+    the same function of weights, buffers, input and arguments.
 
-    Layers with equal keys compute the same function of weights, buffers, input and arguments.
-
-    For each module in the layer, the key contains its name, its class, its plain attributes (such
-    as sizes, window, scaling and attention type), and the shapes and dtypes of its parameters and
-    buffers. Only `layer_idx` is left out, because it addresses a cache. Other attributes are
-    compared by identity. So two equal layers may get different keys, but two different layers never
-    get equal keys.
+    For each module in the layer, the key contains the name, the class, plain attributes (such as
+    sizes, window, scaling and attention type), and the shapes and dtypes of parameters and buffers.
+    Only `layer_idx` is not included, because it is an index into a cache. Other attributes are
+    compared by identity. So layers that compute the same function may get different keys, but
+    layers that compute different functions never get equal keys.
     """
 
     def described(value: object) -> object:

@@ -13,39 +13,38 @@ from megatrain.simulator.model.families import essential, with_nulls
 from megatrain.simulator.model.specs import ModelSpec
 
 _NOTHING = "nothing"
-"""stands for the value of a key that a config does not have or that is null"""
+"""The value that is shown for a key that is missing or null in a config."""
 
 
 class ConfigDifference(NamedTuple):
     """A config key that affects what layers compute, with its values in two models."""
 
     key: str
-    """name of the key, such as `rms_norm_eps`, or `rope_parameters.factor` in a table"""
+    """Name of the key, such as `rms_norm_eps`, or `rope_parameters.factor` in a table."""
     first: Any
-    """value in the first model"""
+    """Value in the first model."""
     second: Any
-    """value in the second model"""
+    """Value in the second model."""
 
 
 def full_config(model: ModelSpec) -> PretrainedConfig:
-    """Returns transformers' config of `model`.
-
-    Keys that the model's config leaves out have the defaults of transformers' config class.
+    """Returns transformers' config of `model`. Keys that are not in the model's config have the
+    defaults of transformers' config class.
 
     Raises UserError if the config class refuses a value.
     """
-    # A config keeps tables such as `rope_parameters` as they are, and may change them.
-    given = copy.deepcopy(with_nulls(model.config))
-    # The defaults of a class may lie outside the vocabulary, and no layer reads them.
+    # A copy, because a config class may change tables such as `rope_parameters` in place.
+    values = copy.deepcopy(with_nulls(model.config))
+    # None, because the defaults of a class may be outside the vocabulary. No layer reads them.
     tokens = {"bos_token_id": None, "eos_token_id": None}
     try:
         try:
-            made = AutoConfig.for_model(**{**tokens, **given})
+            config = AutoConfig.for_model(**{**tokens, **values})
         except StrictDataclassFieldValidationError:  # this class requires these tokens
-            made = AutoConfig.for_model(**given)
-        made.to_dict()  # fails for some values that the class accepts
-        return made
-    except Exception as error:  # a config class may fail in any way on values of a wrong type
+            config = AutoConfig.for_model(**values)
+        config.to_dict()  # fails for some values that the class accepts
+        return config
+    except Exception as error:  # values of a wrong type may cause any exception
         raise refused_config(f"model {model.name}: config", error) from None
 
 
@@ -66,11 +65,12 @@ def first_lines(error: Exception) -> str:
 
 
 def differences(first: ModelSpec, second: ModelSpec) -> list[ConfigDifference]:
-    """Returns the config keys that affect what layers compute and have different values.
+    """Returns the config keys that affect what layers compute and whose values differ between two
+    models.
 
-    Keys that a model leaves out have the defaults of its config class. Keys that affect nothing,
-    such as `transformers_version`, are ignored. If the model types differ, returns only that
-    difference.
+    Keys that are missing in a config have the defaults of its config class. Keys that affect
+    nothing, such as `transformers_version`, are ignored. If the model types differ, returns only
+    this difference.
 
     Raises UserError if transformers refuses a value of either config.
     """
@@ -83,16 +83,21 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[ConfigDifference]:
     pairs = (
         ConfigDifference(key, one.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys
     )
-    return [pair for pair in pairs if pair.first != pair.second]
+    # The text is compared too, because NaN differs from itself.
+    return [
+        pair
+        for pair in pairs
+        if pair.first != pair.second and repr(pair.first) != repr(pair.second)
+    ]
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the config without nested tables. Their keys become `table.key`."""
-    made: dict[str, Any] = {}
+    """Returns the config without nested tables. The keys of tables become `table.key`."""
+    flat: dict[str, Any] = {}
     for key, value in config.items():
-        made |= (
+        flat |= (
             _flat(value, f"{prefix}{key}.")
             if isinstance(value, dict)
             else {f"{prefix}{key}": _NOTHING if value is None else value}
         )
-    return made
+    return flat

@@ -5,13 +5,13 @@ R rows of all layers together, it is
 
     E x sum over experts of (times the expert was chosen / R) x (sum of its probabilities / R)
 
-The choices have no gradient. So the sums are collected layer by layer in the forward pass. In the
-backward pass, when the sums are complete, each layer adds the gradient of its own probabilities.
-Value and gradient equal those of transformers' `load_balancing_loss_func` over all layers at once.
+The choices have no gradient. So the sums are collected layer by layer in the forward pass, and are
+complete in the backward pass, where each layer adds the gradient of its own probabilities. Value
+and gradient are the same as for transformers' `load_balancing_loss_func` over all layers at once.
 
-Each micro-batch has its own loss. The loss of a step is their mean, times `router_aux_loss_coef`.
-transformers' Trainer also divides by the number of micro-batches, except if it normalizes by
-`num_items_in_batch`. Then it uses the sum.
+Each micro-batch has a loss. The router loss of a step is the mean over its micro-batches, times
+`router_aux_loss_coef`. transformers' Trainer also uses the mean, unless it normalizes by
+`num_items_in_batch`. In this case it uses the sum.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import Self
 import torch
 from transformers import PretrainedConfig
 
-_ASKED = "output_router_logits"
-"""the config's key, and the argument of the model's forward if the model has the loss"""
+_SWITCH = "output_router_logits"
+"""Key of the config, and argument of the model's forward if the model has this loss."""
 
 
 @dataclass
 class _Sums:
-    """The sums of one micro-batch over all layers so far, in fp32."""
+    """The sums of a micro-batch over all layers so far."""
 
     choices: torch.Tensor
-    """how often each expert was chosen, [experts]"""
+    """Number of times that each expert was chosen, [experts] fp32."""
     probabilities: torch.Tensor
-    """sum of each expert's probabilities, [experts]"""
+    """Sum of the probabilities of each expert, [experts] fp32."""
     rows: torch.Tensor | float
-    """number of rows, without padding"""
+    """Number of rows without padding, 0-dimensional fp32 or a float."""
     real: torch.Tensor | None
     """1 for tokens and 0 for padding, [tokens] fp32; None without padding"""
 
 
 class RouterLoss:
-    """Computes `coefficient` times the loss, for routers that choose `chosen` of `experts`."""
+    """Computes the load-balancing loss of routers that choose `chosen` of `experts` experts."""
 
     def __init__(
         self,
@@ -69,15 +69,16 @@ class RouterLoss:
         micro_batches: int,
         device: torch.device,
     ) -> Self | None:
-        """Returns the loss of `model`, or None if it has none or the config switches it off.
+        """Returns the loss of `model`, or None if the model has no such loss or the config switches
+        it off.
 
-        Llama 4 has none: its config has a coefficient, but its text model does not compute the
-        loss.
+        Llama 4 has no such loss: its config has a coefficient, but its text model does not compute
+        the loss.
         """
         if (
-            not getattr(config, _ASKED, False)
+            not getattr(config, _SWITCH, False)
             or not hasattr(config, "router_aux_loss_coef")
-            or _ASKED not in signature(model.forward).parameters
+            or _SWITCH not in signature(model.forward).parameters
         ):
             return None
         experts = getattr(config, "num_experts", None) or config.num_local_experts
@@ -90,23 +91,21 @@ class RouterLoss:
         )
 
     def begin(self, micro: int, documents: torch.Tensor | None) -> None:
-        """Starts the sums of a micro-batch before its forward.
-
-        Padding is not counted. `documents` [batch, sequence] is -1 for padding, or None.
+        """Starts the sums of a micro-batch. Must be called before its forward pass. `documents`
+        [batch, sequence] int64 is -1 for padding, which is not counted; None: no padding.
         """
         zeros = torch.zeros(self._experts, dtype=torch.float32, device=self._device)
         real = None if documents is None else (documents >= 0).flatten().float()
         self._sums[micro] = _Sums(zeros, zeros, 0.0, real)
 
     def end(self, micro: int) -> None:
-        """Frees the sums of a micro-batch after its backward."""
+        """Frees the sums of a micro-batch. Must be called after its backward pass."""
         del self._sums[micro]
 
     @torch.no_grad()
     def add(self, micro: int, logits: torch.Tensor) -> None:
-        """Adds the router `logits` [tokens, experts] of one layer to the sums.
-
-        Called once for each layer and micro-batch.
+        """Adds the router logits of a layer, [tokens, experts], to the sums. Must be called once
+        for each layer and micro-batch.
         """
         sums = self._sums[micro]
         probabilities = logits.softmax(-1)
@@ -135,9 +134,8 @@ class RouterLoss:
         )
 
     def value(self, micro: int) -> torch.Tensor:
-        """Returns the micro-batch's part of the step's loss, 0-dimensional fp32.
-
-        Called after every layer has run its forward.
+        """Returns the part of the step's router loss from a micro-batch, 0-dimensional fp32. Must
+        be called after the forward pass of every layer.
         """
         return self._of(micro, self._sums[micro].probabilities)
 

@@ -1,8 +1,8 @@
 """ScaledPositions: rotary embeddings with frequencies that depend on the length of each document.
 
-transformers computes the frequencies from the largest position in its input. So all documents of a
-micro-batch would get the frequencies of the longest one. Here, transformers' module runs once for
-each class of document lengths with the same frequencies, and each token uses the result of its
+transformers computes the frequencies from the largest position in its input, so all documents of a
+micro-batch would get the frequencies of the longest document. Here, transformers' module runs once
+for each class of document lengths that have the same frequencies. Each token uses the result of its
 class.
 
 | rope type | classes of lengths |
@@ -22,7 +22,7 @@ _SCALED = ("longrope", "dynamic")
 
 
 class ScaledPositions(nn.Module):
-    """Wraps a rotary embedding, so that each document's frequencies depend on its own length."""
+    """Wraps a rotary embedding to make each document's frequencies depend on its own length."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -30,36 +30,35 @@ class ScaledPositions(nn.Module):
 
     @classmethod
     def around(cls, rotary: Any) -> nn.Module:
-        """Returns `rotary` in a ScaledPositions if its frequencies depend on a length.
-
-        Otherwise returns `rotary` itself.
+        """Wraps `rotary` in a ScaledPositions if its frequencies depend on a length. Otherwise
+        returns `rotary` itself.
         """
         types = getattr(rotary, "rope_type", "default")
-        found = types.values() if isinstance(types, dict) else (types,)
+        names = types.values() if isinstance(types, dict) else (types,)
         return (
-            cls(rotary) if any(scaled in each for each in found for scaled in _SCALED) else rotary
+            cls(rotary) if any(scaled in name for name in names for scaled in _SCALED) else rotary
         )
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Any:
-        """Returns what the model's own module returns: tensors of [batch, sequence, size]."""
+        """Returns the tensors of transformers' module, [batch, sequence, size]."""
         kind = {} if layer_type is None else {"layer_type": layer_type}
-        found = document_lengths(position_ids)
-        # A call with one token resets the scaling of an earlier call.
+        lengths = document_lengths(position_ids)
+        # A call with a single position resets the scaling of an earlier call.
         self._rotary(x, torch.zeros_like(position_ids[..., :1]), **kind)
-        made: Any = None
-        for above, most in self._classes(found, layer_type):
-            here = (found > above) if most is None else (found > above) & (found <= most)
+        result: Any = None
+        for above, most in self._classes(lengths, layer_type):
+            here = (lengths > above) if most is None else (lengths > above) & (lengths <= most)
             part = self._rotary(x, position_ids * here, **kind)
-            made = part if made is None else _chosen(here[..., None], part, made)
-        return made
+            result = part if result is None else _where(here[..., None], part, result)
+        return result
 
-    def _classes(self, found: torch.Tensor, layer_type: str | None) -> list[tuple[int, int | None]]:
-        """Returns the classes of lengths with the same frequencies, shortest first.
-
-        The lengths of a class are above the first number and up to the second one. None stands for
-        no limit.
+    def _classes(
+        self, lengths: torch.Tensor, layer_type: str | None
+    ) -> list[tuple[int, int | None]]:
+        """Returns the classes of lengths with the same frequencies, shortest first. A class has the
+        lengths above its first number, up to and including its second number. None means no limit.
         """
         rope, types = self._rotary.config.rope_parameters, self._rotary.rope_type
         if layer_type is not None:
@@ -70,12 +69,13 @@ class ScaledPositions(nn.Module):
         if "dynamic" not in types:
             return [(0, None)]
         original = int(self._rotary.original_max_seq_len)
-        # This synchronizes with the device, as does every call of transformers' module.
-        longer = found[found > original].unique().tolist()
+        # This synchronizes with the device, like every call of transformers' module.
+        longer = lengths[lengths > original].unique().tolist()
         return [(0, original), *((length - 1, length) for length in longer)]
 
 
-def _chosen(here: torch.Tensor, part: Any, other: Any) -> Any:
+def _where(here: torch.Tensor, part: Any, other: Any) -> Any:
+    """Returns `part` where `here` is true, and otherwise `other`. They are tensors or tuples."""
     if isinstance(part, torch.Tensor):
         return torch.where(here, part, other)
     return tuple(torch.where(here, mine, theirs) for mine, theirs in zip(part, other, strict=True))

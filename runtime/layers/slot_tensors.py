@@ -1,7 +1,7 @@
 """Hooks that make autograd save a layer's weights as offsets in their slot.
 
-The graph then does not refer to the weights that it was made with, and the backward can read them
-from another slot.
+With these hooks, the graph does not refer to the memory of the weights, so the backward pass can
+read the weights from another slot.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class _InSlot:
     """The place of a saved tensor in a weight slot."""
 
     byte_offset: int
-    """offset from the start of the slot"""
+    """Offset from the start of the slot, in bytes."""
     dtype: torch.dtype
-    """dtype of the tensor"""
+    """Dtype of the tensor."""
     size: tuple[int, ...]
-    """shape of the tensor"""
+    """Shape of the tensor."""
     stride: tuple[int, ...]
-    """strides of the tensor, in elements"""
+    """Strides of the tensor, in elements."""
 
 
 def slot_hooks(
@@ -34,8 +34,8 @@ def slot_hooks(
     """Returns the two hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
     The first hook saves a tensor in the weight slot `where[0]` as its place in the slot. The second
-    one returns the tensor at this place in the slot that `where[0]` names at that time. Other
-    tensors are saved as they are.
+    hook returns the tensor at this place in the slot that `where[0]` names when the hook is called.
+    Tensors outside the slot's pool are saved unchanged.
     """
     pool, start = arenas.start_of(where[0])
 

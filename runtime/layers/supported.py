@@ -1,11 +1,11 @@
-"""Checks whether the runtime can train a model exactly as transformers would."""
+"""Checks that the runtime computes a model exactly as transformers does."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config
 from megatrain.simulator.model.families import FAMILIES, INSIDE, nulls_of
 from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -25,26 +25,25 @@ DROPOUT = (
     "attention_probs_dropout_prob",
     "activation_dropout",
 )
-"""config keys that make a layer use random numbers during training"""
+"""Config keys that make a layer use random numbers during training."""
 
 
 def dropout_keys(family: str) -> list[str]:
-    """Returns the keys of `DROPOUT` that mean dropout in a family.
-
-    Those that the family names in `Family.draws` do not: the runtime trains with them
-    (`layer_draws.py`).
+    """Returns the keys of `DROPOUT` that mean dropout in `family`. Keys in `Family.draws` do not,
+    because the runtime supports their random numbers (`layer_draws.py`).
     """
     return [key for key in DROPOUT if key not in FAMILIES[family].draws]
 
 
 def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
-    """Raises UserError if `folder` has a multimodal model that the runtime cannot train.
+    """Raises UserError if `folder` has a multimodal model that the runtime cannot train. `model` is
+    the language model of `folder`.
 
-    `model` is its language model, which can be predicted. But for these models it is not known
-    whether an export would contain the other parts unchanged.
+    Steps of the language model can be predicted, but it is unknown whether an export of such a
+    model would contain its other parts unchanged.
     """
     path = folder / "config.json"
-    config = read_json(path)
+    config = read_config(path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in (None, model.family) and not (
         kind in INSIDE and INSIDE[kind].family == model.family
@@ -61,13 +60,17 @@ def refuse_multimodal(folder: Path, model: ModelSpec) -> None:
 
 
 def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> None:
-    """Raises UserError for a model that the runtime would not compute as transformers does.
+    """Raises UserError for a model that the runtime would not compute as transformers does:
 
-    These are models with dropout, because a recompute would use other random numbers; models that
-    attend to later tokens; rows that are longer than the model's positions; packed documents that
-    the model cannot separate; and families whose layers carry more than the hidden size, if no file
-    of the runtime is named for that. Families that `simulator/model/families` does not have are
-    refused earlier, when the ModelSpec is made.
+    * with dropout, because a recompute would use other random numbers;
+    * with attention to later tokens;
+    * with rows that are longer than the model's positions;
+    * with packed documents that the model cannot separate;
+    * of a family whose layers carry more than the hidden size, if `Family.carried_by` names no file
+      of the runtime.
+
+    Families that are not in `simulator/model/families` are refused earlier, when the ModelSpec is
+    made.
     """
     where = f"model {model.name}"
     family = FAMILIES[model.family]
@@ -86,7 +89,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
             allowed="a number",
             fix=f"set {min(null)} to 0.0 in config.json",
         )
-    # A key that config.json leaves out has the default of the family.
+    # Keys that are not in config.json have the default of the family.
     defaults = FAMILIES[model.family].defaults
     for key in keys if workload is None or not workload.no_dropout else ():
         if value := model.config.get(key, defaults.get(key)):
@@ -121,7 +124,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
                 allowed=f"at most {key} = {longest}",
                 fix="plan shorter rows",
             )
-    # "vision" (Gemma 4) concerns only the tokens of images.
+    # "vision" (Gemma 4) affects only the tokens of images.
     if model.config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UserError(
             f"{where}: use_bidirectional_attention",

@@ -1,21 +1,21 @@
-"""Chains of modules of a decoder layer that compute a run of tokens at a time.
+"""Chains of modules of a decoder layer that compute a piece of tokens at a time.
 
 A chain is the MLP with the norm before it, or the norm before attention (`LayerPieces`). Its last
-module computes all of it, and the modules before that one return their input. The computation of a
-token is that of transformers' modules.
+module computes the whole chain, and the other modules return their input. Each token is computed
+with transformers' modules.
 
-Autograd saves only the input of a chain. The backward pass goes through the pieces in order. It
-computes each again with a graph, writes the gradient of its input into its place, and adds the
-gradients of its weights, which are in the compute dtype, to sums in fp32. After the last piece, the
-sums are rounded to the compute dtype.
+Autograd saves only the input of a chain. The backward pass recomputes the pieces in order, each
+with a graph. It stores the gradient of the piece's input, and adds the gradients of weights, which
+are in the compute dtype, to sums in fp32. After the last piece, the sums are rounded to the compute
+dtype.
 
-In a recompute whose output nobody reads, the MLP is left out: its output is NaN, and its backward
-pass computes it anyway.
+If the output of a recompute is not used, the MLP is skipped: its output is NaN, and its backward
+pass recomputes it anyway.
 
-In a compiled layer, a chain is one op that the compiler does not look into, `megatrain::in_pieces`,
-with `megatrain::in_pieces_backward` for its gradients. The function of one piece is compiled by
-itself. Its forward pass always runs the program without gradients, so that its bits do not depend
-on whether the layer is recomputed.
+In a compiled layer, a chain is one op that is opaque to the compiler, `megatrain::in_pieces`, with
+the op `megatrain::in_pieces_backward` for its gradients. The function of a piece is compiled
+separately. The forward pass always runs the program without gradients, so its bits do not depend on
+whether the layer is recomputed.
 """
 
 from __future__ import annotations
@@ -35,53 +35,55 @@ from megatrain.runtime.layers import compiling
 from megatrain.simulator.model.families import LayerPieces
 
 _CHAINS: weakref.WeakValueDictionary[int, Chain] = weakref.WeakValueDictionary()
-"""the chains of this process by their index, which is an argument of the ops of compiled layers"""
+"""All chains of this process by index. The ops of compiled layers take this index."""
 _INDICES = itertools.count()
 
 
 class Chain:
-    """Modules that are computed one after the other, a piece of tokens at a time."""
+    """Modules that are computed in sequence, for a piece of tokens at a time."""
 
     def __init__(self, modules: list[torch.nn.Module], piece: int, *, compiled: bool) -> None:
-        """Copies `modules`. They have no memory, and are called with the weights of the layer.
+        """Copies `modules` to the meta device. Calls take the weights of the layer.
 
         Args:
-            modules: the modules in the order in which a token passes them.
-            piece: tokens of a piece.
+            modules: the modules in the order of their computation.
+            piece: number of tokens in a piece.
             compiled: whether to compile the function of a piece.
         """
-        self._given = modules
+        self._layer_modules = modules
         run = torch.nn.Sequential(*map(copy.deepcopy, modules)).to("meta")
         self.names = [name for name, _ in _tensors_of(list(run))]
-        """names of the tensors that `run` takes"""
+        """Names of the tensors that `run` takes."""
         self._piece = piece
         self.left_out = False
-        """Whether the forward pass computes nothing."""
+        """Whether the forward pass skips the computation and returns NaN."""
         self.index = next(_INDICES)
         _CHAINS[self.index] = self
 
         def eager(tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = functional_call(run, tensors, (x[None],))
-            return made[0]
+            output: torch.Tensor = functional_call(run, tensors, (x[None],))
+            return output[0]
 
         self.eager = eager
-        """returns the output of one piece [tokens, hidden], from tensors by name and its input"""
+        """Returns the output of one piece, [tokens, hidden], from tensors by name and the input."""
         self.run: Callable[..., Any] = compiling.compiled(eager) if compiled else eager
-        """`eager`, compiled if the layer is"""
+        """`eager`, which is compiled if the layer is compiled."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the parameters and buffers that the layer's modules have now."""
-        return [tensor for _, tensor in _tensors_of(self._given)]
+        """Returns the current parameters and buffers of the layer's modules, in the order of
+        `names`.
+        """
+        return [tensor for _, tensor in _tensors_of(self._layer_modules)]
 
     def rows(self, x: torch.Tensor) -> Iterator[slice]:
-        """Yields the tokens of each piece of `x` [tokens, hidden]."""
+        """Yields the rows of each piece of `x` [tokens, hidden]."""
         for start in range(0, x.shape[0], self._piece):
             yield slice(start, start + self._piece)
 
     def __call__(self, tensors: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Returns the output of one piece `x` [tokens, hidden]."""
-        made: torch.Tensor = self.run(dict(zip(self.names, tensors, strict=True)), x)
-        return made
+        output: torch.Tensor = self.run(dict(zip(self.names, tensors, strict=True)), x)
+        return output
 
 
 def _tensors_of(modules: list[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
@@ -95,15 +97,16 @@ def _tensors_of(modules: list[torch.nn.Module]) -> list[tuple[str, torch.Tensor]
 
 
 def forward_of(chain: Chain, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the output of `chain` for `x` [..., hidden]. It is contiguous."""
+    """Returns the output of `chain` for `x` [..., hidden], contiguous."""
     if chain.left_out:
         return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-    x, tensors = x.detach(), [tensor.detach() for tensor in tensors]  # so that one program is made
-    # A layer may change the output in place, so that it is no view.
-    made, flat = torch.empty_like(x, memory_format=torch.contiguous_format), x.flatten(0, -2)
+    # Without gradients, so only one program is compiled.
+    x, tensors = x.detach(), [tensor.detach() for tensor in tensors]
+    # The output is not a view, because a layer may change it in place.
+    output, flat = torch.empty_like(x, memory_format=torch.contiguous_format), x.flatten(0, -2)
     for rows in chain.rows(flat):
-        made.view_as(flat)[rows] = chain(tensors, flat[rows])
-    return made
+        output.view_as(flat)[rows] = chain(tensors, flat[rows])
+    return output
 
 
 def backward_of(
@@ -113,26 +116,26 @@ def backward_of(
     tensors: Sequence[torch.Tensor],
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Returns the gradients of `x` [..., hidden] and of those `tensors` that are `needed`."""
+    """Returns the gradients of `x` [..., hidden], and of the `tensors` with a true `needed`."""
     flat, upper = x.flatten(0, -2), gradient.flatten(0, -2)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
     tensors = [
-        tensor.detach().requires_grad_(each) for tensor, each in zip(tensors, needed, strict=True)
+        tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)
     ]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     sums: list[torch.Tensor] = []
     for rows in chain.rows(flat):
         with torch.enable_grad():
             piece = flat[rows].detach().requires_grad_()
-            made = chain(tensors, piece)
-        dx[rows], *found = torch.autograd.grad(made, (piece, *trained), upper[rows])
-        del made
+            output = chain(tensors, piece)
+        dx[rows], *gradients = torch.autograd.grad(output, (piece, *trained), upper[rows])
+        del output
         if not sums:
-            sums = [each.float() for each in found]
+            sums = [part.float() for part in gradients]
         else:
             for total in sums:
-                total += found.pop(0)  # which frees it
-        del found
+                total += gradients.pop(0)  # frees the gradient after the addition
+        del gradients
     sums.reverse()
     return [dx.view_as(x), *(sums.pop().to(tensor.dtype) for tensor in trained)]
 
@@ -148,9 +151,16 @@ class _InPieces(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        dx, *found = backward_of(ctx.chain, gradient, x, tensors, needed)
-        gradients = iter(found)
-        return None, dx, *(next(gradients) if each else None for each in needed)
+        dx, *gradients = backward_of(ctx.chain, gradient, x, tensors, needed)
+        return None, dx, *_where_needed(gradients, needed)
+
+
+def _where_needed(
+    gradients: list[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Returns a list with `gradients` at the true entries of `needed`, and None at the others."""
+    remaining = iter(gradients)
+    return [next(remaining) if need else None for need in needed]
 
 
 @torch.library.custom_op("megatrain::in_pieces", mutates_args=())
@@ -188,12 +198,12 @@ def _(
     chain: int,
 ) -> list[torch.Tensor]:
     del gradient, chain  # PyTorch passes every argument of the op
-    trained = [tensor for tensor, each in zip(tensors, needed, strict=True) if each]
-    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, *trained)]
+    trained = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+    return [torch.empty_like(like, memory_format=torch.contiguous_format) for like in (x, *trained)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output  # PyTorch gives it, too
+    del output  # PyTorch passes it, but the backward pass does not need it
     x, tensors, ctx.chain = inputs
     ctx.needed = [tensor.requires_grad for tensor in tensors]
     ctx.save_for_backward(x, *tensors)
@@ -201,9 +211,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     x, *tensors = ctx.saved_tensors
-    dx, *found = _op_backward(gradient, x, tensors, ctx.needed, ctx.chain)
-    gradients = iter(found)
-    return dx, [next(gradients) if each else None for each in ctx.needed], None
+    dx, *gradients = _op_backward(gradient, x, tensors, ctx.needed, ctx.chain)
+    return dx, _where_needed(gradients, ctx.needed), None
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -211,7 +220,7 @@ _op.register_autograd(_gradients, setup_context=_save)
 
 @contextmanager
 def _with_autograd() -> Iterator[None]:
-    """Lets autograd record what runs inside of an op. PyTorch excludes it there."""
+    """Enables autograd inside a custom op, where PyTorch disables it."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     for key in ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"):
         keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -231,26 +240,27 @@ def _in_pieces(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     chain: Any = self._chain
     if torch.compiler.is_compiling():
         return _op(x, chain.tensors(), chain.index)
-    made: torch.Tensor = _InPieces.apply(chain, x, *chain.tensors())
-    return made
+    output: torch.Tensor = _InPieces.apply(chain, x, *chain.tensors())
+    return output
 
 
 @functools.cache
 def _changed(kind: Any, *, last: bool) -> type:
-    """Returns the class of a module that ends a chain, or of one that comes before in it. Equal
-    modules get the same class, so that their layers are still of the same kind.
+    """Returns the subclass of `kind` for the last module of a chain or, if not `last`, for the
+    other modules. Modules of one class get the same subclass, so layers of the same kind stay
+    layers of the same kind.
     """
     forward = _in_pieces if last else _identity
     return type(f"{kind.__name__}InPieces", (kind,), {"forward": forward})
 
 
 def install(layer: torch.nn.Module, pieces: LayerPieces, piece: int, *, compiled: bool) -> None:
-    """Changes the chains of transformers' decoder layer to compute `piece` tokens at a time.
+    """Changes transformers' decoder layer to compute its chains for `piece` tokens at a time.
 
     Args:
         layer: the decoder layer.
-        pieces: what of it is computed in pieces.
-        piece: tokens of a piece.
+        pieces: the modules of each chain.
+        piece: number of tokens in a piece.
         compiled: whether the layer is compiled.
     """
     for names in pieces.modules:
@@ -264,7 +274,7 @@ def install(layer: torch.nn.Module, pieces: LayerPieces, piece: int, *, compiled
 
 @contextmanager
 def without_mlp(layer: torch.nn.Module) -> Iterator[None]:
-    """Leaves out the MLP of forward passes inside of the context, if it is computed in pieces."""
+    """Skips the MLP in forward passes inside the context, if it is computed in pieces."""
     chain: Chain | None = vars(layer).get("_last_chain")
     if chain is None:
         yield

@@ -1,4 +1,4 @@
-"""Compares a ModelSpec with transformers' model, and checks on the meta device that it runs."""
+"""Checks that a ModelSpec matches transformers' model, and that the model runs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 
 _TOKENS = 4
-"""tokens of the trial run"""
+"""Number of tokens in the trial run."""
 _FIX = "correct config.json, or use another model"
 
 
 @functools.lru_cache(maxsize=64)
 def refuse_unlike_transformers(model: ModelSpec) -> None:
-    """Checks that transformers can run `model`, and that its tensors are those of the spec.
+    """Raises UserError if transformers cannot build or run `model`, or if the name or shape of a
+    tensor differs from the spec.
 
-    Compares the names and shapes of all tensors. Then runs one layer of each kind on the meta
-    device, and the parts before and after the layers on a few tokens. No parameter is allocated.
-    Takes one or two seconds, once for each model.
-
-    Raises UserError if a tensor differs, or if transformers cannot build or run the model.
+    Compares all tensors. Then runs a layer of each kind on the meta device, and the parts before
+    and after the layers on a few tokens. Allocates no memory for parameters. Takes one or two
+    seconds, once for each model.
     """
     try:
         whole = _build(model)
         stack = DecoderStack.of(whole)
-    except Exception as error:  # the constructor may fail in any way on unchecked values
+    except Exception as error:  # unchecked values may cause any exception
         raise _cannot_run(model, error) from None
-    # Parameters without gradient count as buffers.
+    # Parameters without gradients count as buffers.
     theirs = {
         name: tuple(parameter.shape)
         for name, parameter in whole.named_parameters()
@@ -64,7 +63,7 @@ def refuse_unlike_transformers(model: ModelSpec) -> None:
     try:
         _run_layers(model.shortest(1))
         _run_ends(model)
-    except Exception as error:  # the forward may also fail in any way
+    except Exception as error:  # the forward pass may also raise any exception
         raise _cannot_run(model, error) from None
 
 
@@ -90,24 +89,22 @@ def _build(model: ModelSpec) -> Any:
 
 
 def _run_layers(model: ModelSpec) -> None:
-    """Runs a forward pass of a few tokens on the meta device.
-
-    Tensors have no values there, so nothing may depend on values. The mask has four dimensions, so
-    that transformers builds no other, and positions are not scaled by the length of the row.
-    """
+    """Runs a forward pass of a few tokens on the meta device."""
+    # Tensors on the meta device have no values, so nothing may depend on values: the mask has four
+    # dimensions, so transformers builds no mask, and positions are not scaled by a length.
     whole = _build(model).eval()
     for module in whole.modules():
         if (kinds := getattr(module, "rope_type", None)) is not None:
             module.rope_type = (
                 dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
             )
-            # Phi-3.5-MoE reads it from the config.
+            # Phi-3.5-MoE reads the type from the config.
             rope: Any = module.config.rope_parameters
-            for each in rope.values() if isinstance(kinds, dict) else (rope,):
-                each["rope_type"] = "default"
+            for parameters in rope.values() if isinstance(kinds, dict) else (rope,):
+                parameters["rope_type"] = "default"
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-        # ALiBi slopes require a mask with two dimensions, or none.
+        # ALiBi slopes require a mask with two dimensions, or no mask.
         slopes = hasattr(DecoderStack.of(whole).decoder_of(whole), "build_alibi_tensor")
         whole(
             input_ids=ids,
@@ -117,9 +114,8 @@ def _run_layers(model: ModelSpec) -> None:
 
 
 def _run_ends(model: ModelSpec) -> None:
-    """Runs the parts before and after the layers, and makes the arguments of every layer.
-
-    Nothing else depends on the number of layers.
+    """Runs the parts before and after the layers, and makes the arguments of every layer. Only
+    these depend on the number of layers.
     """
     cpu = torch.device("cpu")
     whole = meta_model(_config_without_dropout(model), torch.float32, cpu)

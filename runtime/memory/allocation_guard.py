@@ -1,8 +1,8 @@
-"""Checks that a step after the warm-up allocates no memory.
+"""Checks that steps after the warm-up allocate no memory.
 
-Such a step may neither take device memory from the driver, nor retry an allocation after it failed,
-nor register (pin) host memory. Taking device memory waits for the whole device, and registering a
-few GiB of host memory takes a second. Both would count as time of an op.
+Such a step must not take device memory from the driver, retry a failed allocation, or register
+(pin) host memory. Taking device memory synchronizes the whole device, and registering a few GiB of
+host memory takes a second. Both would be measured as time of an op.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Taken(NamedTuple):
     """The memory that this process has taken since it started."""
 
     device_bytes: int
-    """Bytes that PyTorch's allocator reserved. The number of calls is not used because it depends
-    on the allocator: reserving 256 MiB is one cudaMalloc, but three or four mappings with
+    """Bytes that PyTorch's allocator has reserved. The number of calls is not used, because it
+    depends on the allocator: 256 MiB take one cudaMalloc, but three or four mappings with
     expandable segments."""
     retries: int
-    """Allocations that succeeded only after the allocator freed its cache."""
+    """Number of allocations that succeeded only after the allocator freed its cache."""
     registrations: int
-    """Registrations of host memory."""
+    """Number of registrations of host memory."""
 
 
 class AllocationGuard:
@@ -46,16 +46,16 @@ class AllocationGuard:
     def __init__(self, device: torch.device, host_memory: HostMemory) -> None:
         self._device, self._host_memory = device, host_memory
         self._usual_steps = 0
-        """Steps with the usual shapes since the last one that failed or freed memory."""
+        """Number of steps with the usual shapes since a step failed or memory was freed."""
         self._settling = 0
-        """How many steps after the warm-up took device memory."""
+        """Number of steps after the warm-up that took device memory."""
         self._freed = 0
 
     def _counts(self) -> tuple[Taken, int]:
         """Returns the memory taken so far, and the bytes that PyTorch's allocator has given back to
-        the device. Uses the nested statistics because the flat `memory_stats` takes ten times as
-        long.
+        the device.
         """
+        # `memory_stats`, which flattens the statistics, takes ten times as long
         stats = (
             torch.cuda.memory_stats_as_nested_dict(self._device)
             if self._device.type == "cuda"
@@ -73,8 +73,9 @@ class AllocationGuard:
 
     @contextmanager
     def step(self, *, same_shapes: bool) -> Iterator[None]:
-        """Watches one step. It is checked only if `same_shapes`, which means that its tensors have
-        the shapes of all other steps. Rows of several documents differ from step to step.
+        """Watches one step, which runs in the block. It is checked only with `same_shapes`: its
+        tensors have the same shapes as in other steps. Rows of several documents have shapes that
+        differ between steps.
 
         A step after the warm-up that takes device memory is logged. If memory was freed since the
         last step, for example by an evaluation that filled the device, the next steps count as

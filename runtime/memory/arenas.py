@@ -1,8 +1,8 @@
 """Arenas: the memory of a schedule's buffers.
 
-Each pool of the schedule is one allocation of exactly the planned size, which is made once. A
-buffer is a named part of its pool. Host pools are page-aligned and, with CUDA, registered as pinned
-memory (`host_memory.py`). Without CUDA, device pools are ordinary host memory.
+Each pool of the schedule is allocated once, with exactly the planned size. A buffer is a named
+range of its pool. Host pools are page-aligned and, with CUDA, pinned (`host_memory.py`). Without
+CUDA, device pools are in ordinary host memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TORCH_DTYPE = {
     "block8": torch.uint8,
     "int64": torch.int64,
 }
-"""The dtype of a tensor on a buffer's elements. `block8` is a tensor of bytes."""
+"""PyTorch's dtype for each dtype of a schedule. Records of `block8` are tensors of bytes."""
 OnAllocate = Callable[[int, int], None]
 """Called with the bytes allocated so far and the bytes of all pools."""
 
 
 def length_of(dtype: str, elements: int) -> int:
-    """Returns the length of a tensor on `elements` of a buffer with `dtype`."""
+    """Returns the length of a `TORCH_DTYPE[dtype]` tensor that stores `elements` in `dtype`."""
     return int(elements * WIDTH[dtype]) // TORCH_DTYPE[dtype].itemsize
 
 
@@ -51,12 +51,13 @@ class Arenas:
         """Allocates all pools. Every page is touched and registered, which takes minutes for 1 TB.
 
         Args:
-            schedule: Its buffers are allocated, except those that are dynamic.
-            device: Where the device pools are.
-            device_limit_bytes: The most that all device pools may have together.
-            host_limit_bytes: The most that all host pools may have together.
-            on_allocate: Reports progress.
-            host_memory: Where the host pools come from. By default they have memory of their own.
+            schedule: The schedule whose buffers are allocated, except dynamic buffers.
+            device: The device of the device pools.
+            device_limit_bytes: Maximum size of all device pools together.
+            host_limit_bytes: Maximum size of all host pools together.
+            on_allocate: Called after each allocation, to report progress.
+            host_memory: The allocator of the host pools. By default they have an allocator of their
+                own.
 
         Raises:
             DoesNotFit: The pools exceed a limit, in which case nothing is allocated, or the machine
@@ -70,6 +71,7 @@ class Arenas:
         self.pool_bytes = {
             pool: sum(buffer.allocated for buffer in buffers) for pool, buffers in pools.items()
         }
+        """Allocated bytes of each pool."""
         for place, limit in (("device", device_limit_bytes), ("host", host_limit_bytes)):
             self._refuse(place, limit)
         self.host_memory = host_memory or HostMemory(registered=device.type == "cuda")
@@ -91,7 +93,7 @@ class Arenas:
         return sum(size for pool, size in self.pool_bytes.items() if pool.startswith(f"{place}."))
 
     def _refuse(self, place: str, limit: int) -> None:
-        """Raises DoesNotFit if the pools in `place` have more than `limit` bytes."""
+        """Raises DoesNotFit if the pools in `place` are larger than `limit` bytes together."""
         needed = self.total(place)
         if needed > limit:
             largest = max(
@@ -112,27 +114,24 @@ class Arenas:
             )
 
     def _take(self, pool: str, parts: list[int]) -> torch.UntypedStorage:
-        """As `_allocate`. Raises DoesNotFit if there is too little memory."""
+        """Calls `_allocate`. Raises DoesNotFit if there is too little memory."""
         try:
             return self._allocate(pool, parts)
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-        fix = "close other programs, or plan with a lower limit"
         raise DoesNotFit(
             f"pool {pool}",
             found=f"no room for {format_bytes(self.pool_bytes[pool])} ({reason})",
             allowed="free memory",
-            fix=fix,
+            fix="close other programs, or plan with a lower limit",
         )
 
     def _allocate(self, pool: str, parts: list[int]) -> torch.UntypedStorage:
-        """Returns zeroed memory for buffers of `parts` bytes, one after the other."""
+        """Returns zeroed memory for adjacent buffers of `parts` bytes each."""
         if pool.startswith("device.") and self.device.type == "cuda":
-            storage = torch.zeros(
-                sum(parts), dtype=torch.uint8, device=self.device
-            ).untyped_storage()
+            zeros = torch.zeros(sum(parts), dtype=torch.uint8, device=self.device)
             self._report(sum(parts))
-            return storage
+            return zeros.untyped_storage()
         return self.host_memory.allocate(parts, self._report)
 
     def _report(self, size: int) -> None:
@@ -143,10 +142,12 @@ class Arenas:
     def tensor(
         self, buffer: str, dtype: torch.dtype, shape: tuple[int, ...], byte_offset: int = 0
     ) -> torch.Tensor:
-        """Returns a contiguous tensor of `shape` and `dtype` in `buffer`, from `byte_offset` on.
+        """Returns a contiguous tensor of `shape` and `dtype` in `buffer`, which begins at
+        `byte_offset`.
 
-        The tensor is not a view of the pool but a separate tensor on the same memory. Otherwise
-        autograd would count a write into one buffer as a change of tensors that it saved in others.
+        The tensor shares the memory of the pool, but it is not a view of a tensor on the pool. With
+        views, autograd would treat a write to one buffer as a change of all tensors that it has
+        saved in other buffers.
         """
         elements = torch.Size(shape).numel()
         size = self._place[buffer][2]
@@ -165,7 +166,7 @@ class Arenas:
         stride: tuple[int, ...],
         byte_offset: int,
     ) -> torch.Tensor:
-        """As `tensor`, with strides in elements."""
+        """Returns a tensor as `tensor` does, with the given strides in elements."""
         storage, start, _ = self._place[buffer]
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         return empty.set_(
@@ -175,13 +176,11 @@ class Arenas:
     def flat(
         self, buffer: str, dtype: torch.dtype, elements: int, byte_offset: int = 0
     ) -> torch.Tensor:
-        """Returns the first `elements` of `buffer`, from `byte_offset` on, as a vector."""
+        """Returns the `elements` of `buffer` from `byte_offset` on, as a vector of `dtype`."""
         return self.tensor(buffer, dtype, (elements,), byte_offset)
 
     def start_of(self, buffer: str) -> tuple[int, int]:
-        """Returns the address of the pool's storage and the offset of the buffer in it, in
-        bytes.
-        """
+        """Returns the address of the buffer's pool and the buffer's byte offset in the pool."""
         storage, start, _ = self._place[buffer]
         return storage.data_ptr(), start
 

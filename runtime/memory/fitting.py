@@ -10,8 +10,8 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 
 LOADING_BYTES = 2**27
-"""Host memory that loading, saving and exporting need besides the pools. Measured: 67 MB. Memory of
-mapped files is not counted, because the system can drop it."""
+"""Host memory that loading, saving and exporting need in addition to the pools; 67 MB were
+measured. Mapped files are not counted, because the system can drop their pages."""
 
 
 def refuse_what_does_not_fit(
@@ -23,16 +23,16 @@ def refuse_what_does_not_fit(
 ) -> None:
     """Raises DoesNotFit if `plan` needs more memory than its limits allow or than the machine has.
 
-    The need is that of the pools or, if it is higher, the peak that the plan predicts. On the host,
-    the need for loading is added before it is compared with the machine.
+    The needed memory is the total size of the pools or the predicted peak of the plan, whichever is
+    higher. `LOADING_BYTES` are added to the host memory before the comparison with the machine.
 
     Args:
         plan: The plan to check.
         schedule: The schedule of `plan`.
-        host_bytes: Host memory of the machine. None if only the plan's limit counts.
-        device_bytes: Device memory of the machine. None if only the plan's limit counts.
+        host_bytes: Host memory of the machine, or None to compare only with the plan's limit.
+        device_bytes: Device memory of the machine, or None to compare only with the plan's limit.
     """
-    for place, predicted, limit, there in (
+    for place, predicted, limit, machine_bytes in (
         (
             "device",
             plan.prediction and plan.prediction.device_peak_bytes,
@@ -63,21 +63,21 @@ def refuse_what_does_not_fit(
                     " limit with `megatrain plan`"
                 ),
             )
-        if there is not None and needed + loading > there:
+        if machine_bytes is not None and needed + loading > machine_bytes:
             raise _refusal(
                 place,
                 needed + loading,
                 pools,
-                allowed=f"{format_bytes(there)}, what this machine has",
+                allowed=f"{format_bytes(machine_bytes)}, what this machine has",
                 fix="make a plan for this machine with `megatrain calibrate` and `megatrain plan`",
             )
 
 
 def little_memory_note(schedule: Schedule, free_bytes: int) -> str:
-    """Returns a warning if the pools of `schedule` and loading need more host memory than the
-    `free_bytes` that are free now, and otherwise an empty text.
+    """Returns a warning if the pools of `schedule` and loading need more host memory than
+    `free_bytes`, the host memory that is free now. Otherwise returns an empty string.
 
-    It is no error, because a virtual machine may get memory only when it uses it.
+    This is a warning, not an error, because a virtual machine may get memory only when it uses it.
     """
     needed = LOADING_BYTES + sum(
         buffer.allocated

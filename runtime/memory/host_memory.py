@@ -2,7 +2,7 @@
 
 All pages are touched and, for a GPU, registered (pinned with `cudaHostRegister`) before the first
 step. PyTorch's caching host allocator is not used, because it rounds each block up to a power of
-two. That would double a layer of a 14B model.
+two, which would double the size of a layer of a 14B model.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 PIECE_BYTES = 2**28
-"""The least number of bytes that are touched and registered together: small enough for a progress
-bar to move, and large enough to make the cost of a call negligible."""
+"""Minimum number of bytes that are touched and registered in one call. It is small enough for a
+progress bar to move, and large enough to make the cost of a call negligible."""
 _THREADS = 16
 
 
 def map_pages(size: int) -> mmap.mmap:
     """Maps `size` bytes of zeros, on huge pages if the system has them.
 
-    The process must not fork while the memory is in use: a forked process does not get the memory,
-    but would unmap its addresses. Raises OSError or ValueError if there is no address space.
+    The process must not fork while the memory is in use, because a forked process does not have the
+    memory but would unmap its addresses. Raises OSError or ValueError if there is no address space.
     """
-    # private, because shared memory, Python's default, always has pages of 4 KiB
+    # The mapping is private, because shared memory (Python's default) always has pages of 4 KiB.
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # huge pages: the optimizer reads and writes seven arrays at once, which needs many TLB entries.
-    # No fork: it would copy registered pages.
+    # Huge pages need fewer TLB entries. The optimizer reads and writes seven arrays at once, which
+    # would need many. The memory is left out of forked processes, because a fork would copy
+    # registered pages.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # not every system and kernel has them
+        # Not every system and kernel has both kinds of advice.
         with contextlib.suppress(AttributeError, OSError):
             mapped.madvise(getattr(mmap, advice))
     return mapped
@@ -42,8 +43,8 @@ class HostMemory:
     """Allocates host memory, registers it, and unregisters it when it is closed."""
 
     def __init__(self, registered: bool) -> None:
-        """`registered` says whether memory is registered, which asynchronous copies to and from a
-        GPU need.
+        """With `registered`, memory is registered with CUDA, which asynchronous copies to and from
+        a GPU require.
         """
         self._registers = registered
         self._registered: list[torch.Tensor] = []
@@ -53,13 +54,16 @@ class HostMemory:
     def allocate(
         self, parts: Sequence[int], progress: Callable[[int], None]
     ) -> torch.UntypedStorage:
-        """Returns zeroed memory for buffers of `parts` bytes, one after the other. Each buffer has
-        whole pages. `progress` is called with the bytes of each piece when the piece is ready.
+        """Returns zeroed memory for adjacent buffers of `parts` bytes each. Every size must be a
+        multiple of the page size. `progress` is called with the bytes of each piece of memory that
+        is ready.
 
-        A copy must not cross the border between two registrations, so borders are between buffers.
+        Each registration covers whole buffers, because a copy must not cross the border between two
+        registrations.
 
         Raises OSError or ValueError if there is no address space, and RuntimeError if a
-        registration fails. `close` unregisters the pieces that were registered before that.
+        registration fails. Pieces that were registered before the error stay registered until
+        `close`.
         """
         pages = torch.frombuffer(map_pages(max(sum(parts), 1)), dtype=torch.uint8)
         pieces = [pages[start:end] for start, end in _pieces(parts)]
@@ -71,7 +75,7 @@ class HostMemory:
             for piece in pool.map(self._prepare, pieces):
                 progress(piece.nbytes)
         finally:
-            # waits for running threads, so that `close` knows all pieces that they register
+            # waits for running threads, so `close` knows all pieces that they register
             pool.shutdown(cancel_futures=True)
         return pages.untyped_storage()
 
@@ -81,8 +85,8 @@ class HostMemory:
         return piece
 
     def register(self, piece: torch.Tensor) -> None:
-        """Registers `piece` with CUDA, if this object was made to register. Raises RuntimeError if
-        that fails.
+        """Registers `piece` with CUDA if this object was created with `registered`. Raises
+        RuntimeError if the registration fails.
         """
         if self._registers:
             self.registrations += 1
@@ -92,14 +96,14 @@ class HostMemory:
             self._registered.append(piece)
 
     def close(self) -> None:
-        """Unregisters everything. Memory is freed with its last tensor."""
+        """Unregisters all memory. The memory itself is freed with the last tensor that uses it."""
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
 
 def _pieces(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the start and end, in bytes, of groups of adjacent parts. Each group except the last
-    has at least `PIECE_BYTES`.
+    """Groups adjacent parts, and yields the start and end of each group in bytes. Each group except
+    the last has at least `PIECE_BYTES`.
     """
     start = end = 0
     for part in parts:

@@ -12,9 +12,9 @@ import psutil
 
 def host_peak_bytes() -> int | None:
     """Returns the peak resident set size of this process in bytes, or None if the system does not
-    report it. `getrusage` is not used, because its peak in a new process starts at that of the
-    parent.
+    report it.
     """
+    # not `getrusage`, because its peak in a new process starts at the peak of the parent
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -26,15 +26,16 @@ def host_peak_bytes() -> int | None:
 
 @contextlib.contextmanager
 def growth() -> Iterator[list[int]]:
-    """Yields a list that receives the peak growth of the resident set size, in bytes. The list
-    stays empty if the system does not report it.
+    """Measures the peak growth of the resident set size during the block. Yields a list, to which
+    the growth in bytes is appended at the end. The list stays empty if the system does not report
+    it.
     """
-    found: list[int] = []
+    result: list[int] = []
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak, see proc(5)
         before = psutil.Process(os.getpid()).memory_info().rss
     except OSError:
         before = 0
-    yield found
+    yield result
     if before and (peak := host_peak_bytes()):
-        found.append(max(peak - before, 0))
+        result.append(max(peak - before, 0))

@@ -1,9 +1,9 @@
 """Host memory that several executors use one after the other.
 
-It is touched and registered once. Calibration runs many plans in one process, and would otherwise
-wait longer for memory than for steps: on an H200's host, each time takes 2.5 s or more
-(`docs/lab_notes.md`). An executor that closes returns its memory to the pool. `free` returns all
-memory to the system.
+The memory is touched and registered once. Calibration runs many plans in one process. Without this
+pool it would wait longer for memory than for steps, because touching and registering takes 2.5 s or
+more on the host of an H200 (`docs/lab_notes.md`). An executor that closes returns its memory to the
+pool. `free` returns all memory to the system.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch
 
 from megatrain.runtime.memory.host_memory import HostMemory, map_pages
 
-_LEAST_BYTES = 2**28  # of a region, so that small pools share one
+_LEAST_BYTES = 2**28
+"""Minimum size of a region, so small pools share a region."""
 _PAGE_BYTES = 4096
 
 
 class ReusablePinnedPool(HostMemory):
-    """Memory in a few regions. Each region is registered in one call, so that a schedule's pool may
-    start anywhere in it. Regions are filled from the front, and are empty again after `close`.
+    """Allocates host memory from a few regions. Each region is registered in one call, so a pool of
+    a schedule may start anywhere in a region. Regions are filled from the front, and are empty
+    again after `close`.
     """
 
     def __init__(self, registered: bool) -> None:
         super().__init__(registered)
         self._regions: list[tuple[mmap.mmap, torch.Tensor]] = []
         self._used: list[int] = []
-        """Used bytes of each region."""
+        """Number of used bytes in each region."""
 
     def reserve(self, size: int) -> None:
         """Makes sure that there is a region of at least `size` bytes."""
@@ -38,7 +40,7 @@ class ReusablePinnedPool(HostMemory):
     def allocate(
         self, parts: Sequence[int], progress: Callable[[int], None]
     ) -> torch.UntypedStorage:
-        """As `HostMemory.allocate`, from a region with enough free memory, or else a new region."""
+        """Allocates as in `HostMemory`, from a region with enough free memory or a new region."""
         size = -(-max(sum(parts), 1) // _PAGE_BYTES) * _PAGE_BYTES
         place = next(
             (
@@ -58,9 +60,7 @@ class ReusablePinnedPool(HostMemory):
         return pool.untyped_storage()
 
     def _grow(self, size: int) -> int:
-        """Adds a region of `size` bytes and returns its index. All of PyTorch's threads touch its
-        pages.
-        """
+        """Adds a region of `size` bytes, which PyTorch's threads touch, and returns its index."""
         mapped = map_pages(size)
         region = torch.frombuffer(mapped, dtype=torch.uint8)
         self._prepare(region)
@@ -69,7 +69,7 @@ class ReusablePinnedPool(HostMemory):
         return len(self._regions) - 1
 
     def close(self) -> None:
-        """Makes all memory free for the next executor. It stays registered."""
+        """Makes all memory free for the next executor. The memory stays registered."""
         self._used = [0] * len(self._regions)
 
     def free(self) -> None:

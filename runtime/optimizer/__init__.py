@@ -1,1 +1,1 @@
-"""AdamW on masters in two parts, in every state format, with kernels in C and Triton."""
+"""Optimizer updates and gradient clipping, in PyTorch and with kernels in C and Triton."""

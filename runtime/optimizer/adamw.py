@@ -1,16 +1,16 @@
 """AdamW on fp32 masters that are stored as two 16-bit halves, and gradient clipping. All results
 have the same bits on every device.
 
-The high half is the bf16 weight that layers compute with: the master rounded to nearest, ties away
-from zero. The low half is the signed 16-bit residual: `master bits = (high << 16) + low`. Ties to
-even would not be invertible, because a residual of +0x8000 does not fit. With fp32 compute there is
-one fp32 weight and no low half.
+The high half of a master is the bf16 weight that layers compute with: the master rounded to
+nearest, ties away from zero. The low half is the signed 16-bit residual, so that `master bits =
+(high << 16) + low`. With ties to even, a residual could be +0x8000, which does not fit in 16 bits.
+With fp32 compute there is one fp32 weight and no low half.
 
-Each operation is one fp32 operation with its own rounding. There is no fused multiply-add, and no
-reduction has an order that depends on threads. So results do not depend on the device or on the
-number of blocks. The PyTorch code here defines the arithmetic and works everywhere, in blocks that
-fit the cache. `runtime/optimizer/kernels/` does the same in one pass over memory, if there is a C
-compiler or Triton.
+Results do not depend on the device, the number of threads or the block size. Each fp32 operation
+rounds its result: there is no fused multiply-add. The order of additions in a reduction is fixed.
+The PyTorch code in this module defines the arithmetic and runs on every device. The kernels in
+`runtime/optimizer/kernels/` compute the same bits in one pass over memory. They need a C compiler
+or Triton.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatrain.simulator.schedule.arithmetic import NORM_ROW as _ROW
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 
 _TINY = 2.0**-126
-"""The smallest normal fp32 number, so that no divisor is 0."""
+"""The smallest normal fp32 number. As a lower limit, it keeps divisors from being 0."""
 _GPU_BLOCK = 2**24
-"""Elements of a block on a GPU: 64 MiB for each temporary, and negligible time for launches."""
+"""Elements of a block on a GPU: a temporary has 64 MiB, and launches take negligible time."""
 Share = tuple[int, int]
-"""The first element of a range, and one past its last."""
+"""The start and end of a range of elements."""
 
 
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Writes the halves of `master` [n] fp32 to `high` [n] bf16 and `low` [n] int16. Values must be
-    finite and below 3.39e38.
+    """Splits `master` [n] fp32 into `high` [n] bf16 and `low` [n] int16. Values must be finite and
+    below 3.39e38.
 
-    If `low` is int8, the master is first rounded to 24 bits, ties away from zero, and the upper 8
-    bits of its low half are stored. A NaN stays one.
+    If `low` is int8, the master is first rounded to 24 bits, ties away from zero, and `low`
+    receives the upper 8 bits of the low half. In this case, a NaN stays a NaN.
     """
     bits = master.view(torch.int32)
     if low.dtype == torch.int8:
@@ -62,8 +62,8 @@ def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def join_into(
     high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Writes what `join` returns to `master` [n] fp32, and returns it. Overwrites `scratch` [n]
-    fp32.
+    """Joins `high` and `low` as `join` does, writes the result to `master` [n] fp32, and returns
+    `master`. Overwrites `scratch` [n] fp32.
     """
     bits, residual = master.view(torch.int32), scratch.view(torch.int32)
     residual.copy_(low)
@@ -74,7 +74,7 @@ def join_into(
 
 
 def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
-    """Returns the high half of `master`: bf16, of the same shape."""
+    """Returns the high half of `master` fp32, as bf16 of the same shape."""
     high, low = (
         torch.empty_like(master, dtype=torch.bfloat16),
         torch.empty_like(master, dtype=torch.int16),
@@ -84,7 +84,7 @@ def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `values` in `dtype`, bf16 or fp32: rounded as a master's high half is, or widened."""
+    """Returns `values` as `dtype`, bf16 or fp32. Rounds to bf16 as `round_to_bf16` does."""
     narrower = (values.dtype, dtype) == (torch.float32, torch.bfloat16)
     return round_to_bf16(values) if narrower else values.to(dtype)
 
@@ -93,13 +93,13 @@ class Workers:
     """Runs elementwise work on the calling thread. The base class of `WorkerThreads`."""
 
     cpu_block = 2**17
-    """Elements of a block on the CPU: three temporaries of 0.5 MiB, which fit a core's L2 cache."""
+    """Elements of a block on the CPU: three temporaries of 0.5 MiB, which fit in an L2 cache."""
     kernels: HostKernels | None = None
-    """The C kernels on threads of their own; None if work runs on the calling thread."""
+    """The C kernels with threads of their own. None means that work runs on the calling thread."""
 
     def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
-        """Calls `work` on ranges that cover `count` elements. Each range except the last has a
-        multiple of `block` elements. Ranges do not depend on each other.
+        """Calls `work` on ranges that cover `count` elements. The length of each range except the
+        last is a multiple of `block`. The results for the ranges must not depend on each other.
         """
         work((0, count))
 
@@ -108,13 +108,13 @@ class Workers:
 
 
 class WorkerThreads(Workers):
-    """Runs elementwise work on several threads. The C kernels have threads of their own. Without
-    the kernels, Python threads call PyTorch, each on one thread.
+    """Runs elementwise work on several threads. The C kernels have threads of their own. Work
+    without kernels runs on Python threads, and PyTorch uses one thread in each.
     """
 
     cpu_block = 2**20
-    """Elements of a block. Smaller blocks make threads wait for Python's lock: with 2**17, 16
-    threads reach 0.3 instead of 1.3 G updates/s (Xeon of an H200 machine)."""
+    """Elements of a block. Smaller blocks make threads wait for the GIL: with 2**17, 16 threads
+    reach 0.3 instead of 1.3 G updates/s (Xeon of an H200 machine)."""
 
     def __init__(self, threads: int, block: int = BLOCK) -> None:
         """`block` is the number of elements that a thread of the C kernels takes at a time."""
@@ -125,8 +125,8 @@ class WorkerThreads(Workers):
             initializer=torch.set_num_threads,
             initargs=(1,),
         )
-        found = kernels(torch.device("cpu"))
-        self.kernels = found.on(threads, block) if isinstance(found, HostKernels) else None
+        available = kernels(torch.device("cpu"))
+        self.kernels = available.on(threads, block) if isinstance(available, HostKernels) else None
 
     def __call__(self, work: Callable[[Share], object], count: int, block: int) -> None:
         size = -(-count // (block * self._threads)) * block
@@ -147,15 +147,15 @@ ALONE = Workers()
 
 
 def workers(threads: int) -> Workers:
-    """Returns the workers of a host lane with `threads` threads. Compiles the C kernels now if
-    necessary, so that it does not happen inside a timed op.
+    """Returns the workers of a host lane with `threads` threads. Compiles the C kernels if
+    necessary, so a timed op does not include the compilation.
     """
     kernels(torch.device("cpu"))
     return WorkerThreads(threads) if threads > 1 else Workers()
 
 
 class Scalars(NamedTuple):
-    """The scalars of one AdamW step. Each is rounded to fp32 when it is combined with a tensor."""
+    """The scalars of an AdamW step. They are rounded to fp32 when combined with a tensor."""
 
     decay: float
     """1 - learning rate * weight decay"""
@@ -168,27 +168,28 @@ class Scalars(NamedTuple):
     rest2: float
     """1 - beta2"""
     root_scale: float
-    """Bias correction of the root of the second moment."""
+    """Bias correction of the root of the second moment: `unbias**0.5`."""
     epsilon: float
     """Added to the root of the second moment."""
     rate: float
-    """Learning rate, including the bias correction of the first moment."""
+    """Learning rate with the bias correction of the first moment: rate / (1 - beta1**number)."""
     shrink: float
-    """learning rate * weight decay"""
+    """Learning rate * weight decay."""
     unbias: float
-    """Bias correction of the second moment."""
+    """Bias correction of the second moment: 1 / (1 - beta2**number)."""
     floor: float
-    """The least second moment that a squared gradient is divided by."""
+    """Lower limit of the second moment as a divisor: epsilon**2, or the least normal fp32
+    number."""
 
     @classmethod
     def of(
         cls, settings: AdamW, rate: float, number: int, weight_decay: float | None = None
     ) -> Scalars:
-        """Returns the scalars of step `number`, from 1, at learning rate `rate`. `weight_decay`
-        replaces that of the settings.
+        """Returns the scalars of step `number`, counted from 1, at learning rate `rate`.
+        `weight_decay` replaces the weight decay of the settings.
 
-        All scalars are factors or terms. Division by a scalar is avoided, because a GPU multiplies
-        by the reciprocal and a CPU does not.
+        Tensors are never divided by a scalar, because a GPU would multiply by the reciprocal and a
+        CPU would not.
         """
         beta1, beta2 = settings.betas
         shrink, unbias = (
@@ -226,24 +227,24 @@ def update(
     copy_to: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Does one AdamW update in place, of whole tensors or of any range of their elements.
+    """Does one AdamW update in place. The tensors may be any range of the elements of a layer.
 
     If `clip` or `scale` is NaN, weights and moments do not change.
 
     Args:
-        weights: [n] bf16, the high half of the master; or fp32, if `low` is None.
-        low: [n] int16, the low half of the master; or None.
-        moments: [2, n] fp32, or two vectors of n.
-        gradient: [n] bf16 or fp32.
+        weights: The high halves of the masters, [n] bf16, or fp32 weights if `low` is None.
+        low: The low halves of the masters, [n] int16, or None.
+        moments: The first and second moments, [2, n] fp32 or two [n] fp32 tensors.
+        gradient: The gradient, [n] bf16 or fp32.
         settings: The hyperparameters.
         rate: The learning rate.
-        number: The number of this step, from 1.
-        clip: Factor on the gradient, 0-dimensional fp32 on the same device; None for 1.
+        number: The number of this step, counted from 1.
+        clip: Factor on the gradient, 0-dimensional fp32 on the same device. None means 1.
         workers: Threads to use on the CPU.
         weight_decay: Replaces the weight decay of the settings.
-        copy_to: [n] with the dtype of `weights`. Also receives the new weights.
-        scale: Factor on the learning rate, both of the step and of the weight decay. A tensor like
-            `clip`, or None.
+        copy_to: Also receives the new weights, [n] with the dtype of `weights`.
+        scale: Factor on the learning rate of both the step and the weight decay, 0-dimensional fp32
+            on the same device. None means 1.
     """
     count, device = weights.numel(), weights.device
     scalars = Scalars.of(settings, rate, number, weight_decay)
@@ -264,12 +265,12 @@ def update(
         fused.adamw(weights, low, moments[0], moments[1], gradient, clip, scale, copy_to, scalars)
         return
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
-    # stays on the device, because reading its value would wait for the GPU
+    # a tensor, because reading its value would wait for the GPU
     stop = stops[0] | stops[-1] if stops else None
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
     def in_blocks(share: Share) -> None:
-        # allocated once for all blocks, because new memory costs page faults
+        # allocated once for all blocks, because new memory causes page faults
         scratch = torch.empty(3, block, dtype=torch.float32, device=device)
         wide = torch.empty(block, dtype=torch.float64, device=device)
         state = [tensor for tensor in (weights, low, *moments) if tensor is not None]
@@ -316,7 +317,11 @@ def update_block(
     clip: torch.Tensor | None,
     scale: torch.Tensor | None,
 ) -> None:
-    """Updates one block, one operation at a time. This defines the arithmetic of `update`."""
+    """Updates one block in place. This defines the arithmetic of `update`.
+
+    The arguments are those of `update`. `temporaries` [3, n] fp32 and `wide` [n] fp64 are
+    overwritten.
+    """
     g, scratch, joined = temporaries
     master = weights if low is None else join_into(weights, low, joined, scratch)
     g.copy_(gradient)
@@ -345,7 +350,7 @@ def accumulate(
     """Copies `gradient` [n] to `total` [n] if `first`, and adds it otherwise.
 
     `total` is fp32, or has the dtype of `gradient` if it receives only one gradient. Without
-    `workers`, PyTorch does the work, on the threads that it has in the calling thread.
+    `workers`, PyTorch does the work with the threads of the calling thread.
     """
     assert total.shape == gradient.shape
     if workers and (fused := kernels_for(workers, (total, torch.float32), (gradient, None))):
@@ -365,21 +370,23 @@ def accumulate(
 def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
     """Returns the sum of squares of `gradient` [n], as a 0-dimensional fp32 tensor.
 
-    Each row of 4096 is summed by halving: its second half is added to its first half until one
-    value is left. The sums of the rows are added in the same way. This fixes the order of additions
-    for every device, number of threads and block size. The rounding error grows with log n.
+    Each row of 4096 elements is summed by halving: the second half is added to the first half until
+    one value is left. The sums of the rows are added in the same way. So the order of additions
+    does not depend on the device, the number of threads or the block size. The rounding error grows
+    with log n.
     """
     return _sum(gradient, workers, square=True)
 
 
 def sums_of_squares(matrices: torch.Tensor) -> torch.Tensor:
-    """Returns the `sum_of_squares` of each row of `matrices` [r, n], which is contiguous: [r] fp32.
+    """Returns the `sum_of_squares` of each row of `matrices` [r, n], which must be contiguous. The
+    result is [r] fp32.
 
-    If n is a multiple of 4096, many rows take as many kernels as one.
+    If n is a multiple of 4096, the number of launched kernels does not depend on r.
     """
     count, length = matrices.shape
     if length % _ROW:
-        return torch.stack([sum_of_squares(each) for each in matrices])
+        return torch.stack([sum_of_squares(matrix) for matrix in matrices])
     parts = _row_sums(matrices.view(-1), ALONE, square=True)[: count * length // _ROW]
     parts = parts.view(count, -1)
     padded = 1 << (parts.shape[1] - 1).bit_length()
@@ -387,8 +394,8 @@ def sums_of_squares(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def row_sums(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Writes to the first elements of `sums` [rows] fp32 the sum of squares of each row of 4096
-    elements of `gradient` [n]. The last row may be shorter.
+    """Writes the sum of squares of each row of 4096 elements of `gradient` [n] to the first
+    elements of `sums` [rows] fp32. The last row may be shorter.
     """
     rows = -(-gradient.numel() // _ROW)
     sums[:rows].copy_(_row_sums(gradient, ALONE, square=True)[:rows])
@@ -408,8 +415,8 @@ def _sum(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Ten
 
 
 def _row_sums(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torch.Tensor:
-    """Returns the sum of each row of 4096 elements of `gradient` [n], or of their squares. The
-    result is padded with zeros to a power of two.
+    """Returns the sum of each row of 4096 elements of `gradient` [n], or the sum of their squares.
+    The result is fp32, and its length is padded with zeros to a power of two.
     """
     count, device = gradient.numel(), gradient.device
     rows = -(-count // _ROW)
@@ -418,7 +425,7 @@ def _row_sums(gradient: torch.Tensor, workers: Workers, *, square: bool) -> torc
     if fused is not None:
         fused.row_sums(gradient, sums, square=square)
         return sums
-    # larger blocks than elsewhere, because halving takes 24 small ops for each block
+    # larger blocks than in `update`, because halving takes 24 small ops for each block
     block = min(4 * workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, rows * _ROW)
 
     def work(share: Share) -> None:
@@ -444,12 +451,11 @@ def ratio_sums(
     number: int,
     workers: Workers = ALONE,
 ) -> None:
-    """Writes to `sums` [n / 64] fp32 the sum of g^2 / max(v, epsilon^2) of each 64 elements, by
-    halving. Nothing else is written.
+    """Writes the sum of g^2 / max(v, epsilon^2) over each row of 64 elements to `sums` [n / 64]
+    fp32. Rows are summed by halving. n must be a multiple of 64.
 
-    g is `gradient` [n] bf16 or fp32. v is the second moment after step `number` with its bias
-    correction, computed from the second moment before that step, `second` [n] fp32. n must be a
-    multiple of 64.
+    g is `gradient` [n] bf16 or fp32. v is the bias-corrected second moment after step `number`. It
+    is computed from `second` [n] fp32, the second moment before the step, which does not change.
     """
     count, device, scalars = gradient.numel(), gradient.device, Scalars.of(settings, 0.0, number)
     assert count % RATIO_ROW == 0
@@ -481,11 +487,11 @@ def update_scales(
 
     A factor is 1 / max(1, RMS). RMS is the root of the mean of g^2 / max(v, epsilon^2) over the
     tensor's elements, as in StableAdamW (Wortsman et al., arXiv 2304.13013, algorithm 2). If any
-    RMS is not finite, all factors are NaN, so that the whole layer is not updated.
+    RMS is not finite, all factors are NaN, which stops the update of the whole layer.
 
     Args:
-        sums: For each tensor, the sums that `ratio_sums` writes. Padding adds 0. They are added in
-            the order of `sum_of_squares`.
+        sums: For each tensor, the sums that `ratio_sums` writes, [padded elements / 64] fp32.
+            Padding contributes 0. They are added in the order of `sum_of_squares`.
         elements: [tensors] fp32, the number of elements of each tensor without padding.
         workers: Threads to use on the CPU.
     """
@@ -496,32 +502,33 @@ def update_scales(
 def kernels_for(
     workers: Workers, *tensors: tuple[torch.Tensor | None, torch.dtype | None]
 ) -> Kernels | None:
-    """Returns the kernels for these tensors, or None if PyTorch has to do the work.
+    """Returns the kernels for these tensors, or None if PyTorch has to do the work: there are no
+    kernels, a tensor has another dtype, or tensors are not contiguous or not on one device.
 
-    Each tensor comes with the dtype that it must have; None stands for bf16 or fp32. All tensors
-    must be contiguous and on one device. On the CPU, the kernels of `workers` are preferred.
+    Each tensor comes with its required dtype. A dtype of None means bf16 or fp32. On the CPU, the
+    kernels of `workers` are preferred.
     """
-    given = [
+    present = [
         (tensor, (torch.bfloat16, torch.float32) if dtype is None else (dtype,))
         for tensor, dtype in tensors
         if tensor is not None
     ]
-    device = given[0][0].device
+    device = present[0][0].device
     usable = all(
         tensor.device == device and tensor.is_contiguous() and tensor.dtype in dtypes
-        for tensor, dtypes in given
+        for tensor, dtypes in present
     )
-    found = kernels(device) if usable else None
-    return workers.kernels or found if isinstance(found, HostKernels) else found
+    available = kernels(device) if usable else None
+    return workers.kernels or available if isinstance(available, HostKernels) else available
 
 
 def on_device(device: torch.device, workers: Workers) -> Workers:
-    """Returns `workers` for the CPU, and `ALONE` for a GPU, which needs one thread for launches."""
+    """Returns `workers` for the CPU. For a GPU, returns `ALONE`: one thread launches kernels."""
     return workers if device.type == "cpu" else ALONE
 
 
 def _fold(values: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each row of `values`, [r, 2^k] to [r], by halving. Overwrites `values`."""
+    """Returns the sums of the rows of `values` [r, 2^k], by halving: [r]. Overwrites `values`."""
     width = values.shape[1]
     while width > 1:
         width //= 2
@@ -531,7 +538,7 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
 
 def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     """Returns the correctly rounded square roots of fp32 values. They are computed in fp64, because
-    PyTorch's fp32 root on a CPU is wrong in the last bit for 6 of 1,000 values.
+    the last bit of PyTorch's fp32 root on a CPU is wrong for 6 of 1,000 values.
     """
     return values.double().sqrt_().float()
 
@@ -548,9 +555,9 @@ def clip_coefficient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the factor on the gradients and the norm before clipping, both 0-dimensional fp32.
 
-    The norm is the root of the total of `sums`, the sums of squares of the layers, added in their
-    order. The factor is min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
-    It is NaN if the norm is not finite.
+    The norm is the square root of the total of `sums`, the sums of squares of the layers, which are
+    added in this order. The factor is min(1, max_norm / (norm + 1e-6)), as in
+    `torch.nn.utils.clip_grad_norm_`. It is NaN if the norm is not finite.
     """
     total = sums[0].clone()
     for part in sums[1:]:

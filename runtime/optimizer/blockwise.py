@@ -1,29 +1,28 @@
-"""AdamW on bf16 weights whose moments are 8-bit codes, with a part of the master or with none.
+"""AdamW on masters of 24 or 16 bits, with moments in 8 bits.
 
-A moment is a row of records, one for each block of 32 parameters: 32 codes of one byte, then their
-scale in bf16, the largest absolute value of the block rounded up. An update reads a block, does the
-arithmetic of `adamw.py` in fp32 with the fresh moments, and writes the block. Only what is stored
-is rounded. Blocks do not depend on each other, so the result does not depend on how a layer is cut
-into chunks.
+Moments are stored as records, one for each block of 32 parameters. A record consists of 32 codes of
+one byte and their scale s in bf16, which is the largest absolute value of the block, rounded up. An
+update reads a block, computes in fp32 with the arithmetic of `adamw.py`, and writes the block.
+Values are rounded only when they are stored. Blocks do not depend on each other, so the result does
+not depend on how a layer is cut into chunks.
 
-* The first moment m with scale s has the signed code q, the nearest integer to 254 m / (s + |m|).
-  It is read as s q / (254 - |q|). Small moments have small steps.
-* The second moment has the unsigned code of its root r, one of the two integers next to 255 r / s,
-  the upper one with a probability equal to the distance from the lower one. With the nearest one, a
-  decay by less than half a code would be lost in every step, so that with beta2 = 0.999 no second
-  moment would ever become smaller. A root that is not 0 has at least the code 1, because a first
-  moment would be divided by almost nothing where its second moment became 0.
-* The low part of a master has the upper 8 bits of the low half of `adamw.py`: the master is fp32
-  rounded to 24 bits. Without a low part, the master is bf16.
-* A new master is rounded to one of its two neighbours, up with a probability equal to its distance
-  from the lower one. With the nearest one, a weight near 1 of 24 bits would never change at a
-  learning rate of 1e-6.
+* A first moment m is stored as a signed code q, the nearest integer to 254 m / (s + |m|). It is
+  decoded as s q / (254 - |q|). Codes of small moments are closer together.
+* Of a second moment, the root r is stored as an unsigned code: 255 r / s with stochastic rounding.
+  With rounding to nearest, a decay by less than half a code would be lost in every step: with beta2
+  = 0.999, no second moment would ever become smaller. A root that is not 0 has at least the code 1.
+  If it became 0, the first moment would be divided by almost nothing.
+* With a low part, a master is fp32 rounded to 24 bits. The low part has the upper 8 bits of the low
+  half in `adamw.py`. Without a low part, a master is bf16.
+* A new master is stored with stochastic rounding. With rounding to nearest, a 24-bit weight near 1
+  would never change at a learning rate of 1e-6.
 
-The random bits depend only on the seed, the step and the index of the parameter in the model.
-Weights and second moments have different ones.
+Stochastic rounding returns one of the two neighbours of a value, the upper neighbour with a
+probability equal to the distance from the lower neighbour. The random bits depend only on the seed,
+the step and the index of the parameter in the model. Weights and second moments use different bits.
 
-A block with a moment that is not finite, or of 2^119 and more, is stored as NaN. The weights and
-the loss of the next step are then NaN, and the run stops.
+If a moment of a block is not finite or is at least 2^119, the block is stored as NaN. The weights
+and the loss of the next step are then NaN, and the run stops.
 """
 
 from __future__ import annotations
@@ -48,39 +47,41 @@ RECORD = BLOCK + 2
 _CPU_BLOCK = 2**15
 """Elements that are updated at a time on the CPU."""
 _LARGEST = 0x7B00
-"""2^119 as the bits of a bf16. Up to here, 254 m is finite."""
+"""2^119 as the bits of a bf16. For moments m up to this value, 254 m is finite."""
 _NAN = 0x7FC0
+"""NaN as the bits of a bf16."""
 _SMALLEST = 0x0080
-"""The smallest normal number as the bits of a bf16. Blocks of smaller values become zeros."""
+"""The smallest normal bf16 number, as bits. Blocks with only smaller values are stored as zeros."""
 _GAMMA = 0x9E37_79B9_7F4A_7C15
+"""The increment of SplitMix64 (Steele, Lea, Flood 2014)."""
 _MIX = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
-"""The constants of SplitMix64 (Steele, Lea, Flood 2014)."""
+"""The shifts and factors of SplitMix64."""
 _MASK = 2**64 - 1
 _log = logging.getLogger(__name__)
 
 
 def records(parameters: int) -> int:
-    """Returns the bytes of one moment of `parameters`, which are whole blocks."""
+    """Returns the bytes of the records of one moment for `parameters`, a multiple of 32."""
     assert parameters % BLOCK == 0
     return parameters // BLOCK * RECORD
 
 
 def decoded_first(stored: torch.Tensor) -> torch.Tensor:
-    """Returns the first moments [n] fp32 in `stored`, uint8 records."""
+    """Decodes `stored`, uint8 records, and returns the first moments, [n] fp32."""
     codes, scales = unpacked(stored)
     q = codes.view(torch.int8).float()
     return (q * scales).div_(254 - q.abs()).view(-1)
 
 
 def decoded_second(stored: torch.Tensor) -> torch.Tensor:
-    """Returns the second moments [n] fp32 in `stored`, uint8 records."""
+    """Decodes `stored`, uint8 records, and returns the second moments, [n] fp32."""
     codes, scales = unpacked(stored)
     root = codes.float().mul_(scales * (1 / 255))
     return root.mul_(root).view(-1)
 
 
 def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
-    """Writes the first moments `first` [n] fp32 to `stored`."""
+    """Encodes the first moments `first` [n] fp32 and writes them to `stored`, uint8 records."""
     values = first.view(-1, BLOCK)
     bits = scale_bits(values)
     codes = (values * 254).div_(scale_of(bits) + values.abs()).round_()
@@ -88,8 +89,8 @@ def encode_first(first: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: int) -> None:
-    """Writes the second moments `second` [n] fp32 to `stored`, rounded with the random bits of
-    `key` from parameter `index` on.
+    """Encodes the second moments `second` [n] fp32 and writes them to `stored`, uint8 records.
+    `index` is the index in the model of the first parameter, and `key` the key of the random bits.
     """
     root = adamw.rounded_sqrt(second).view(-1, BLOCK)
     bits = scale_bits(root)
@@ -100,31 +101,31 @@ def encode_second(second: torch.Tensor, stored: torch.Tensor, key: int, index: i
 
 
 def unpacked(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes [blocks, 32] uint8 and the scales [blocks, 1] fp32."""
+    """Returns the codes [blocks, 32] uint8 and scales [blocks, 1] fp32 of the records `stored`."""
     rows = stored.view(-1, RECORD)
     scales = rows[:, BLOCK:].contiguous().view(torch.bfloat16)
     return rows[:, :BLOCK].contiguous(), scales.float()
 
 
 def scale_bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the scale of each row of `values` [blocks, 32] as the bits of a bf16: [blocks, 1]
-    int32.
+    """Returns the scale of each row of `values` [blocks, 32] fp32, as the bits of a bf16: [blocks,
+    1] int32.
     """
     most = (values.contiguous().view(torch.int32) & 0x7FFF_FFFF).amax(1, keepdim=True)
-    # of a NaN, whose bits might overflow, any that are too large will do
+    # Without the clamp, the addition could overflow for a NaN.
     bits = (most.clamp_(max=0x7F80_0000) + 0xFFFF) >> 16
     bits = torch.where(bits > _LARGEST, _NAN, bits)
     return torch.where(bits < _SMALLEST, 0, bits)
 
 
 def scale_of(bits: torch.Tensor) -> torch.Tensor:
-    """Returns the scales whose bits as a bf16 are `bits` int32, as fp32."""
+    """Returns scales as fp32. `bits` int32 are their bits as bf16."""
     return (bits << 16).view(torch.float32)
 
 
 def pack(codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> None:
-    """Writes the records of `codes` [blocks, 32] fp32 with the scales `bits`. Blocks whose scale is
-    0 or NaN have the codes 0.
+    """Writes `codes` [blocks, 32] fp32, converted to `dtype` int8 or uint8, and the scales `bits`
+    as records to `stored`. All codes of a block are 0 if its scale is 0 or NaN.
     """
     rows = stored.view(-1, RECORD)
     coded = (bits != 0) & (bits != _NAN)
@@ -135,14 +136,14 @@ def pack(codes: torch.Tensor, bits: torch.Tensor, stored: torch.Tensor, dtype: t
 @functools.lru_cache(maxsize=4)
 def rounding_keys(seed: int, number: int) -> tuple[int, int]:
     """Returns the keys of the random bits of step `number`, for weights and for second moments.
-    They are 64-bit integers.
+    Keys are unsigned 64-bit integers.
     """
     key = mixed(mixed(seed & _MASK) + number & _MASK)
     return key, mixed(key)
 
 
 def mixed(value: int) -> int:
-    """Returns another 64-bit integer, that of one step of SplitMix64."""
+    """Returns the next output of SplitMix64 from the state `value`, an unsigned 64-bit integer."""
     value = value + _GAMMA & _MASK
     for shift, factor in _MIX:
         value = (value ^ value >> shift) * factor & _MASK
@@ -150,9 +151,11 @@ def mixed(value: int) -> int:
 
 
 def random_bits(key: int, index: int, count: int, device: torch.device) -> torch.Tensor:
-    """Returns 16 random bits for each of `count` parameters from `index` on, int32. Parameter i has
-    the bits i % 4 * 16 and up of number i // 4 of a SplitMix64 generator. `index` and `count` are
-    multiples of 4.
+    """Returns 16 random bits for each of `count` parameters from index `index` on, [count] int32.
+    `index` and `count` must be multiples of 4.
+
+    The bits of parameter i are the 16 bits from bit i % 4 * 16 on in number i // 4 of the
+    SplitMix64 generator with the seed `key`.
     """
     words = torch.arange(1, count // 4 + 1, dtype=torch.int64, device=device)
     words = words.mul_(_signed(_GAMMA)).add_(_state(key, index))
@@ -163,8 +166,8 @@ def random_bits(key: int, index: int, count: int, device: torch.device) -> torch
 
 
 def _state(key: int, index: int) -> int:
-    """Returns the state of the generator with `key` before its number `index` // 4, as a signed
-    64-bit integer.
+    """Returns the state of the generator with the seed `key` before its number `index` // 4, as a
+    signed 64-bit integer.
     """
     return _signed(key + index // 4 * _GAMMA & _MASK)
 
@@ -179,15 +182,15 @@ def _signed(value: int) -> int:
 
 
 def round_randomly(master: torch.Tensor, key: int, index: int) -> torch.Tensor:
-    """Returns `master` [n] fp32 in bf16, rounded at random. A NaN stays one."""
+    """Returns `master` [n] fp32 as bf16, with stochastic rounding. A NaN stays a NaN."""
     return _upper_bits(master, key, index, 16).to(torch.int16).view(torch.bfloat16)
 
 
 def split_randomly(
     master: torch.Tensor, high: torch.Tensor, low: torch.Tensor, key: int, index: int
 ) -> None:
-    """Writes `master` [n] fp32, rounded at random to 24 bits, to `high` [n] bf16 and `low` [n]
-    int8. A NaN stays one.
+    """Rounds `master` [n] fp32 stochastically to 24 bits, and splits it into `high` [n] bf16 and
+    `low` [n] int8. A NaN stays a NaN.
     """
     rounded = _upper_bits(master, key, index, 8)
     low.copy_(rounded)
@@ -195,11 +198,11 @@ def split_randomly(
 
 
 def _upper_bits(master: torch.Tensor, key: int, index: int, dropped: int) -> torch.Tensor:
-    """Returns all bits of `master` but the last `dropped`, which decide on average whether 1 is
-    added: int32.
+    """Returns the bits of `master` without the last `dropped` bits, rounded stochastically: [n]
+    int32.
     """
     random = random_bits(key, index, master.numel(), master.device).bitwise_and_((1 << dropped) - 1)
-    # a NaN could be carried into another number
+    # an addition could turn a NaN into another number
     bits = torch.where(master.isnan(), _NAN << 16, random.add_(master.view(torch.int32)))
     return bits.bitwise_right_shift_(dropped)
 
@@ -221,15 +224,15 @@ def update(
     seed: int = 0,
     index: int = 0,
 ) -> None:
-    """Does one AdamW update in place, of whole tensors or of any range of whole blocks.
+    """Does one AdamW update in place. The tensors may be any range of whole blocks of a layer.
 
-    Args as those of `adamw.update`, except:
+    The arguments are those of `adamw.update`, except:
 
     Args:
-        weights: [n] bf16.
-        low: [n] int8, or None if the weights are the whole masters.
-        moments: [2, bytes] uint8 records, or two tensors of them.
-        seed: The run's seed, for random bits.
+        weights: The high halves of the masters, [n] bf16, or whole masters if `low` is None.
+        low: The low parts of the masters, [n] int8, or None.
+        moments: The first and second moments, [2, bytes] uint8 records or two tensors of records.
+        seed: The run's seed, for stochastic rounding.
         index: The index of the first element in the model, a multiple of 32.
     """
     count, device = weights.numel(), weights.device
@@ -275,10 +278,10 @@ def _update_in_pytorch(
     index: int,
     workers: Workers = ALONE,
 ) -> None:
-    """Does the work of `update`. This defines its arithmetic."""
+    """Does the work of `update` in PyTorch. This defines the arithmetic."""
     count, device = weights.numel(), weights.device
     stops = [factor.isnan() for factor in (clip, scale) if factor is not None]
-    # stays on the device, because reading its value would wait for the GPU
+    # `stop` stays a tensor, because reading its value would wait for the GPU.
     stop = stops[0] | stops[-1] if stops else None
     block = min(_CPU_BLOCK if device.type == "cpu" else GPU_BLOCK, count)
 
@@ -332,7 +335,7 @@ def ratio_sums(
     number: int,
     workers: Workers = ALONE,
 ) -> None:
-    """Does the work of `adamw.ratio_sums` with a second moment in records."""
+    """Does the work of `adamw.ratio_sums` for a second moment in uint8 records."""
     count = gradient.numel()
     assert count % RATIO_ROW == 0
     assert (second.numel(), sums.numel()) == (records(count), count // RATIO_ROW)
@@ -367,25 +370,26 @@ def _ratio_sums_in_pytorch(
         )
 
 
-def trusted(found: Any, device: torch.device) -> Kernels | None:
-    """Returns the kernels `found`, or None if those of a GPU are not usable on `device`."""
-    usable = found is None or isinstance(found, HostKernels) or _gives_these_bits(found, device)
-    return found if usable else None
+def trusted(kernels: Any, device: torch.device) -> Kernels | None:
+    """Returns `kernels`, or None if they are GPU kernels that do not have PyTorch's bits."""
+    usable = kernels is None or isinstance(kernels, HostKernels) or _match_pytorch(kernels, device)
+    return kernels if usable else None
 
 
 @functools.lru_cache(maxsize=8)
-def _gives_these_bits(found: Any, device: torch.device) -> bool:
-    """Checks once in a process that kernels which depend on a GPU's compiler give the bits of
-    PyTorch, on 67 records. Logs a warning if they do not, or cannot be compiled.
+def _match_pytorch(kernels: Any, device: torch.device) -> bool:
+    """Returns whether the bits of GPU kernels, which depend on the GPU's compiler, match PyTorch on
+    67 records. Checks this once in a process. Logs a warning if the bits differ or the kernels
+    cannot be compiled.
     """
-    # a stream of its own, so that reading the result waits for nothing else
+    # The check has its own stream, so that reading the result does not wait for other work.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     try:
         with torch.cuda.stream(stream):
-            if _compared(found, device):
+            if _same_bits(kernels, device):
                 return True
             problem: object = "other bits than PyTorch's"
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # a compiler may raise any exception
         problem = next(iter(str(error).splitlines()), "") or type(error).__name__
     _log.warning(
         "kernels: updates of 8-bit moments on %s: %s; they are done in PyTorch, which is slower",
@@ -395,8 +399,8 @@ def _gives_these_bits(found: Any, device: torch.device) -> bool:
     return False
 
 
-def _compared(found: Kernels, device: torch.device) -> bool:
-    """Checks that updates and sums of ratios by `found` have the bits of PyTorch."""
+def _same_bits(kernels: Kernels, device: torch.device) -> bool:
+    """Returns whether updates and sums of ratios by `kernels` have the bits of PyTorch."""
     count, index, settings = 67 * BLOCK, 2**33 + 7 * BLOCK, AdamW(weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     # blocks of different sizes, with zeros and a value that is not finite
@@ -411,25 +415,24 @@ def _compared(found: Kernels, device: torch.device) -> bool:
     encode_second(second.abs(), moments[1], keys[1], index)
     for has_low in (True, False):
         results = []
-        for by in (found, None):
+        for use_kernels in (True, False):
             weights, low, codes = master.bfloat16(), None, moments.clone()
             if has_low:
                 low = torch.arange(count, device=device).to(torch.int8)
             tensors = (weights, low, codes[0], codes[1], gradient, factor, None, None)
-            if by is None:
-                _update_in_pytorch(*tensors, scalars, keys, index)
+            if use_kernels:
+                states = (_state(keys[0], index), _state(keys[1], index))
+                kernels.blockwise_adamw(*tensors, scalars, states)
             else:
-                by.blockwise_adamw(
-                    *tensors, scalars, (_state(keys[0], index), _state(keys[1], index))
-                )
+                _update_in_pytorch(*tensors, scalars, keys, index)
             results.append((weights.view(torch.int16), codes, low))
         for ours, theirs in zip(*results, strict=True):
             if ours is not None and theirs is not None and not ours.equal(theirs):
                 return False
     length = count // RATIO_ROW * RATIO_ROW
-    sums, wanted = torch.zeros(2, length // RATIO_ROW, device=device)
+    sums, expected = torch.zeros(2, length // RATIO_ROW, device=device)
     stored = moments[1][: records(length)]
     finite = gradient[:length].nan_to_num(posinf=1.0)
-    found.ratio_sums(finite, stored, sums, adamw.Scalars.of(settings, 0.0, 3))
-    _ratio_sums_in_pytorch(finite, stored, wanted, settings, 3)
-    return sums.view(torch.int32).equal(wanted.view(torch.int32))
+    kernels.ratio_sums(finite, stored, sums, adamw.Scalars.of(settings, 0.0, 3))
+    _ratio_sums_in_pytorch(finite, stored, expected, settings, 3)
+    return sums.view(torch.int32).equal(expected.view(torch.int32))

@@ -1,17 +1,17 @@
-"""Gradients that wait in memory for their common norm, in codes of 8 bits.
+"""Gradients in 8 bits, which are stored until the norm over all gradients is known.
 
-A gradient is a row of records, one for each block of 32 parameters: 32 signed codes of one byte,
-then their scale s in bf16, the largest absolute value of the block rounded up. A gradient g has one
-of the two integers next to 127 g / s, the upper one with a probability equal to the distance from
-the lower one. It is read as q s / 127. So what an update reads has no error on average, also where
-a gradient is smaller than half a code. With the nearest integer, such a gradient would always be
-read as zero, and its first moment would never grow.
+A gradient is stored as records, one for each block of 32 parameters. A record consists of 32 signed
+codes of one byte and their scale s in bf16, which is the largest absolute value of the block,
+rounded up. The code q of a gradient g is 127 g / s with stochastic rounding (`blockwise.py`). It is
+decoded as q s / 127. So the decoded gradient is unbiased, also if it is smaller than half a code.
+With rounding to nearest, such a gradient would always be decoded as zero, and its first moment
+would never grow.
 
 The random bits depend only on the seed, the step and the index of the parameter in the model, so
-codes do not depend on the plan. They differ from those that `blockwise.py` uses.
+codes do not depend on the plan. They are not the bits that `blockwise.py` uses.
 
-A block with a value that is not finite, or above 2^119, is stored as NaN. The norm is that of
-the gradient before it is encoded, and stops the update of such a step.
+If a value of a block is not finite or is above 2^119, the block is stored as NaN. The norm is
+computed from gradients before they are encoded, so in such a step it stops the update.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from megatrain.runtime.optimizer.blockwise import (
 from megatrain.simulator.model.state_format import BLOCK, GPU_BLOCK
 
 CPU_BLOCK = 2**16
-"""Elements that are encoded or decoded at a time on the CPU."""
+"""Number of elements that are encoded or decoded at a time on the CPU."""
 
 
 def block_size(device: torch.device) -> int:
-    """Returns how many elements are encoded or decoded at a time."""
+    """Returns the number of elements that are encoded or decoded at a time on `device`."""
     return CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
 
 
 def encode(
     gradient: torch.Tensor, stored: torch.Tensor, seed: int, number: int, index: int
 ) -> None:
-    """Writes `gradient` [n] bf16 or fp32 to `stored`, uint8 records. n is a multiple of 32.
+    """Encodes `gradient` and writes the records to `stored`. n must be a multiple of 32.
 
     Args:
-        gradient: The gradient of step `number`.
-        stored: Receives the records, [n / 32 * 34].
+        gradient: The gradient of step `number`, [n] bf16 or fp32.
+        stored: Receives the records, [n / 32 * 34] uint8.
         seed: The run's seed.
-        number: The number of the step, from 1.
+        number: The number of the step, counted from 1.
         index: The index of the first element in the model, a multiple of 32.
     """
     key, count = mixed(rounding_keys(seed, number)[1]), gradient.numel()
@@ -65,6 +65,6 @@ def encode(
 
 
 def decoded(stored: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient [n] fp32 in `stored`, uint8 records."""
+    """Decodes `stored`, uint8 records, and returns the gradient, [n] fp32."""
     codes, scales = unpacked(stored)
     return codes.view(torch.int8).float().mul_(scales * (1 / 127)).view(-1)

@@ -6,16 +6,16 @@ With the gradient g of a tensor and its moving norm m, after the warm-up:
     g = h g
     m = decay * m + (1 - decay) * h |g|
 
-In the warm-up, h = min(1, max_norm / |g|), and m is the least h |g| so far. The paper and the
-authors' code (github.com/lishuai-97/AdaGC) clip by the norm of all gradients in the warm-up. All
-gradients of a step would then have to be stored before any of them could be used, which this kind
-of clipping avoids. So the warm-up also clips each tensor alone.
+In the warm-up, h = min(1, max_norm / |g|), and m is the smallest h |g| so far. The paper and the
+authors' code (github.com/lishuai-97/AdaGC) clip by the norm of all gradients in the warm-up. This
+would require storing all gradients of a step before any of them is used, which clipping by tensor
+avoids. So here the warm-up also clips each tensor by its own norm.
 
-Two cases are not in the paper. A gradient of zeros, as of a frozen tensor, leaves m as it is: with
-m = 0 every later gradient would be clipped to zero. A tensor that has no m yet is clipped as in the
-warm-up.
+Two cases are not in the paper. A gradient of zeros, for example of a frozen tensor, does not change
+m, because with m = 0 every later gradient would be clipped to zero. A tensor without a moving norm
+is clipped as in the warm-up.
 
-All operations round once, in fp32, and norms are summed in a fixed order. So the result does not
+Each fp32 operation rounds its result, and norms are summed in a fixed order. So the result does not
 depend on the plan or the device.
 """
 
@@ -30,8 +30,8 @@ from megatrain.runtime.optimizer.settings import AdamW
 def sums_of_squares(
     gradients: list[torch.Tensor], total: torch.Tensor, workers: Workers = ALONE
 ) -> None:
-    """Writes the sum of squares of each of `gradients` ([n] bf16 or fp32) to `total` [tensors]
-    fp32, each in the order of `adamw.sum_of_squares`.
+    """Writes the `adamw.sum_of_squares` of each of `gradients` ([n] bf16 or fp32) to `total`
+    [tensors] fp32.
     """
     total.copy_(torch.stack([sum_of_squares(gradient, workers) for gradient in gradients]))
 
@@ -46,9 +46,9 @@ def clip(
 
     Args:
         sums: [tensors] fp32, the sum of squares of each gradient.
-        moving: [tensors] fp32, the moving norms before this step, 0 where there is none yet.
-        settings: `max_norm` and the values whose names begin with `adagc_`.
-        number: The number of this step, from 1.
+        moving: [tensors] fp32, the moving norms before this step; 0 for a tensor without one.
+        settings: The hyperparameters. Reads `max_norm` and the fields that begin with `adagc_`.
+        number: The number of this step, counted from 1.
     """
     norms, known = rounded_sqrt(sums), moving > 0
     warming = number <= settings.adagc_warm_up

@@ -1,5 +1,5 @@
-"""Muon: the update of matrices by their orthogonalised momentum. `simulator/model/muon.py` says
-which tensors it updates and what that takes.
+"""Muon: updates matrices by their orthogonalised momentum. `simulator/model/muon.py` has the
+tensors that Muon updates and the memory and time of an update.
 
 With momentum m, gradient g and mu = 0.95, an update of one matrix is
 
@@ -7,13 +7,13 @@ With momentum m, gradient g and mu = 0.95, an update of one matrix is
     X = orthogonal(mu m + (1 - mu) g)
     w = (1 - rate weight_decay) w - 0.2 sqrt(max(rows, columns)) rate X
 
-This is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. Everything is fp32, one operation
-with its own rounding at a time, except X, which is bf16. The result does not depend on the plan: a
-group of matrices always has the same size, and its matrix products always read and write the same
-places of one workspace. It depends on the device, as any matrix product does.
+This is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. X is bf16, and everything else is
+fp32 with separately rounded operations. The result does not depend on the plan: a group of matrices
+always has the same size, and its matrix products always read and write the same places of a
+workspace. The result depends on the device, like every matrix product.
 
 In a state format with 8-bit moments, m is stored as a first moment of `blockwise.py`, and w as a
-master there, rounded at random. X is made of the new m before it is rounded.
+master of `blockwise.py` with stochastic rounding. X is computed from the new m before m is rounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from megatrain.simulator.model.muon import BLOCK, ITERATIONS, Matrices
 from megatrain.simulator.model.state_format import GPU_BLOCK
 
 MOMENTUM = 0.95
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's, as in torch.optim.Muon
+"""mu in the formula above."""
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # Newton-Schulz coefficients, as in torch.optim.Muon
 _LEAST_NORM = 1e-7
 
 
@@ -56,26 +57,26 @@ def update(
     index: int = 0,
     **_: object,
 ) -> None:
-    """Updates a group of matrices in place. If `clip` is NaN, nothing changes.
-
-    The n elements are those of the matrices and padding, `Matrices.padded` together.
+    """Updates a group of matrices in place. If `clip` is NaN, nothing changes. n is
+    `Matrices.padded`: the elements of the matrices and padding.
 
     Args:
-        weights: [n] bf16, the high half of the masters; or fp32, if `low` is None.
-        low: [n] int16 or, with records, int8, the low half of the masters; or None.
-        momentum: [n] fp32, or their records as in `blockwise.py`, uint8.
+        weights: [n] bf16, the high halves of the masters; or, if `low` is None, whole masters in
+            bf16 with records or fp32 without.
+        low: [n] int16 or, if `momentum` has records, int8, the low halves of the masters; or None.
+        momentum: [n] fp32, or uint8 records of first moments (`blockwise.py`).
         gradient: [n] bf16 or fp32.
-        matrices: The shape and the number of the matrices.
+        matrices: The shape and number of the matrices.
         rate: The learning rate.
         weight_decay: Decoupled weight decay.
         clip: Factor on the gradient, 0-dimensional fp32 on the same device.
-        workspace: Bytes for temporary values, at least the sum of `Matrices.workspace`. With
-            records, `UPDATE_COSTS` has further ones.
-        copy_to: [n] with the dtype of `weights`. Also receives the new weights.
-        number: The number of the step, for random bits, which only records need.
-        seed: The run's seed.
+        workspace: uint8 memory for temporary values, at least the sum of `Matrices.workspace`
+            bytes. With records, more memory is allocated (`UPDATE_COSTS`).
+        copy_to: Also receives the new weights, [n] with the dtype of `weights`.
+        number: The number of the step, for stochastic rounding, which only records need.
+        seed: The run's seed, for stochastic rounding.
         index: The index of the first element in the model, a multiple of 32.
-        **_: Arguments that only other updates need.
+        **_: Arguments of other update functions, which are ignored.
     """
     count, elements, stop = weights.numel(), matrices.number * matrices.size, clip.isnan()
     assert count == matrices.padded
@@ -131,27 +132,28 @@ def update(
 
 
 def _views(workspace: torch.Tensor, matrices: Matrices) -> Sequence[torch.Tensor]:
-    """Returns the temporary tensors of an update in `workspace`: two of the shape of the matrices
-    and two squares in bf16, and three blocks in fp32.
+    """Returns the temporary tensors of an update in `workspace`: two with the shape of the
+    matrices, [number, rows, columns] bf16, two [number, side, side] bf16, and three blocks, [block]
+    fp32.
     """
     number, rows, columns = matrices
     shapes: list[tuple[int, ...]] = [(number, rows, columns)] * 2
     shapes += [(number, matrices.side, matrices.side)] * 2
     shapes += [(min(matrices.padded, BLOCK),)] * 3
-    made, start = [], 0
+    views, start = [], 0
     for shape, size in zip(shapes, matrices.workspace, strict=True):
         dtype = torch.bfloat16 if len(shape) == 3 else torch.float32
         used = torch.Size(shape).numel() * dtype.itemsize
-        made.append(workspace[start : start + used].view(dtype).view(shape))
+        views.append(workspace[start : start + used].view(dtype).view(shape))
         start += size
-    return made
+    return views
 
 
 def _orthogonalised(
     first: torch.Tensor, second: torch.Tensor, square: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the orthogonalised matrices of `second`, [matrices, rows, columns] bf16, in `first`.
-    All arguments are overwritten.
+    """Orthogonalises the matrices `second` [matrices, rows, columns] bf16 by Newton-Schulz
+    iterations, and returns the result, which is in `first`. Overwrites all arguments.
     """
     norms = rounded_sqrt(sums_of_squares(second.flatten(1)))
     second.div_(norms.clamp_(min=_LEAST_NORM).bfloat16()[:, None, None])
@@ -169,7 +171,7 @@ def _orthogonalised(
 def _split(
     master: torch.Tensor, high: torch.Tensor, low: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """Writes the halves of `master` as `adamw.split` does, without allocating memory."""
+    """Splits `master` as `adamw.split` does, without allocating memory. Overwrites `scratch`."""
     low.copy_(master.view(torch.int16)[0::2])
     bits = torch.add(master.view(torch.int32), 0x8000, out=scratch.view(torch.int32))
     high.view(torch.int16).copy_(bits.view(torch.int16)[1::2])

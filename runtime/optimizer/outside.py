@@ -1,6 +1,7 @@
 """Calls optimizers from outside the package (`simulator/model/optimizer.py`) on a layer's state.
 
-They receive fp32 tensors only: this module joins the two halves of a master, and splits it again.
+They receive only fp32 tensors. This module joins the halves of masters before an update and splits
+the masters after it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import ADAMW, MUON, SETTINGS, Optimizer, find
 from megatrain.simulator.schedule.plan import Plan
 
-_BLOCK = 2**20  # elements: 4 MiB a temporary
-_TRIAL = 192  # elements of the trial in `refuse_optimizer`, in parts of a third
+_BLOCK = 2**20  # elements that are updated at a time: 4 MiB for each temporary
+_TRIAL = 192  # elements of a trial update in `refuse_optimizer`
 
 
 def update(
@@ -35,14 +36,14 @@ def update(
     weight_decay: float,
     copy_to: torch.Tensor | None = None,
 ) -> None:
-    """Updates a layer's state in place by `optimizer`.
+    """Updates a layer's state in place with `optimizer`.
 
     The arguments are those of `adamw.update`. `moments` is [moments, n] fp32. `scale` must be None:
     only AdamW supports clipping by `update`.
     """
     assert scale is None
-    given = chosen(optimizer, settings, weight_decay)
-    # a NaN stops the update; it stays on the device, so that the host does not wait for it
+    arguments = settings_of(optimizer, settings, weight_decay)
+    # a NaN stops the update; a tensor, because reading its value would wait for the GPU
     stop = None if clip is None else clip.isnan()
 
     def in_blocks(share: Share) -> None:
@@ -56,7 +57,7 @@ def update(
             g = gradient[part].to(torch.float32, copy=True)
             if clip is not None:
                 g.mul_(clip)
-            optimizer.update(master, moments[:, part], g, rate=rate, number=number, **given)
+            optimizer.update(master, moments[:, part], g, rate=rate, number=number, **arguments)
             if low is not None:
                 split(master, planes[0], planes[1])
             for tensor, old in zip(state, before, strict=False):
@@ -68,7 +69,7 @@ def update(
         copy_to.copy_(weights)
 
 
-def chosen(optimizer: Optimizer, settings: AdamW, weight_decay: float) -> dict[str, Any]:
+def settings_of(optimizer: Optimizer, settings: AdamW, weight_decay: float) -> dict[str, Any]:
     """Returns the settings that `optimizer` reads, by name, for tensors with `weight_decay`."""
     values = {**{name: getattr(settings, name) for name in SETTINGS}, "weight_decay": weight_decay}
     return {name: values[name] for name in optimizer.settings}
@@ -77,8 +78,9 @@ def chosen(optimizer: Optimizer, settings: AdamW, weight_decay: float) -> dict[s
 def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
     """Raises UserError if the plan's optimizer cannot be used with `settings`.
 
-    That is the case if `settings` has a value that the optimizer does not read, if its update fails
-    on a few numbers, if the result depends on how a tensor is cut, or if frozen weights change.
+    This is the case if `settings` has a value that the optimizer does not read, if a trial update
+    raises an error, if the result depends on how a tensor is cut into chunks, or if frozen weights
+    change.
     """
     name = plan.workload.optimizer
     optimizer = find(name)
@@ -99,7 +101,7 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
             )
     try:
         whole, parts = (_trial(optimizer, settings, size) for size in (_TRIAL, _TRIAL // 3))
-        frozen = _frozen(optimizer, settings)
+        frozen = _keeps_frozen_weights(optimizer, settings)
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
@@ -126,26 +128,26 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
 
 def _trial(optimizer: Optimizer, settings: AdamW, size: int) -> torch.Tensor:
     """Returns the bits of weights and moments after three updates in parts of `size` elements."""
-    weights, *gradients = _drawn()
+    weights, *gradients = _random_state()
     moments = torch.zeros(optimizer.moments, _TRIAL)
-    given = chosen(optimizer, settings, settings.weight_decay)
+    arguments = settings_of(optimizer, settings, settings.weight_decay)
     for number, gradient in enumerate(gradients, 1):
         for start in range(0, _TRIAL, size):
             part = slice(start, start + size)
             state = (weights[part], moments[:, part], gradient[part])
-            optimizer.update(*state, rate=1e-3, number=number, **given)
+            optimizer.update(*state, rate=1e-3, number=number, **arguments)
     return torch.cat([weights, moments.flatten()]).view(torch.int32)
 
 
-def _frozen(optimizer: Optimizer, settings: AdamW) -> bool:
+def _keeps_frozen_weights(optimizer: Optimizer, settings: AdamW) -> bool:
     """Returns whether an update with a rate and gradients of 0 leaves the weights unchanged."""
-    weights, *_ = _drawn()
+    weights, *_ = _random_state()
     before, moments = weights.clone(), torch.zeros(optimizer.moments, _TRIAL)
-    given = chosen(optimizer, settings, settings.weight_decay)
-    optimizer.update(weights, moments, torch.zeros(_TRIAL), rate=0.0, number=1, **given)
+    arguments = settings_of(optimizer, settings, settings.weight_decay)
+    optimizer.update(weights, moments, torch.zeros(_TRIAL), rate=0.0, number=1, **arguments)
     return torch.equal(weights, before)
 
 
-def _drawn() -> torch.Tensor:
+def _random_state() -> torch.Tensor:
     """Returns random weights and three gradients, [4, n] fp32."""
     return torch.randn(4, _TRIAL, generator=torch.Generator().manual_seed(0))

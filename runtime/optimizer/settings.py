@@ -1,5 +1,5 @@
-"""AdamW's hyperparameters and parameter groups as plain data. They are read from files and options
-before torch is loaded.
+"""AdamW's hyperparameters and parameter groups as plain data. This module does not import PyTorch,
+because they are read from files and options before PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
+"""A number from 0 to less than 1."""
 
 
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +26,7 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ]
     weight_decay: Annotated[float, Meta(ge=0, le=1e38)] | None = None
-    """Weight decay of the group. None: as for tensors without a group."""
+    """Weight decay of the group. None means the weight decay of tensors without a group."""
     rate_factor: Annotated[float, Meta(ge=0, le=1e38)] = 1.0
     """Factor on the learning rate. 0 freezes the group: its gradients are zero, so they add nothing
     to a norm, and its moments stay zero."""

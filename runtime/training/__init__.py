@@ -1,3 +1,1 @@
-"""The training loop around the executor: config, learning-rate schedule, callbacks, run folder and
-resuming.
-"""
+"""The training loop: config, learning-rate schedule, callbacks, run folder, and resuming."""

@@ -1,4 +1,7 @@
-"""The answers of trained models in `answers.jsonl`, one a line. This module does not load torch."""
+"""Reads and writes `answers.jsonl`, the answers of a run's models, one per line.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a run's model to one question."""
 
     step: int
-    """number of the step after which the model was exported"""
+    """The number of the step after which the model was exported."""
     model: str
-    """name of the model's folder, in that of the run"""
+    """The name of the model's folder in the run folder."""
     question: str
-    """what was asked"""
+    """The question."""
     answer: str
-    """what the model generated; each token was the most likely one"""
+    """The generated text. Each token was the most likely one."""
 
 
 def read_answers(run: Path) -> list[Answer]:
-    """Returns the answers in the folder of a run, the newest last. Raises UserError if the file is
-    damaged.
+    """Returns the answers in the folder of a run, the newest last.
+
+    Raises UserError if the file is damaged.
     """
     path = run / _FILE
     if not path.is_file():
@@ -44,8 +48,8 @@ def read_answers(run: Path) -> list[Answer]:
 
 
 def add_answer(run: Path, answer: Answer) -> None:
-    """Adds an answer. It replaces an answer of the same model to the same question."""
+    """Adds an answer to the file. It replaces an answer of the same model to the same question."""
     key = (answer.model, answer.question)
-    kept = [each for each in read_answers(run) if (each.model, each.question) != key]
+    kept = [other for other in read_answers(run) if (other.model, other.question) != key]
     encoded = msgspec.json.Encoder().encode_lines([*kept, answer])
     write_text(run / _FILE, encoded.decode())

@@ -3,7 +3,7 @@
 Each field has its type, its range, and a description that `megatrain train --help` prints.
 
 No setting changes the schedule. Batch size, sequence length, gradient accumulation, dtype and the
-kind of gradient clipping belong to the plan. This module does not import torch.
+kind of gradient clipping are in the plan. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatrain.simulator.base.files import convert, read_text
 from megatrain.simulator.base.names import suggestion
 
 _LARGEST = 2**40
-"""upper bound of all counts"""
+"""The upper bound of all counts."""
 
 
 class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             le=_LARGEST,
             description=(
                 "number of optimizer steps, counted from the beginning of the run; 0: as many as"
-                " the epochs take"
+                " the epochs have"
             ),
         ),
     ] = 0
@@ -46,7 +46,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             le=2**20,
-            description="how often to train on all of the data, e.g. 2 or 0.5; in place of steps",
+            description="how often to train on all of the data, e.g. 2 or 0.5; instead of steps",
         ),
     ] = 0.0
     seed: Annotated[
@@ -62,22 +62,21 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = 0
     init: Annotated[
         Literal["model", "random"],
-        Meta(description="initial weights: those in the model's folder, or random ones"),
+        Meta(description="initial weights: from the model's folder, or random"),
     ] = "model"
     deterministic: Annotated[
         bool,
         Meta(
             description=(
-                "use only deterministic kernels, so that a repeated run gives the same bits;"
-                " slower with CUDA"
+                "use only deterministic kernels: a repeated run then gives the same bits; slower"
+                " with CUDA"
             )
         ),
     ] = False
 
 
 class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the loss on the evaluation data is measured, on how much of the data, and what the
-    trained model is asked.
+    """When and on how much data to evaluate, and the questions for the trained model.
 
     With evaluation data, there is always an evaluation after the last step.
     """
@@ -96,8 +95,8 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ge=0,
             le=_LARGEST,
             description=(
-                "largest size of an evaluation, in batches of one optimizer step; 0: all of the"
-                " evaluation data"
+                "maximum amount of data in an evaluation, as a number of optimizer steps; 0: all of"
+                " the evaluation data"
             ),
         ),
     ] = 0
@@ -119,12 +118,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     every_steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=_LARGEST,
-            description="optimizer steps between checkpoints; 0: none by the number of steps",
-        ),
+        int, Meta(ge=0, le=_LARGEST, description="optimizer steps between checkpoints; 0: off")
     ] = 0
     every_minutes: Annotated[
         float,
@@ -132,8 +126,9 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0,
             le=2**20,
             description=(
-                "minutes by the clock between checkpoints; 0: none by the clock. There is one more"
-                " after the last step, unless both are 0: then only a signal saves one"
+                "minutes of wall time between checkpoints; 0: off. One more checkpoint is saved"
+                " after the last step. If this and --save-every are both 0, only a signal saves"
+                " one"
             ),
         ),
     ] = 30.0
@@ -146,7 +141,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0,
             le=_LARGEST,
             description=(
-                "number of checkpoints with the lowest loss to keep as well; the loss is the"
+                "number of checkpoints with the lowest loss to keep, too; the loss is the"
                 " evaluation loss, or the training loss if there is no evaluation data"
             ),
         ),
@@ -196,19 +191,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings of a training run. Only the number of steps, or of epochs, has no default."""
 
     training: TrainingSettings
-    """number of steps, seed and initial weights"""
+    """Number of steps, seed and initial weights."""
     optimizer: AdamW = AdamW()
-    """hyperparameters of AdamW"""
+    """Hyperparameters of AdamW."""
     schedule: LearningRate = LearningRate()
-    """learning rate of each step; with the number of steps, a config sets what is left open"""
+    """Learning rate of each step. If the config has a number of steps, its missing values are set
+    (`LearningRate.settled`)."""
     data: DataOptions = DataOptions()
-    """training data, evaluation data, and how they are packed into rows"""
+    """Training data, evaluation data, and their packing into rows."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """when to evaluate"""
+    """When to evaluate, and the questions for the trained model."""
     saving: Saving = Saving()
-    """checkpoints and the exported model"""
+    """Checkpoints, and the exported model."""
     logging: Logging = Logging()
-    """TensorBoard and experiment trackers"""
+    """TensorBoard and experiment trackers."""
 
     def __post_init__(self) -> None:
         training = self.training
@@ -224,7 +220,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             msgspec.structs.force_setattr(self, "schedule", schedule)
 
     def with_steps(self, steps: int) -> Config:
-        """Returns the config with a number of steps in place of epochs."""
+        """Returns the config with a number of steps instead of epochs."""
         training = msgspec.structs.replace(self.training, steps=steps, epochs=0.0)
         return msgspec.structs.replace(self, training=training)
 
@@ -234,7 +230,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Args:
             path: the file, or None to start from the defaults.
-            overrides: maps `SECTION.FIELD` to the plain value that replaces the file's.
+            overrides: `SECTION.FIELD` -> the plain value that replaces the value in the file.
 
         Raises UserError for an unknown key, a wrong type, or a value out of its range.
         """
@@ -252,16 +248,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 ) from None
         for key, value in (overrides or {}).items():
             section, _, field = key.partition(".")
-            held = data.setdefault(section, {})
-            if not isinstance(held, dict):
+            fields_of_section = data.setdefault(section, {})
+            if not isinstance(fields_of_section, dict):
                 raise UserError(
                     f"{where}: {section}",
-                    found=repr(held),
+                    found=repr(fields_of_section),
                     allowed="a section",
                     fix=f"write [{section}]",
                 )
-            held[field] = value
+            fields_of_section[field] = value
         training = data.setdefault("training", {})
+        # A number of steps replaces the file's epochs, and epochs replace its number of steps.
         for name, other in (("steps", "epochs"), ("epochs", "steps")):
             given = overrides or {}
             if f"training.{name}" in given and f"training.{other}" not in given:
@@ -272,10 +269,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def checked(value: object, where: str = "config") -> Config:
     """Returns `value` as a Config with every type and range checked.
 
-    `value` is a Config or plain data for one. The check is needed because msgspec does not validate
-    a struct that Python code builds.
+    `value` is a Config or plain data for one. A Config that Python code builds must be checked,
+    too, because msgspec validates only decoded data.
 
-    Raises UserError if a value has a wrong type or is out of its range.
+    Raises UserError if a value has a wrong type or is out of its range. `where` names the config in
+    the error.
     """
     return convert(msgspec.to_builtins(value), Config, where)
 
@@ -286,19 +284,19 @@ def with_data(config: Config, data: str) -> Config:
 
 
 class Field(NamedTuple):
-    """The description of one config field, from which the command-line options are made."""
+    """The description of one config field, from which its command-line option is made."""
 
     meaning: str
-    """the help text"""
+    """The help text."""
     default: object
-    """the default value, or msgspec.NODEFAULT if the field is required"""
+    """The default value, or msgspec.NODEFAULT if the field is required."""
     words: tuple[str, ...]
-    """the allowed values of a `Literal` field, without the empty string; empty for other fields"""
+    """The allowed values of a `Literal` field, without the empty string. Empty for other fields."""
 
 
 def fields() -> dict[str, Field]:
     """Returns all fields of all sections, keyed by `SECTION.FIELD`."""
-    found = {}
+    by_name = {}
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):
             plain, *extra = get_args(field.type)
@@ -307,28 +305,28 @@ def fields() -> dict[str, Field]:
                 if get_origin(plain) is Literal
                 else ()
             )
-            found[f"{section.name}.{field.name}"] = Field(
+            by_name[f"{section.name}.{field.name}"] = Field(
                 next(meta.description for meta in extra if meta.description), field.default, words
             )
-    return found
+    return by_name
 
 
 def full_name(key: str) -> str:
     """Returns `key` as `SECTION.FIELD`.
 
-    `key` may be the field's name alone if only one section has a field of that name.
+    `key` may be the field's name alone if only one section has a field of this name.
 
-    Raises UserError if no field has this name, or fields of several sections have it.
+    Raises UserError if no field or several fields have this name.
     """
     names = list(fields())
-    found = [name for name in names if key in (name, name.partition(".")[2])]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [name for name in names if key in (name, name.partition(".")[2])]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise UserError(
             f"--set {key}",
             found="a field of several sections",
-            allowed=", ".join(found),
+            allowed=", ".join(matches),
             fix="name the section too",
         )
     raise UserError(
@@ -340,14 +338,14 @@ def full_name(key: str) -> str:
 
 
 def _spellings(names: Iterable[str]) -> list[str]:
-    """Returns all `names` and, of each, the field's name alone."""
+    """Returns each of `names`, with and without its section."""
     return [spelling for name in names for spelling in (name, name.partition(".")[2])]
 
 
 def parse_value(text: str) -> Any:
     """Returns the value of `text` as a TOML value.
 
-    Returns `text` itself if it is not a TOML value, so that words need no quotes.
+    If `text` is not a TOML value, returns `text` itself, so words need no quotes.
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -1,4 +1,4 @@
-"""ChatSession: what a user and a language model say in turn. transformers executes the model."""
+"""ChatSession: a conversation with a language model, which transformers executes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "An answer that no template has."
+"""A text that is found in the output of a chat template."""
 
 
 class Sampling(NamedTuple):
-    """How the tokens of an answer are chosen."""
+    """Options for sampling the tokens of an answer."""
 
     max_tokens: int
-    """The most tokens of an answer."""
+    """The maximum number of tokens in an answer."""
     temperature: float
-    """Divides the logits; 0 for the most likely token."""
+    """The divisor of the logits, or 0 to choose the most likely token."""
     seed: int
-    """Seed of the random numbers."""
+    """The seed of the random numbers."""
 
 
 class ChatSession:
-    """A language model in memory, and what was said so far."""
+    """A language model in memory, and the conversation so far."""
 
     def __init__(self, folder: Path, device: torch.device, sampling: Sampling) -> None:
         """Loads the model in `folder`, a Hugging Face folder, in the dtype of its weights.
 
-        Raises UserError if transformers cannot load the model or the tokenizer.
+        This also sets the verbosity of transformers and torch's global seed. Raises UserError if
+        transformers cannot load the model or the tokenizer.
         """
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -59,7 +61,7 @@ class ChatSession:
         self._sampling = sampling
         self._limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.templated = tokenizer is not None and bool(tokenizer.chat_template)
-        """Whether the tokenizer has a chat template. If not, the model continues a plain text."""
+        """Whether the tokenizer has a chat template. If not, the model continues plain text."""
         self._messages: list[dict[str, str]] = []
         self._text = ""
         self._ends = self._end_tokens()
@@ -68,8 +70,9 @@ class ChatSession:
     def answer(self, prompt: str, on_text: Callable[[str], None]) -> None:
         """Generates an answer to `prompt`, and passes its text to `on_text` piece by piece.
 
-        An answer that an exception ends, such as KeyboardInterrupt, is kept as far as it came.
-        Raises UserError, and forgets `prompt`, if the conversation is too long for the model.
+        If an exception such as KeyboardInterrupt ends the answer, the part generated so far is kept
+        in the conversation. Raises UserError if the conversation is too long for the model. In this
+        case `prompt` is not added to it.
         """
         messages = [*self._messages, {"role": "user", "content": prompt}]
         ids = self._ids(messages, prompt)
@@ -80,15 +83,16 @@ class ChatSession:
                     "conversation",
                     found=f"{len(ids):,} tokens",
                     allowed=f"less than the model's own limit of {self._limit:,}",
-                    fix="say less, or begin a new conversation",
+                    fix="shorten the prompt, or begin a new conversation",
                 )
             room = min(room, self._limit - len(ids))
         streamer = _Pieces(self._tokenizer, on_text)
         inputs = torch.tensor([ids], device=self._model.device)
-        chosen: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
-        chosen["top_k"] = None
-        if self._sampling.temperature:
-            chosen = {"do_sample": True, "temperature": self._sampling.temperature}
+        options: dict[str, Any] = (
+            {"do_sample": True, "temperature": self._sampling.temperature}
+            if self._sampling.temperature
+            else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        )
         try:
             self._model.generate(
                 inputs,
@@ -97,22 +101,25 @@ class ChatSession:
                 eos_token_id=self._ends or None,
                 pad_token_id=min(self._ends, default=0),
                 streamer=streamer,
-                **chosen,
+                **options,
             )
         except BaseException:
             streamer.end()
             raise
         finally:
-            said = "".join(streamer.pieces)
-            self._messages = [*messages, {"role": "assistant", "content": said}]
-            self._text += f"{prompt}{said}\n"
+            answer = "".join(streamer.pieces)
+            self._messages = [*messages, {"role": "assistant", "content": answer}]
+            self._text += f"{prompt}{answer}\n"
 
     def forget(self) -> None:
         """Begins a new conversation."""
         self._messages, self._text = [], ""
 
     def _ids(self, messages: list[dict[str, str]], prompt: str) -> list[int]:
-        """Returns the tokens that the model continues."""
+        """Returns the token ids of the conversation, which the model continues.
+
+        Raises UserError if there are none.
+        """
         if isinstance(self._tokenizer, ByteTokenizer):
             ids = self._tokenizer.encode(self._text + prompt)
         elif self.templated:
@@ -127,7 +134,11 @@ class ChatSession:
         return list(ids)
 
     def _rendered(self, messages: list[dict[str, str]], *, prompted: bool) -> str:
-        """Returns `messages` as the chat template writes them."""
+        """Returns `messages` rendered by the chat template, with the generation prompt if
+        `prompted`.
+
+        Raises UserError if the template cannot render them.
+        """
         assert not isinstance(self._tokenizer, ByteTokenizer)
         try:
             return str(
@@ -144,11 +155,12 @@ class ChatSession:
             ) from None
 
     def _end_tokens(self) -> list[int]:
-        """Returns the tokens that end an answer.
+        """Returns the ids of the tokens that end an answer.
 
-        They are those of the generation config and of the tokenizer, and the special token that
-        the chat template writes after an answer. A model that was trained on conversations ends
-        its answers with the latter, although its generation config may not name it.
+        They are the end-of-sequence tokens of the generation config and of the tokenizer, and the
+        special token that the chat template writes after an answer. A model that was trained on
+        conversations ends its answers with this token, even if its generation config does not name
+        it.
         """
         if isinstance(self._tokenizer, ByteTokenizer):
             return [END_OF_DOCUMENT]
@@ -158,12 +170,12 @@ class ChatSession:
             turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
             after = self._rendered(turns, prompted=False).rpartition(_ANSWER)[2].lstrip()
             first = self._tokenizer(after, add_special_tokens=False).input_ids[:1]
-            ends |= {each for each in first if each in self._tokenizer.added_tokens_decoder}
-        return sorted(each for each in ends if each is not None)
+            ends |= {token for token in first if token in self._tokenizer.added_tokens_decoder}
+        return sorted(token for token in ends if token is not None)
 
 
 class _Pieces(TextStreamer):
-    """Passes the text of an answer on as soon as whole words are known."""
+    """Passes the text of an answer on in pieces of whole words, and collects the pieces."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

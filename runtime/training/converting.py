@@ -1,6 +1,6 @@
-"""convert_run: writes a run, with one of its checkpoints, in another state format.
+"""convert_run: writes a copy of a run with one of its checkpoints in another state format.
 
-It needs no GPU, and only a small part of the memory that training takes.
+This needs no GPU, and only a small part of the memory that training needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatrain.runtime.checkpoint.manifest import Manifest, Shard
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
-from megatrain.runtime.training.exporting import sound_checkpoint
+from megatrain.runtime.training.exporting import undamaged_checkpoint
 from megatrain.runtime.training.run_folder import save_plan
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import refuse_existing
@@ -28,21 +28,21 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
-_KEPT = ("config.toml", "metrics.jsonl", CHAT_TEMPLATE)
-"""Files of a run that do not depend on the format."""
+_COPIED = ("config.toml", "metrics.jsonl", CHAT_TEMPLATE)
+"""Files of a run that do not depend on the state format."""
 
 
 class Converted(NamedTuple):
     """The result of `convert_run`."""
 
     step: int
-    """step of the checkpoint"""
+    """The step of the checkpoint."""
     before: str
-    """its state format"""
+    """The state format of the old checkpoint."""
     bytes: int
-    """size of the new checkpoint's files"""
+    """The size of the new checkpoint's files in bytes."""
     is_run: bool
-    """whether the new folder has a plan, so that it can be resumed by itself"""
+    """Whether the new folder has a plan, and so can be resumed without naming one."""
 
 
 def convert_run(
@@ -53,24 +53,24 @@ def convert_run(
     step: int | None = None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Converted:
-    """Writes a run with one checkpoint in the format `state` to the new folder `out`, completely or
-    not at all.
+    """Writes a copy of a run with one checkpoint in the format `state` to the new folder `out`.
 
-    The plan is that of the run with another format. It may no longer fit its memory limits; the run
-    can then be resumed with another plan.
+    The folder is written completely or not at all. The new plan differs from the run's plan only in
+    the state format. It may no longer fit its memory limits. The run can then be resumed with
+    another plan.
 
     Args:
         run: the folder of a run or of one checkpoint.
         out: the folder to write. It must not exist.
         state: the name of the new format.
-        step: the step of the checkpoint; None for the newest undamaged one.
-        on_note: receives lines of text for the user.
+        step: the step of the checkpoint, or None for the newest undamaged one.
+        on_note: called with lines for the user.
 
-    Raises UserError if there is no undamaged checkpoint, if it has the format already or cannot
+    Raises UserError if there is no undamaged checkpoint, if it already has the format or cannot
     have it, or if `out` exists.
     """
     refuse_existing(out)
-    folder, manifest = sound_checkpoint(run, step, on_note)
+    folder, manifest = undamaged_checkpoint(run, step, on_note)
     work = manifest.workload
     if work.dtype != "bf16" or work.optimizer not in WITH_STATE_FORMATS:
         raise UserError(
@@ -101,8 +101,8 @@ def convert_run(
         is_run = (home / "plan.toml").is_file()
         if is_run:
             _save_run(home, aside, state)
-        for each in (place, place.parent, aside):
-            sync(each)
+        for synced in (place, place.parent, aside):
+            sync(synced)
         aside.chmod(0o755)
         aside.rename(out)
     except BaseException:
@@ -112,15 +112,15 @@ def convert_run(
 
 
 def _write(tensors: Mapping[str, TensorSource], place: Path) -> list[Shard]:
-    """Writes the files of the checkpoint `place`, each of about 4 GB or of one larger tensor."""
+    """Writes the files of the checkpoint `place`. Each has about 4 GB, or one larger tensor."""
     parts: list[dict[str, TensorSource]] = []
-    held = SHARD_BYTES
+    part_bytes = SHARD_BYTES
     for name, source in tensors.items():
-        if held + source.bytes > SHARD_BYTES:
+        if part_bytes + source.bytes > SHARD_BYTES:
             parts.append({})
-            held = 0
+            part_bytes = 0
         parts[-1][name] = source
-        held += source.bytes
+        part_bytes += source.bytes
     shards = []
     for number, part in enumerate(parts, 1):
         path = place / f"state-{number:05d}.safetensors"
@@ -130,13 +130,13 @@ def _write(tensors: Mapping[str, TensorSource], place: Path) -> list[Shard]:
 
 
 def _save_run(home: Path, aside: Path, state: str) -> None:
-    """Writes the files of a run other than its checkpoints, with a plan in the format `state`."""
-    for name in _KEPT:
+    """Writes the files of a run except its checkpoints, with a plan in the format `state`."""
+    for name in _COPIED:
         if (home / name).is_file():
             shutil.copyfile(home / name, aside / name)
     plan = Plan.load(home / "plan.toml")
     work = msgspec.structs.replace(plan.workload, state=state)
     plan = msgspec.structs.replace(plan, workload=work, prediction=None, digest="")
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
-    there = home / plan.source
-    save_plan(plan, home, str(there) if there.exists() else plan.source, aside)
+    local = home / plan.source
+    save_plan(plan, home, str(local) if local.exists() else plan.source, aside)

@@ -1,4 +1,4 @@
-"""Computes the loss of a model on evaluation data, within a training or of a run that has ended."""
+"""Computes the loss on evaluation data, during a training or for the model of a finished run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def evaluate(
     """Returns the loss of the executor's weights on `batches`, a mean over all labelled tokens.
 
     Args:
-        executor: executes the evaluation. With several GPUs, every rank must call this.
-        batches: all micro-batches. With several GPUs, each rank computes its own.
-        accumulation: micro-batches of one optimizer step.
-        number: number of the step after which this is.
-        over_steps: the most batches of one optimizer step; 0 for all.
-        stop: called before each of them. If it returns True, the result is None.
+        executor: executes the evaluation. With several GPUs, every rank must call this function.
+        batches: all micro-batches. With several GPUs, each rank computes a part of them.
+        accumulation: the number of micro-batches in an optimizer step. As many are evaluated at a
+            time.
+        number: the number of the last step, for the result.
+        over_steps: the maximum number of such groups of micro-batches, or 0 for all.
+        stop: called before each group. If it returns True, the result is None.
     """
     parts, left = [], iter(batches)
     places = own_micro_batches(executor.plan, executor.rank)
@@ -78,18 +79,19 @@ def evaluate_run(
 ) -> EvaluationResult:
     """Returns the loss on `data` of the model that a run exported.
 
-    The run's plan is executed, and the data is read with the settings of the run. It takes as much
-    memory as the training.
+    The run's plan is executed, and the data is read with the settings of the run. This takes as
+    much memory as the training.
 
     Args:
-        run: folder of the run.
+        run: the folder of the run.
         data: files and folders, each as `PATH` or `PATH:WEIGHT`.
-        model: folder or hub name of other weights for the run's plan; None for those that the run
-            exported last.
-        split: split of the data; empty for the first of validation, test and train that exists.
-        cache: folder for tokenized data; None for that of the run.
-        device: None for the default device.
-        on_note: receives lines for the user.
+        model: the folder or hub name of other weights for the run's plan, or None for the model
+            that the run exported last.
+        split: the split of the data. If empty, it is the first of validation, test and train that
+            exists.
+        cache: the folder for tokenized data, or None for the folder of the run's config.
+        device: the device to compute on, or None for the default device.
+        on_note: called with lines for the user.
 
     Raises UserError if `run` has no exported model, or if plan, model or data cannot be used.
     """
@@ -99,7 +101,7 @@ def evaluate_run(
             str(run),
             found=f"a run on {plan.gpus} GPUs",
             allowed="a run on one GPU",
-            fix="pass the data to `train` as --eval-data, which evaluates on all GPUs",
+            fix="pass the data to `train` with --evaluation-data, which evaluates on all GPUs",
         )
     source = model or newest_model(run)
     if source is None:
@@ -115,7 +117,7 @@ def evaluate_run(
     refuse_what_does_not_fit(
         plan,
         schedule,
-        # as in Trainer: the limit of a calibrated machine is better than what a host reports
+        # As in Trainer, because a virtual machine may report less memory than it can grow to.
         host_bytes=None if is_calibrated(run / plan.hardware) else host_bytes(),
         device_bytes=device_bytes(device),
     )
@@ -146,6 +148,6 @@ def evaluate_run(
     ) as executor:
         with folder_weights(folder) as weights:
             executor.state.load(weights)
-        found = evaluate(executor, corpus.batches(), accumulation=plan.workload.accumulation)
-    assert found is not None, "nothing stops this evaluation"
-    return found
+        result = evaluate(executor, corpus.batches(), accumulation=plan.workload.accumulation)
+    assert result is not None, "nothing stops this evaluation"
+    return result

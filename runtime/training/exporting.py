@@ -1,6 +1,6 @@
 """export_run: writes a checkpoint of a run as a Hugging Face folder.
 
-It needs no GPU, and only a small part of the memory that training takes.
+This needs no GPU, and only a small part of the memory that training needs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Exported(NamedTuple):
     """The result of `export_run`."""
 
     step: int
-    """step of the exported checkpoint"""
+    """The step of the exported checkpoint."""
     parameters: int
-    """number of parameters of the model"""
+    """The number of parameters of the model."""
     dtype: Dtype
-    """dtype of the exported weights"""
+    """The dtype of the exported weights."""
 
 
 def export_run(
@@ -59,17 +59,17 @@ def export_run(
     Args:
         run: the folder of a run or of one checkpoint.
         out: the folder to write. It must not exist.
-        step: the step of the checkpoint to export; None for the newest undamaged one.
-        dtype: the dtype of the exported weights; None for `export_dtype` in the run's config, or,
-            if that is empty, the dtype that the run computes in.
-        model: the folder, or the name on the hub, that config, tokenizer and generation config are
-            copied from; None for the model that the run began with.
-        on_note: receives lines of text for the user.
+        step: the step of the checkpoint to export, or None for the newest undamaged one.
+        dtype: the dtype of the exported weights, or None for `export_dtype` in the run's config. If
+            this is empty, it is the dtype that the run computes in.
+        model: the folder, or the name on the hub, from which config, tokenizer and generation
+            config are copied, or None for the initial model of the run.
+        on_note: called with lines for the user.
 
     Raises UserError if there is no undamaged checkpoint, or if `out` exists or cannot be written.
     """
     refuse_existing(out)
-    folder, manifest = sound_checkpoint(run, step, on_note)
+    folder, manifest = undamaged_checkpoint(run, step, on_note)
     home = run if folder != run else run.parent.parent  # RUN/checkpoints/step-00000123
     config = Config.load(home / "config.toml") if (home / "config.toml").is_file() else None
     random = config is not None and config.training.init == "random"
@@ -78,19 +78,19 @@ def export_run(
         if model is not None
         else _origin(home, manifest, on_note)
     )
-    settled = exported_config(origin, manifest.model, init="random" if random else "model")
-    if note := not_trained(origin, settled):
+    model_config = exported_config(origin, manifest.model, init="random" if random else "model")
+    if note := not_trained(origin, model_config):
         on_note(note)
     if origin is not None and not random:
         # Opened only for its notes. An export does not need the folder's weights.
         with contextlib.suppress(UserError), folder_weights(origin, on_note):
             pass
-    buffers = _buffers(manifest, settled, None if random else origin, random=random)
+    buffers = _buffers(manifest, model_config, None if random else origin, random=random)
     chosen = dtype or (config.saving.export_dtype if config else "") or manifest.workload.dtype
     export(
         StoredState(folder, manifest, buffers),
         manifest,
-        settled,
+        model_config,
         out,
         dtype=chosen,
         source=origin,
@@ -99,12 +99,17 @@ def export_run(
     return Exported(manifest.run.step, manifest.model.parameters, chosen)
 
 
-def sound_checkpoint(
+def undamaged_checkpoint(
     run: Path, step: int | None, on_note: Callable[[str], None]
 ) -> tuple[Path, Manifest]:
-    """Returns the folder and the manifest of a run's checkpoint, after verifying its files.
+    """Returns the folder and the manifest of a checkpoint, after verifying its files.
 
-    Raises UserError if there is no such checkpoint or it is damaged.
+    Args:
+        run: the folder of a run or of one checkpoint.
+        step: the step of the checkpoint, or None for the newest undamaged one.
+        on_note: called with a line for each damaged checkpoint that is skipped.
+
+    Raises UserError if there is no such checkpoint, or if it is damaged.
     """
     if (run / "manifest.json").exists():
         manifest = verify(run)
@@ -129,9 +134,9 @@ def sound_checkpoint(
 
 
 def _origin(home: Path, manifest: Manifest, on_note: Callable[[str], None]) -> Path | None:
-    """Returns the folder of the model that the run in `home` began with, or None if it is gone.
+    """Returns the folder of the initial model of the run in `home`, or None if it is not there.
 
-    Raises UserError if that folder contains another model.
+    Raises UserError if the folder contains another model.
     """
     file = home / "plan.toml"
     source = Plan.load(file).source if file.is_file() else ""
@@ -152,8 +157,9 @@ def _buffers(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the buffers of the decoder layers, by layer and name.
 
-    They come from the folder that the run began with. For a run with random initial weights, they
-    are those of a new model in transformers.
+    They are read from the initial model of the run, in `origin`. For a run with random initial
+    weights, they are taken from a new model that transformers builds. Raises UserError if neither
+    is possible.
     """
     shapes = {layer: named for layer, named in CheckpointNames(config).buffers().items() if named}
     if not shapes:

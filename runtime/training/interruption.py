@@ -1,5 +1,6 @@
-"""Interruption: lets Ctrl-C and SIGTERM end a run after the current step. A second signal ends the
-run at once.
+"""Interruption: lets Ctrl-C and SIGTERM end a run after the current step.
+
+A second signal ends the run at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Self
 from megatrain.simulator.base.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that are recorded."""
 
 
 class Interruption:
@@ -20,7 +22,7 @@ class Interruption:
     Test `if interruption:` between steps, save, and raise `interruption.error()`.
 
     A second signal raises Interrupted in the main thread. If the context is entered in another
-    thread, nothing is recorded, because Python delivers signals only to the main thread.
+    thread, no signal is recorded, because only the main thread can set signal handlers.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class Interruption:
         self._before = {}
 
     def __bool__(self) -> bool:
-        """Returns whether a signal has come."""
+        """Returns whether a signal was recorded."""
         return self._signal is not None
 
     def error(self) -> Interrupted:

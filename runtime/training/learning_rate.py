@@ -15,7 +15,7 @@ After the warm-up, the factors equal those of transformers' `get_scheduler` for 
 `linear`, `cosine`, `cosine_with_min_lr`, and `warmup_stable_decay` with a linear decay. During the
 warm-up, the factor in transformers is (n - 1) / w, so its first step changes nothing.
 
-Peak and warm-up that are not set depend on the run, and a `Config` sets them: `settled`.
+The defaults of peak and warm-up depend on the run. A `Config` sets them with `settled`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from msgspec import Meta
 from megatrain.simulator.base.errors import UserError
 
 PRETRAINED_RATE, RANDOM_RATE = 1e-5, 3e-4
-"""default peak learning rates for pretrained and for random initial weights"""
+"""The default peak learning rates for pretrained and for random initial weights."""
 HIGHEST_PRETRAINED_RATE = 1e-4
-"""peak learning rate of pretrained weights above which a run warns"""
+"""The peak learning rate above which a run with pretrained weights prints a warning."""
 _WARM_UP_FRACTION = 0.03
+"""The default of the warm-up, as a share of all steps."""
 
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,9 +78,9 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.0
 
     def at(self, number: int, steps: int) -> float:
-        """Returns the learning rate of step `number` in a run of `steps` steps, counted from 1.
+        """Returns the learning rate of step `number`, counted from 1, in a run of `steps` steps.
 
-        The peak and the warm-up must be set.
+        The peak and the warm-up must be set (`settled`).
         """
         assert self.rate is not None
         assert self.warm_up_steps is not None
@@ -93,6 +94,7 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.rate * (self.floor + (1 - self.floor) * falling)
 
     def _decay(self, steps: int) -> int:
+        """Returns the number of decay steps of `wsd`."""
         return self.decay_steps or -(-steps // 10)
 
     def settled(self, steps: int, *, pretrained: bool) -> LearningRate:
@@ -118,13 +120,13 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(self, rate=rate, warm_up_steps=warm_up)
 
     def __str__(self) -> str:
-        """Returns peak, shape and warm-up of a schedule that is settled, as one line of text."""
+        """Returns peak, shape and warm-up as one line of text. They must be set (`settled`)."""
         steps = f"{self.warm_up_steps} warm-up step{'' if self.warm_up_steps == 1 else 's'}"
         return f"{format_rate(self.rate or 0)}, {self.kind}, {steps}"
 
 
 def format_rate(rate: float) -> str:
-    """Returns `rate` with three digits, as people write it.
+    """Returns a learning rate as text with at most three significant digits.
 
     >>> format_rate(1e-5), format_rate(0.00025), format_rate(0.01)
     ('1e-5', '2.5e-4', '0.01')

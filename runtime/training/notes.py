@@ -1,6 +1,4 @@
-"""Lines for the user that follow from the settings of a run: its learning rate, its epochs, and the
-checkpoints that it keeps.
-"""
+"""Notes for the user on the settings of a run: learning rate, epochs, and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from megatrain.simulator.base.units import format_bytes
 
 
 def epochs_note(steps: int, steps_per_epoch: float) -> str:
-    """Returns how many steps an epoch has, and how many epochs `steps` are."""
+    """Returns a line with the number of steps in an epoch, and the number of epochs in `steps`."""
     text = f"{steps_per_epoch:,.1f}".removesuffix(".0")
     return (
         f"{text} step{'s' * (text != '1')} an epoch; {steps:,}"
@@ -26,7 +24,7 @@ def epochs_note(steps: int, steps_per_epoch: float) -> str:
 
 
 def learning_rate_notes(config: Config) -> list[str]:
-    """Returns the learning rate, and a warning if it is high."""
+    """Returns a line with the learning rate, and a warning if it is high for pretrained weights."""
     rate = config.schedule.rate or 0
     notes = [f"learning rate {config.schedule}"]
     if rate > HIGHEST_PRETRAINED_RATE and config.training.init == "model":
@@ -39,8 +37,8 @@ def learning_rate_notes(config: Config) -> list[str]:
 
 
 def best_checkpoints_note(config: Config) -> str:
-    """Returns which checkpoints `keep_best` can choose, if not all of them are evaluated. Otherwise
-    returns an empty string.
+    """Returns a line with the checkpoints among which `keep_best` can choose, or an empty string if
+    all checkpoints are evaluated.
     """
     steps, evaluate, save = (
         config.training.steps,
@@ -60,16 +58,16 @@ def best_checkpoints_note(config: Config) -> str:
 
 
 def little_room_note(saving: Saving, checkpoints: Checkpoints, size: int) -> str:
-    """Returns a warning if the disk has less room than the run's checkpoints of `size` bytes will
-    need. Otherwise returns an empty string.
+    """Returns a warning if the free disk space is less than the run's checkpoints need, or an empty
+    string. A checkpoint has `size` bytes.
     """
     free = checkpoints.free_bytes()
-    # While one is written, those that it replaces are still there.
+    # A checkpoint is removed only after the new one is written.
     most = saving.keep_last + saving.keep_best + 1
     if (most - len(checkpoints.steps())) * size <= free:
         return ""
     return (
-        f"warning: up to {most} checkpoints of {format_bytes(size)} lie on the disk at a"
+        f"warning: up to {most} checkpoints of {format_bytes(size)} are on the disk at the same"
         f" time, and {format_bytes(free)} are free; a run stops when it cannot save."
         " --keep-last 1 keeps fewer, and --save-every-minutes 0 saves none"
     )

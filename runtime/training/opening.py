@@ -52,16 +52,22 @@ def find_data(
     on_note: Callable[[str], None],
     on_summary: Callable[[dict[str, DataSummary]], object] = lambda _: None,
 ) -> tuple[Corpus, Corpus | None]:
-    """Returns the training data and the evaluation data. The latter is None if there is none.
+    """Returns the training data, and the evaluation data or None.
 
-    If `options.packing` is empty, the packing depends on the plan's workload.
+    Args:
+        options: the options of the data. If `packing` is empty, the workload of the plan decides.
+        plan: has the workload and the vocabulary.
+        folder: the model's folder with the tokenizer, or None.
+        seed: the seed for the order of the data.
+        on_note: called with lines for the user.
+        on_summary: called with the summaries of the data.
 
-    Raises UserError if the plan cannot execute the packing, before anything is tokenized, and
-    whenever `open_data` does.
+    Raises UserError if the plan cannot execute the packing, and for every mistake that `open_data`
+    reports.
     """
-    chosen = msgspec.structs.replace(options, packing=packing_of(options, plan))
+    complete = msgspec.structs.replace(options, packing=packing_of(options, plan))
     training, held_out = open_data(
-        chosen,
+        complete,
         plan.workload,
         folder,
         plan.model.vocabulary,
@@ -78,7 +84,7 @@ def find_data(
 
 
 def packing_of(options: DataOptions, plan: Plan) -> Packing:
-    """Returns the packing of `options`, or if it is empty, that of the plan's workload.
+    """Returns the packing of `options` or, if it is empty, the packing for the plan's workload.
 
     Raises UserError if the plan cannot execute it.
     """
@@ -99,12 +105,12 @@ def refuse_packing(packing: str, plan: Plan) -> None:
 
 
 def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
-    """Returns the folder of the planned model.
+    """Returns the folder of the planned model, or None if there is none and it is not needed.
 
     Args:
         source: a folder, or a name on the hub.
         planned: the model in the plan.
-        needed: whether the folder's weights are needed. If not, returns None if there is no model.
+        needed: whether the folder's weights are needed.
 
     Raises UserError if the model is needed but missing, or if it is not the planned model.
     """
@@ -126,9 +132,9 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
 def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> PretrainedConfig:
     """Returns the config to write with the trained weights.
 
-    This is the config in the model's `folder`, which may be that of a multimodal model and may have
-    keys that training does not use. Returns the config of the planned language model if there is no
-    folder, or if the folder has a multimodal model and `init` is "random".
+    It is the config in the model's `folder`, with all of its keys. A multimodal model keeps its
+    config. If there is no folder, or if the folder has a multimodal model and `init` is "random",
+    it is the config of the planned language model.
 
     Raises UserError if transformers refuses a value in the config.
     """
@@ -138,15 +144,16 @@ def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> Pr
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a config class may fail in any way on values of a wrong type
+    except Exception as error:  # a config class may raise anything for a value of a wrong type
         raise refused_config(str(folder / "config.json"), error) from None
     return full_config(planned) if init == "random" and is_multimodal(config) else config
 
 
 def not_trained(folder: Path | None, config: PretrainedConfig) -> str:
-    """Returns a note on the tensors of a multimodal model that are not trained.
+    """Returns a note on the tensors of a multimodal model that are not trained, or an empty string
+    for another model.
 
-    Returns an empty string for other models. Raises UserError if the files cannot be read.
+    Raises UserError if the files cannot be read.
     """
     if folder is None or not is_multimodal(config):
         return ""
@@ -164,19 +171,13 @@ def _is_model(folder: Path, planned: ModelSpec) -> bool:
     config = folder / "config.json"
     if not config.exists():
         return False
-    found = ModelSpec.load(str(config))
-    refuse_multimodal(folder, found)
-    if differing := differences(found, planned):
-        differs, expected = (
-            ", ".join(f"{key} {value}" for key, value in named)
-            for named in (
-                [(entry.key, entry.first) for entry in differing],
-                [(entry.key, entry.second) for entry in differing],
-            )
-        )
+    model = ModelSpec.load(str(config))
+    refuse_multimodal(folder, model)
+    if differing := differences(model, planned):
+        expected = ", ".join(f"{entry.key} {entry.second}" for entry in differing)
         raise UserError(
             str(config),
-            found=differs,
+            found=", ".join(f"{entry.key} {entry.first}" for entry in differing),
             allowed=f"{expected}, as planned",
             fix="make the plan again with `megatrain plan`, or restore config.json",
         )

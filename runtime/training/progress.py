@@ -1,4 +1,4 @@
-"""Progress: a callback that prints a training's notes and lines of progress.
+"""Progress: a callback that prints the notes and the progress of a training as lines of text.
 
 It is for logs, notebooks and Python. On a terminal, `megatrain train` draws bars instead.
 """
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from megatrain.runtime.training.training_run import TrainingRun
 
 _FIRST_STEPS = 3
-"""number of steps that are always printed"""
+"""The number of steps at the beginning that are always printed."""
 
 
 class Progress(Callback):
-    """Prints notes, evaluations, checkpoints, and a line for a step every few seconds.
+    """Prints notes, evaluations, checkpoints, and every few seconds a line for a step.
 
-    The first steps of this process and the last step are always printed, and every step that has a
-    checksum.
+    The first three steps of this process, the last step, and every step with a checksum are always
+    printed.
     """
 
     def __init__(
         self, *, every_seconds: float = 10.0, write: Callable[[str], object] | None = None
     ) -> None:
-        """Prints nothing yet.
+        """Creates the callback.
 
         Args:
-            every_seconds: seconds by the clock between lines.
-            write: receives each line; None to print it.
+            every_seconds: the least number of seconds between two lines for steps.
+            write: called with each line, or None to print it.
         """
         self._every_seconds, self._write = every_seconds, write or _print
         self._left = TimeLeft()
@@ -53,10 +53,7 @@ class Progress(Callback):
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         steps, now = trainer.config.training.steps, time.monotonic()
         left = self._left.after(step.number, steps)
-        always = step.number in (
-            steps,
-            *range(trainer.first_step, trainer.first_step + _FIRST_STEPS),
-        )
+        always = step.number == steps or step.number < trainer.first_step + _FIRST_STEPS
         if always or step.checksum is not None or now - self._printed >= self._every_seconds:
             self._printed = now
             text = f"step {step.number}/{steps}  {'  '.join(phrases(step))}"
@@ -76,8 +73,8 @@ class Progress(Callback):
 
 
 def _print(text: str) -> None:
-    """Prints `text`, also where the output lacks its characters. A training does not fail because
-    its log cannot be written.
+    """Prints `text`. Characters that the output cannot encode are escaped, and errors of the output
+    are ignored, so a training does not fail because of its log.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError):
@@ -86,32 +83,32 @@ def _print(text: str) -> None:
 
 
 def phrases(step: Step) -> tuple[str, str, str]:
-    """Returns loss, learning rate and speed of a step, as a phrase each."""
+    """Returns a phrase each for the loss, the learning rate and the throughput of a step."""
     rate, speed = format_rate(step.rate), f"{step.tokens_per_second:,.0f} tokens/s"
     return f"loss {step.loss:.4f}", f"lr {rate}", speed
 
 
 def exact(step: Step) -> str:
-    """Returns the loss and the checksum of a step, with all digits."""
+    """Returns the loss and the checksum of a step as text, with all digits."""
     return f"step {step.number}: loss {step.loss!r}, checksum {step.checksum:016x}"
 
 
 class TimeLeft:
-    """Estimates the time that a training still takes, by the clock.
+    """Estimates the remaining time of a training.
 
-    The first step is left out, because memory is touched and kernels are compiled in it.
-    Evaluations and checkpoints between steps are included.
+    The estimate is based on the wall time since the first step, and so includes evaluations and
+    checkpoints. The first step itself is left out, because it compiles kernels.
     """
 
     def __init__(self) -> None:
         self._first, self._since = 1, time.monotonic()
 
     def start(self, first_step: int) -> None:
-        """Begins at the step `first_step`, which has not been done yet."""
+        """Starts the measurement. `first_step` is the number of the next step."""
         self._first, self._since = first_step, time.monotonic()
 
     def after(self, number: int, steps: int) -> float:
-        """Returns the seconds left after step `number` of `steps`; 0 if they are not known yet."""
+        """Returns the remaining seconds after step `number` of `steps`, or 0 if not known yet."""
         if number == self._first:
             self._since = time.monotonic()
         done = number - self._first
@@ -119,7 +116,7 @@ class TimeLeft:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a duration in the unit that suits it.
+    """Returns a duration as text in seconds, minutes, hours or days.
 
     >>> [format_duration(seconds) for seconds in (12.4, 125, 44_280, 260_000)]
     ['12 s', '2.1 min', '12.3 h', '3.0 days']

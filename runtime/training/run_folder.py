@@ -2,19 +2,19 @@
 
 At the start:
     plan.toml, hardware.toml, config.toml, environment.json
-    data.json               what is in the data, unless the caller passed its own batches
+    data.json               the summaries of the data, unless the caller passed its own batches
     chat_template.jinja     if the config names a chat template
 During the run:
     metrics.jsonl           one line per step and one line per evaluation
 With each checkpoint, and when the run ends or is stopped:
     measured.json           timeline of the step with the median duration, without warm-up steps
-    memory.json             bytes allocated
+    memory.json             the sizes of the memory pools, and the peak of the device memory
 After the first step under another plan:
-    plans/SCHEDULE/         the former plan, its machine and its measurements
-    hardware-DIGEST.toml    the machine of the other plan, if its file is another one
+    plans/SCHEDULE/         the former plan, its hardware file and its measurements
+    hardware-DIGEST.toml    the hardware file of the other plan, if it differs from hardware.toml
 At the end:
-    model/                  the model in Hugging Face format; a later one of the same run is
-                            model-STEP/, and models.json lists them (`exported_models.py`)
+    model/                  the model in Hugging Face format. If the run is resumed later, its next
+                            model is in model-STEP/. models.json lists all (`exported_models.py`)
 
 The trainer writes `checkpoints/` into the same folder. When a run is resumed, lines of
 `metrics.jsonl` for steps after the checkpoint are removed.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.run_lock import LOCK, START
-from megatrain.runtime.training.stopped_run import readable
+from megatrain.runtime.training.stopped_run import metrics_line, readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_text, write_json, write_text, write_toml
@@ -52,14 +51,15 @@ if TYPE_CHECKING:
 
 
 PLANS = "plans"
-"""folder of the plans that a run does not use, or no longer, by the digest of their schedule"""
+"""The folder of the plans that a run does not use at present. Each is in a folder whose name is the
+digest of its schedule."""
 
 
 class RunFolder(Callback):
     """Writes plan, config, metrics, measurements and model to the run folder."""
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
-        """Takes the run folder `path`, which is new or empty unless its run is `resumed`."""
+        """Creates the callback. `path` is the run folder, new or empty unless it is `resumed`."""
         self.path, self._resumed = path, resumed
         self._last_step, self._trained = 0, False
         self._saved_digest = ""
@@ -78,7 +78,7 @@ class RunFolder(Callback):
             self._clean_up(trainer)
         self._last_step = trainer.first_step - 1
         self._save_plan(trainer)
-        # A copy, because exports must use the template as it was when the run began.
+        # Exports copy the template from here, because the user's file may change.
         if trainer.config.data.chat_template:
             write_text(
                 self.path / CHAT_TEMPLATE, read_text(Path(trainer.config.data.chat_template))
@@ -86,7 +86,7 @@ class RunFolder(Callback):
         write_json(self.path / "environment.json", describe(trainer.device))
         if trainer.data_summaries:
             write_json(self.path / "data.json", trainer.data_summaries)
-        # Written last: a folder with config.toml has a run that can be resumed.
+        # Written last, because its presence means that the run can be resumed.
         write_toml(
             self.path / "config.toml",
             trainer.config,
@@ -96,7 +96,7 @@ class RunFolder(Callback):
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         self._last_step, self._trained = step.number, True
         if trainer.plan.digest != self._saved_digest:
-            # Only now, so that a run that another plan ended goes on under one that worked.
+            # After the first step, so a run that the other plan killed resumes under the former.
             self._save_plan(trainer)
         row = {
             "step": step.number,
@@ -133,7 +133,7 @@ class RunFolder(Callback):
             self._leave_nothing()
 
     def _save_measurements(self, trainer: TrainingRun) -> None:
-        """Saves what `megatrain compare` reads, if there is a step without warm-up yet."""
+        """Saves the measurements for `megatrain compare`, if a step after the warm-up was done."""
         if trainer.timelines:
             write_json(
                 self.path / "memory.json",
@@ -142,7 +142,7 @@ class RunFolder(Callback):
             trainer.measured.save(self.path / "measured.json")
 
     def _export(self, trainer: TrainingRun) -> None:
-        """Exports the model next to those that the run exported before it was resumed.
+        """Exports the model, and keeps the models that the run exported before it was resumed.
 
         A run that had no step left to do is not exported again.
         """
@@ -153,7 +153,7 @@ class RunFolder(Callback):
         if before:
             trainer.note(
                 f"the model after step {self._last_step} is in {folder}; earlier ones stay:"
-                f" {', '.join(each.folder for each in before)}"
+                f" {', '.join(model.folder for model in before)}"
             )
         export(
             trainer.state,
@@ -168,7 +168,7 @@ class RunFolder(Callback):
     def _leave_nothing(self) -> None:
         """Removes the files of `on_start` if there are no others.
 
-        So a run that failed before its first step does not block the folder for the next run.
+        A run that failed before its first step then does not block the folder for the next run.
         """
         with contextlib.suppress(OSError):
             if all(path.name in START or path.name == LOCK for path in self.path.iterdir()):
@@ -176,10 +176,8 @@ class RunFolder(Callback):
                     (self.path / name).unlink(missing_ok=True)
 
     def _clean_up(self, trainer: TrainingRun) -> None:
-        """Removes what an interrupted run has left behind.
-
-        This is an incomplete model, damaged lines of the metrics, and lines for steps that will be
-        repeated.
+        """Removes the remains of an interrupted run: an incomplete model, damaged lines of the
+        metrics, and lines for steps that will be repeated.
         """
         for path in self.path.glob(".model*"):
             remove_abandoned(self.path / path.name[1:].partition(".aside-")[0])
@@ -195,10 +193,10 @@ class RunFolder(Callback):
         )
 
     def _save_plan(self, trainer: TrainingRun) -> None:
-        """Saves the plan and a copy of the hardware file that it was made for.
+        """Saves the plan and a copy of its hardware file.
 
-        So `megatrain compare` also works after the run folder has been moved. The plan that the run
-        had before, if it had another schedule, is moved to `plans/` with its measurements.
+        With the copy, `megatrain compare` also works after the run folder was moved. If the plan
+        that was saved before has another schedule, it is moved to `plans/` with its measurements.
         """
         former = trainer.plan
         with contextlib.suppress(UserError):  # no plan yet, or a damaged one
@@ -214,15 +212,15 @@ class RunFolder(Callback):
 
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
-    """Saves `plan` to `plan.toml` in `folder`, and the file of its machine, if it has one, to
-    `hardware.toml`, or `hardware-DIGEST.toml` if the folder has that of another machine.
+    """Saves `plan` to `plan.toml` in `folder`, and its hardware file, if it has one, beside it.
 
-    A machine's file is not replaced by another one. So at any moment the plan in the folder names
-    its own machine.
+    The hardware file is saved as `hardware.toml` or, if the folder has another file of this name,
+    as `hardware-DIGEST.toml`. A hardware file is never overwritten, so the plan in the folder names
+    the right one at any time.
 
     Args:
         plan: the plan.
-        origin: the folder that its relative paths are relative to.
+        origin: the folder to which its paths are relative.
         source: the model's folder, or its name on the hub.
         folder: the folder to write to.
     """
@@ -234,8 +232,8 @@ def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
             name = f"hardware-{hashlib.sha256(text.encode()).hexdigest()[:12]}.toml"
         write_text(folder / name, text)
         plan = msgspec.structs.replace(plan, hardware=name)
-    there = Path(source)
-    model = os.path.relpath(there.resolve(), folder.resolve()) if there.exists() else source
+    local = Path(source)
+    model = os.path.relpath(local.resolve(), folder.resolve()) if local.exists() else source
     msgspec.structs.replace(plan, source=model).save(folder / "plan.toml")
 
 
@@ -251,9 +249,9 @@ def append(metrics: Path, row: Mapping[str, object]) -> None:
     }
     try:
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+            file.write(metrics_line(plain))
             file.flush()
-            # The steps of a checkpoint must not be missing here after a power failure.
+            # After a power failure, the metrics must have all steps of the newest checkpoint.
             os.fsync(file.fileno())
     except OSError as error:
         raise UserError(
@@ -265,10 +263,11 @@ def append(metrics: Path, row: Mapping[str, object]) -> None:
 
 
 def measured_memory(executor: Executor, before: int) -> dict[str, object]:
-    """Returns the size of each memory pool in bytes.
+    """Returns the memory of a training in bytes, by the keys of `memory.json`.
 
-    With CUDA, `device_peak_bytes` is the peak of the bytes allocated on the device, minus the bytes
-    that were allocated `before` the training.
+    `pools` has the size of each memory pool, and `device_pool_bytes` and `host_pool_bytes` are
+    their sums. With CUDA, `device_peak_bytes` is the peak of the bytes allocated on the device,
+    minus the bytes that were allocated `before` the training.
     """
     sizes: dict[str, object] = {"pools": executor.pool_bytes}
     sizes.update({f"{place}_pool_bytes": executor.allocated(place) for place in ("device", "host")})

@@ -7,18 +7,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.training.stopped_run import command_to_continue, last_step
 from megatrain.simulator.base.atomic_files import is_temporary_of
 from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
-START = ("hardware.toml", "plan.toml", "environment.json", "data.json", "config.toml")
-"""the files that a run writes first, in this order. With the last one, the run has begun."""
+"""The name of the lock file in a run folder."""
+START = (
+    "hardware.toml",
+    "plan.toml",
+    CHAT_TEMPLATE,
+    "environment.json",
+    "data.json",
+    "config.toml",
+)
+"""The files that a run writes first, in this order. The run has begun when it has written the last
+one."""
 
 
 class RunLock(FileLock):
-    """The lock of a run `folder`. It is held from before the first expensive operation to the end
-    of the run.
+    """The lock of a run `folder`. A run holds it from before the first expensive operation to its
+    end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,23 +40,23 @@ class RunLock(FileLock):
         self.folder = folder
 
     def refuse_taken(self) -> None:
-        """Raises UserError if the folder is not empty or another process holds its lock.
+        """Raises UserError if the folder is not empty, or if another process holds its lock.
 
         First removes the files of a run that was killed before it had begun.
         """
         taken = self.folder.exists()
         if self.folder.is_dir():
             with self:
-                found = [path for path in self.folder.iterdir() if path.name != LOCK]
+                contents = [path for path in self.folder.iterdir() if path.name != LOCK]
                 if (
                     self.abandoned
-                    and not any(path.name == START[-1] for path in found)
-                    and all(_is_start_file(path.name) for path in found)
+                    and not any(path.name == START[-1] for path in contents)
+                    and all(_is_start_file(path.name) for path in contents)
                 ):
-                    for path in found:
+                    for path in contents:
                         path.unlink(missing_ok=True)
-                    found = []
-                taken = bool(found)
+                    contents = []
+                taken = bool(contents)
         if taken and (self.folder / START[-1]).is_file():
             raise UserError(
                 str(self.folder),
@@ -67,4 +77,5 @@ class RunLock(FileLock):
 
 
 def _is_start_file(name: str) -> bool:
+    """Returns whether `name` is a file of START, or a temporary file for one."""
     return any(name == start or is_temporary_of(name, start) for start in START)

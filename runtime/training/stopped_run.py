@@ -1,11 +1,15 @@
-"""stopped_run: what a run's folder says of a run that ended, and the command that continues it.
+"""Functions on the folder of a run that has ended: its last step, its newest checkpoint, and the
+command that continues it.
 
-This module does not import torch, so that a command can refuse a folder at once.
+This module does not import torch, so a command can refuse a folder at once.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,25 +20,52 @@ from megatrain.simulator.base.errors import UserError
 
 
 class _Row(msgspec.Struct):
-    """The key that every line of the metrics has."""
+    """A line of `metrics.jsonl`, with the only key that every line has."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
-    """number of the step, from 1"""
+    """The number of the step, from 1."""
+
+
+_CHECK = b', "check": "'
+"""What precedes the checksum at the end of a line."""
+
+
+def metrics_line(row: Mapping[str, object]) -> str:
+    """Returns `row` as a line of JSON whose last key, `check`, has the CRC-32 of what precedes it.
+
+    A resumed run recognizes by it a line that was changed.
+    """
+    text = json.dumps(row)
+    return f'{text[:-1]}{_CHECK.decode()}{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def _unchanged(line: bytes) -> bool:
+    """Returns whether a line has its own checksum. Lines of older versions have none and count as
+    unchanged.
+    """
+    text, found, check = line.rpartition(_CHECK)
+    return not found or check.rstrip() == f'{zlib.crc32(text + b"}"):08x}"}}'.encode()
 
 
 def readable(metrics: Path) -> tuple[list[tuple[int, str]], int]:
-    """Returns the valid lines of `metrics` with their steps, and the number of damaged lines.
+    """Returns (step, line) for each valid line of `metrics`, and the number of damaged lines.
 
-    An incomplete line at the end is left out and not counted as damaged.
+    An incomplete line at the end is left out, and not counted as damaged.
     """
     kept: list[tuple[int, str]] = []
     damaged = 0
     lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
     for line in lines:
         try:
-            kept.append((msgspec.json.decode(line, type=_Row).step, line.decode()))
+            row = msgspec.json.decode(line, type=_Row)
+            text = line.decode()
         except (msgspec.MsgspecError, UnicodeDecodeError):
             damaged += line.endswith(b"\n")
+        else:
+            if _unchanged(line):
+                kept.append((row.step, text))
+            else:
+                damaged += 1
     return kept, damaged
 
 
@@ -65,7 +96,9 @@ def no_checkpoint(run: Path) -> UserError:
 
 
 def how_it_stopped(run: Path) -> str:
-    """Returns one line: the last step, what is saved, and the command that continues `run`."""
+    """Returns one line with the last step, the newest checkpoint, and the command that continues
+    `run`.
+    """
     step, saved = last_step(run), last_checkpoint(run)
     if not saved:
         when = f"after step {step}" if step else "before the first step"

@@ -1,7 +1,7 @@
 """Callbacks that send metrics to TensorBoard, Weights & Biases or trackio.
 
-The packages of these trackers are optional, and are imported only when they are used. A training
-that needs a missing one is refused before it begins.
+The packages of these trackers are optional, and imported only when they are used. A training that
+needs a missing package is refused before it begins.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
     """Returns the logged values of a step by name.
 
-    `predicted` is the step time that the plan predicts, and `prediction_error` is that time divided
-    by the measured one, minus 1. Device memory is the peak so far. Without a GPU, it is the size of
-    the pools.
+    `step/predicted` is the step time that the plan predicts, and `step/prediction_error` is the
+    predicted step time divided by the measured one, minus 1. Device memory is the peak so far.
+    Without a GPU, it is the size of the pools.
     """
     values = {
         "train/loss": step.loss,
@@ -54,6 +54,7 @@ def step_values(trainer: TrainingRun, step: Step) -> dict[str, float]:
 
 
 def _device_bytes(trainer: TrainingRun) -> int:
+    """Returns the peak of the device memory so far, or the size of the pools without a GPU."""
     if trainer.device.type != "cuda":
         return trainer.executor.allocated("device")
     import torch
@@ -83,7 +84,7 @@ class TensorBoard(_Metrics):
     """Writes TensorBoard event files to `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes nothing yet. Raises UserError if the package is not installed."""
+        """Creates the callback. Raises UserError if the package is not installed."""
         refuse_missing(Logging(tensorboard=True))
         self._folder = folder
         self._writer: Any = None
@@ -110,21 +111,21 @@ class Tracker(_Metrics):
     The two modules have nearly the same `init`, and their runs have the methods `log(values, step)`
     and `finish()`.
 
-    The file `tracker.json` in the run folder identifies the tracker's run, so that a resumed
-    training continues that run. wandb finds a run by its id, trackio by its name. Steps after the
-    checkpoint are logged a second time, with the same values. wandb ignores these.
+    The file `tracker.json` in the run folder identifies the tracker's run. A resumed training
+    continues this run. wandb finds a run by its id, trackio by its name. Steps after the checkpoint
+    are logged a second time with the same values, which wandb ignores.
     """
 
     def __init__(
         self, module: str, project: str, name: str = "", *, file: Path | None = None
     ) -> None:
-        """Checks that the package `module` is installed.
+        """Creates the callback.
 
         Args:
             module: "wandb" or "trackio".
-            project: name of the project in the tracker.
-            name: name of the run; empty to let the tracker choose one.
-            file: file that identifies the tracker's run; None to write no such file.
+            project: the name of the project in the tracker.
+            name: the name of the run. If empty, the tracker chooses one.
+            file: the file that identifies the tracker's run, or None to write no such file.
 
         Raises UserError if the package `module` is not installed.
         """
@@ -138,25 +139,25 @@ class Tracker(_Metrics):
             "plan": msgspec.to_builtins(trainer.plan),
         }
         earlier = self._earlier_run() if trainer.first_step > 1 else None
-        given: dict[str, Any] = {"name": self._name or None}
+        identity: dict[str, Any] = {"name": self._name or None}
         if earlier is not None:
-            given = {
+            identity = {
                 "name": earlier.name,
                 "resume": "allow",
                 **({"id": earlier.id} if self._module == "wandb" else {}),
             }
         self._run = importlib.import_module(self._module).init(
-            project=self._project, config=config, **given
+            project=self._project, config=config, **identity
         )
         if self._file is not None:
             names = {key: str(getattr(self._run, key, None) or "") for key in ("id", "name")}
             write_json(self._file, _Tracked(tracker=self._module, project=self._project, **names))
 
     def _earlier_run(self) -> _Tracked | None:
-        """Returns the tracker's run that this training has logged to so far.
+        """Returns the tracker's run to which this training has logged so far, or None.
 
-        Returns None if there is none, or if it belongs to another tracker or project. Raises
-        UserError if the file is not valid.
+        A run of another tracker or project does not count. Raises UserError if the file is not
+        valid.
         """
         if self._file is None or not self._file.exists():
             return None
@@ -177,35 +178,35 @@ class _Tracked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The content of `tracker.json`."""
 
     tracker: str
-    """`wandb` or `trackio`"""
+    """`wandb` or `trackio`."""
     project: str
-    """name of the project in the tracker"""
+    """The name of the project in the tracker."""
     id: str
-    """id of the run; empty if the tracker has none"""
+    """The id of the run. Empty if the tracker has none."""
     name: str
-    """name of the run"""
+    """The name of the run."""
 
 
 def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[str]]:
-    """Returns the callbacks that `chosen` selects, and notes on those that cannot be used.
+    """Returns the callbacks that `chosen` selects, and notes for the user.
 
-    TensorBoard is left out, with a note, if there is no run folder.
+    Without a run folder, TensorBoard is left out, with a note.
 
     Args:
-        chosen: the config's section.
+        chosen: the section `logging` of the config.
         out: the run folder, or None.
 
     Raises UserError if a package that `chosen` needs is not installed.
     """
     refuse_missing(chosen)
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     notes: list[str] = []
     if chosen.tensorboard and out is None:
         notes.append("no TensorBoard files: there is no run folder")
     elif chosen.tensorboard and out is not None:
-        found.append(TensorBoard(out / "tensorboard"))
+        callbacks.append(TensorBoard(out / "tensorboard"))
     if chosen.tracker:
-        found.append(
+        callbacks.append(
             Tracker(
                 chosen.tracker,
                 chosen.project,
@@ -213,13 +214,13 @@ def trackers(chosen: Logging, out: Path | None) -> tuple[list[Callback], list[st
                 file=None if out is None else out / "tracker.json",
             )
         )
-    return found, notes
+    return callbacks, notes
 
 
 def refuse_missing(chosen: Logging) -> None:
     """Raises UserError if a package that `chosen` needs is not installed.
 
-    Nothing is imported, so that a command can ask before it loads torch.
+    No package is imported, so a command can call this before it loads torch.
     """
     if chosen.tensorboard:
         _refuse_missing("tensorboard", "tensorboard", "leave --tensorboard out")
@@ -228,6 +229,7 @@ def refuse_missing(chosen: Logging) -> None:
 
 
 def _refuse_missing(package: str, field: str, otherwise: str) -> None:
+    """Raises UserError, with `otherwise` as the other fix, if `package` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"logging: {field}",

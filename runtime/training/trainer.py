@@ -79,35 +79,38 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 T = TypeVar("T")
 _KEPT_TIMELINES = 64
-"""number of newest steps that the median step is chosen from"""
+"""The number of newest steps from which the median step is chosen."""
 
 
 class Fitted(NamedTuple):
     """The result of `Trainer.fit`."""
 
     steps: int
-    """number of the last step"""
+    """The number of the last step, counted from 1."""
     loss: float | None
-    """training loss of the last step; None if no step was left to do"""
+    """The training loss of the last step, or None if no step was left to do."""
     evaluation: EvaluationResult | None
-    """the last evaluation; None if there was none"""
+    """The last evaluation, or None if there was none."""
     stopped: str
-    """the reason if a callback stopped the training early; otherwise empty"""
+    """The reason if a callback stopped the training early, otherwise empty."""
 
 
 class _Execution(NamedTuple):
     """A plan to execute."""
 
     plan: Plan
+    """The plan."""
     schedule: Schedule
+    """The schedule of the plan."""
     origin: Path
-    """folder that relative paths in the plan are relative to"""
+    """The folder to which paths in the plan are relative."""
 
 
 class Trainer(TrainingRun):
-    """Trains one model on one device by executing a plan.
+    """Trains a model by executing a plan.
 
-    Callbacks read its attributes, which `TrainingRun` documents.
+    It uses one device or, with `ranks`, one device in each of several processes. `TrainingRun`
+    documents the attributes, which callbacks read.
     """
 
     def __init__(
@@ -129,23 +132,23 @@ class Trainer(TrainingRun):
 
         Args:
             plan: the plan, or the path of its TOML file.
-            model: a Hugging Face folder or a name on the hub; None for the model in the plan.
-            data: the path of the training data; None for the path in the config; or any object
-                with a method `step(number) -> list[Batch]`.
-            config: all other settings. It is needed, because the number of steps has no default.
-            out: the run folder, or its lock if the caller holds it already; None for no run
-                folder. It must be new or empty, unless `resume` is given.
-            resume: continues the run in `out`, from its newest checkpoint or from that of the given
-                step. With "scratch", a run that has no checkpoint begins again at step 1.
-            callbacks: called after the run folder's own callback, the config's trackers and the
-                printing of progress.
+            model: a Hugging Face folder or a name on the hub, or None for the model in the plan.
+            data: the path of the training data, any object with a method
+                `step(number) -> list[Batch]` (`BatchSource`), or None for the path in the config.
+            config: all other settings. It is required, because the number of steps has no default.
+            out: the run folder, its lock if the caller already holds it, or None for no run folder.
+                The folder must be new or empty, unless `resume` is given.
+            resume: continues the run in `out`, from its newest checkpoint ("newest") or from the
+                checkpoint of the given step. With "scratch", a run that has no checkpoint begins
+                again at step 1.
+            callbacks: called after the built-in callbacks: run folder, trackers and progress.
             progress: whether to print notes and progress (`Progress`).
-            evaluation_data: any object with a method `batches()`; None for the evaluation data in
-                the config.
-            device: None for the default device.
-            ranks: this process among those of a plan for several GPUs (`joined`). Each of them has
-                a trainer with the same arguments. Only that of rank 0 locks and writes the run
-                folder, and has the callbacks that are made here.
+            evaluation_data: any object with a method `batches()` (`EvaluationSource`), or None for
+                the evaluation data in the config.
+            device: the device to train on, or None for the default device.
+            ranks: the ranks of a plan for several GPUs (`joined`), or None for one GPU. Each rank
+                has a trainer with the same arguments. Only rank 0 locks and writes the run folder,
+                and has the built-in callbacks.
 
         Raises UserError if the plan, the config or `out` cannot be used.
         """
@@ -208,11 +211,11 @@ class Trainer(TrainingRun):
         folder = [] if place is None else [RunFolder(place, resumed=resume is not None)]
         self._refuse_taken()
         printed = [Progress()] if progress else []
-        made: list[Callback] = [*folder, *logging, *printed]
-        self._callbacks: list[Callback] = [*(made if self._leads else ()), *callbacks]
+        built_in: list[Callback] = [*folder, *logging, *printed]
+        self._callbacks: list[Callback] = [*(built_in if self._leads else ()), *callbacks]
         self.folder: Path | None = None
-        # The limit in a plan for a calibrated machine is better than what a virtual machine
-        # reports, which may be less than the memory that it can grow to.
+        # A virtual machine may report less memory than it can grow to. The plan for a calibrated
+        # machine has a better limit.
         self._host_bytes = (
             None if is_calibrated(origin / self.plan.hardware) else host_bytes() // self.plan.gpus
         )
@@ -232,7 +235,7 @@ class Trainer(TrainingRun):
 
     @property
     def _start(self) -> Literal["newest"] | int | None:
-        """The checkpoint to continue from; None for a run that begins at step 1."""
+        """The checkpoint to continue from, or None for a run that begins at step 1."""
         return None if self._resume == "scratch" else self._resume
 
     def stop(self, reason: str) -> None:
@@ -250,7 +253,7 @@ class Trainer(TrainingRun):
             raise UserError(
                 "training: switch",
                 found="no run folder",
-                allowed="a run folder, since a checkpoint hands the state over",
+                allowed="a run folder, because a switch writes a checkpoint",
                 fix="pass `out`",
             )
         other = Plan.load(Path(plan))
@@ -282,7 +285,7 @@ class Trainer(TrainingRun):
     def fit(self) -> Fitted:
         """Trains the model and returns the result.
 
-        The run folder is locked while this method runs, so that a second run in it is refused. With
+        The run folder is locked while this method runs, so a second run in it is refused. With
         `deterministic` in the config, the process stays in deterministic mode afterwards.
 
         After the first SIGINT or SIGTERM, the current step is completed, a checkpoint is saved and
@@ -291,13 +294,13 @@ class Trainer(TrainingRun):
         All memory is released when the method returns or raises.
 
         Raises:
-            UserError: if memory, model or data do not fit the plan. Nothing has been written then.
-            OpFailed: if an op fails. The text names the op.
-            CallbackError: if a callback fails. The text names the callback.
+            UserError: if memory, model or data do not fit the plan. Nothing has been written.
+            OpFailed: if an op fails. The message names the op.
+            CallbackError: if a callback fails. The message names the callback.
             CheckpointError: if a checkpoint cannot be written and `on_failure` is "stop".
             FloatingPointError: if the loss or the gradient norm is not finite.
             Interrupted: after a signal.
-            RankLost: if another rank has ended or does not answer.
+            RankLost: if another rank ended or does not answer.
         """
         with self._lock or contextlib.nullcontext():
             self._refuse_taken()
@@ -315,7 +318,7 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
-        # Rank 0 tidies the run's folder, and fetches and tokenizes what is not in the caches yet.
+        # Rank 0 goes first: it tidies the run folder, and fills the caches of data and tokens.
         with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
             data, held_out = self._prepare()
         if self._ranks is not None:
@@ -344,8 +347,9 @@ class Trainer(TrainingRun):
         return fitted
 
     def _prepare(self) -> tuple[BatchSource, EvaluationSource | None]:
-        """Finds and checks all that the run needs, before memory is allocated. Returns the training
-        and the evaluation data.
+        """Finds and checks the model, the data and the checkpoint, before memory is allocated.
+
+        Returns the training data, and the evaluation data or None.
         """
         training = self.config.training
         self._refuse_to_start_over()
@@ -355,7 +359,7 @@ class Trainer(TrainingRun):
         self.model_config = config_of(self.plan.model)
         self.exported_config = exported_config(self.folder, self.plan.model, init=training.init)
         if self.folder is not None and training.init == "model":
-            # Opening the weights refuses another model's folder before anything is allocated.
+            # Opening the weights raises UserError if they do not belong to the planned model.
             with folder_weights(self.folder, self._notes.append):
                 pass
         longest, sequence = self.plan.model.longest_row, self.plan.workload.sequence
@@ -374,7 +378,7 @@ class Trainer(TrainingRun):
         return data, held_out
 
     def _open_executor(self) -> None:
-        """Allocates the memory of the plan. It is released with `_executing`."""
+        """Creates the executor, which allocates the memory. `_executing` releases it."""
         forget_device_memory(self.device)
         self.device_bytes_before = (
             torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -393,27 +397,29 @@ class Trainer(TrainingRun):
         )
 
     def _led(self, value: T) -> T:
-        """Returns the `value` of rank 0, on every rank. Until rank 0 is here too, the others send
-        it the weights that it reads, for an export or a callback.
+        """Returns the `value` of rank 0, on every rank.
+
+        Until rank 0 calls this, the other ranks serve the weights that it reads, for an export or a
+        callback.
         """
         if self._ranks is None:
             return value
         if not self._leads:
-            led: T = self.state.follow()
-            return led
+            leading_value: T = self.state.follow()
+            return leading_value
         self._ranks.send(value)
         return value
 
     def _interrupted(self, interruption: Interruption) -> bool:
-        """Returns whether a signal has come, with several GPUs to any rank."""
+        """Returns whether a signal was received, by any rank if there are several."""
         if self._ranks is None:
             return bool(interruption)
         self._ranks.board.signalled = bool(interruption)
         return self._led(self._ranks.signalled())
 
     def _refuse_to_start_over(self) -> None:
-        """Raises UserError if a resumed run has no checkpoint, or if one that is to begin again has
-        results that would be lost.
+        """Raises UserError if a resumed run has no checkpoint, or if a run that is to begin again
+        ("scratch") has a checkpoint or a model, which would be lost.
         """
         if self._checkpoints is None or self._resume is None:
             return
@@ -432,6 +438,7 @@ class Trainer(TrainingRun):
             )
 
     def _refuse_steps_that_are_done(self) -> None:
+        """Raises UserError if the checkpoint to continue from is after the last step."""
         start, steps = self._start, self.config.training.steps
         done = self._checkpoints.steps() if self._checkpoints and start is not None else []
         least = done[-1] if done and start == "newest" else start
@@ -447,7 +454,7 @@ class Trainer(TrainingRun):
         """Raises UserError if the run to resume was started with other settings.
 
         Called before the data is tokenized, and again with `known` set when `settings` contain the
-        data's digest. Both calls come before memory is allocated.
+        digest of the data.
         """
         if self._checkpoints is not None and self._start is not None:
             self._checkpoints.refuse(
@@ -455,11 +462,12 @@ class Trainer(TrainingRun):
             )
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
+        """Opens the training and the evaluation data, and sets the steps that follow from them."""
         data, held_out = self._data, self._evaluation_data
         if data is None or isinstance(data, Path | str):
-            # The run's config.toml then names the commit, so that a resumed run reads the same.
+            # config.toml then names the commit of the data, so a resumed run reads the same data.
             self.config = msgspec.structs.replace(self.config, data=pinned(self.config.data))
-            found = find_data(
+            opened = find_data(
                 self.config.data,
                 self.plan,
                 self.folder,
@@ -467,7 +475,7 @@ class Trainer(TrainingRun):
                 self._notes.append,
                 self.data_summaries.update,
             )
-            data, held_out = found[0], held_out or found[1]
+            data, held_out = opened[0], held_out or opened[1]
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._count_epochs(data)
@@ -478,9 +486,9 @@ class Trainer(TrainingRun):
         return data, held_out
 
     def _count_epochs(self, data: BatchSource) -> None:
-        """Turns epochs into steps, and notes how many steps an epoch has.
+        """Replaces epochs by steps in the config, and notes how many steps an epoch has.
 
-        Raises UserError for epochs of data that does not know its number of rows.
+        Raises UserError if the config has epochs and the data does not know its number of rows.
         """
         work, training = self.plan.workload, self.config.training
         rows: int = getattr(data, "rows", 0)
@@ -493,14 +501,14 @@ class Trainer(TrainingRun):
                     allowed="steps, or data that knows its number of rows",
                     fix="set steps",
                 )
-            # rounded first, so that 0.1 epochs of 30 steps are 3 steps
+            # Rounded before `ceil`, because 0.1 * 30 is a little more than 3.
             steps = math.ceil(round(training.epochs * steps_per_epoch, 6))
             self.config = self.config.with_steps(max(1, steps))
         if rows:
             self._notes.append(epochs_note(self.config.training.steps, steps_per_epoch))
 
     def _note_little_room(self) -> None:
-        """Notes if the disk has less room than the run's checkpoints will need."""
+        """Notes if the free disk space is less than the run's checkpoints need."""
         saving = self.config.saving
         if self._checkpoints is not None and (saving.every_steps or saving.every_minutes):
             size = checkpoint_bytes(self.executor)
@@ -550,7 +558,7 @@ class Trainer(TrainingRun):
     def _loop(
         self, data: BatchSource, held_out: EvaluationSource | None, interruption: Interruption
     ) -> Fitted:
-        """Executes all steps, with evaluations and checkpoints between them and after the last."""
+        """Executes all steps, and the evaluations and checkpoints that are due after them."""
         steps, saving = self.config.training.steps, self.config.saving
         every = self.config.evaluation.every_steps, saving.every_steps
         clock = saving.every_minutes if self._checkpoints is not None else 0.0
@@ -570,17 +578,17 @@ class Trainer(TrainingRun):
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
-            found = (
+            result = (
                 self._evaluate(held_out, number, interruption) if evaluate and held_out else None
             )
-            evaluation = found or evaluation
+            evaluation = result or evaluation
             by_clock = self._led(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
             if due or switch:
-                best_by = found.loss if found else None if held_out else loss
-                pending = bool(evaluate and held_out and not found)
+                best_by = result.loss if result else None if held_out else loss
+                pending = bool(evaluate and held_out and not result)
                 run = RunState(
                     step=number,
                     loss=best_by,
@@ -594,11 +602,15 @@ class Trainer(TrainingRun):
             if self.finished:
                 break
         if stopping or self._interrupted(interruption):
-            # a signal to another rank ends this one as well
+            # Without an own signal, another rank received one.
             raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
 
     def _step(self, data: BatchSource, number: int) -> Step:
+        """Executes step `number`.
+
+        If the first step after a switch fails, it is executed under the former plan.
+        """
         steps = self.config.training.steps
         rate, batches, failed = self.config.schedule.at(number, steps), self._read(data, number), ""
         try:
@@ -612,7 +624,7 @@ class Trainer(TrainingRun):
                 raise
             failed = str(error).partition("\n")[0]
         if self._former is not None and failed:
-            # After `except`, since the traceback of the error keeps the memory of its plan.
+            # Not inside `except`, because the traceback keeps the memory of the failed plan.
             self._return(self._former, number - 1, failed)
             self._notify("on_switch", self, 0.0)
             return self._step(data, number)
@@ -632,7 +644,7 @@ class Trainer(TrainingRun):
         )
 
     def _read(self, data: BatchSource, number: int) -> list[Batch]:
-        """Returns the micro-batches of a step; with several GPUs, those of this rank."""
+        """Returns the micro-batches of step `number` that this rank computes."""
         if self._ranks is None:
             return data.step(number)
         places = own_micro_batches(self.plan, self._ranks.rank)
@@ -642,11 +654,10 @@ class Trainer(TrainingRun):
         return [batches[place] for place in places]
 
     def _switch(self, run: RunState, *, saved: bool) -> None:
-        """Continues under the plan of `switch`, from the checkpoint of `run`, which is made unless
-        it is `saved`.
+        """Continues under the plan of `switch`, from a checkpoint of `run`.
 
-        If it cannot be written, or if the other plan cannot be executed, the training continues
-        under the plan that it has.
+        The checkpoint is written unless it is already `saved`. If it cannot be written, or if the
+        other plan cannot be executed, the training continues under its present plan.
         """
         assert self._next is not None
         other, self._next = self._next, None
@@ -667,17 +678,18 @@ class Trainer(TrainingRun):
             raise
         except (UserError, RuntimeError) as error:
             failed = str(error).partition("\n")[0]
-        if failed:  # after `except`, as in `_step`
+        if failed:  # not inside `except`, as in `_step`
             self._return(former, run.step, failed)
             return
         self._former = former
         self._notify("on_switch", self, time.monotonic() - begin)
 
     def _return(self, former: _Execution, step: int, reason: str) -> None:
-        """Continues under the plan `former` from the checkpoint of `step`, for `reason`.
+        """Continues under the plan `former` from the checkpoint of `step`.
 
-        Raises RunError if that fails too, as after an error of the device that outlasts its plan.
-        The folder of the run still has the former plan then.
+        `reason` says why the other plan failed. Raises RunError if the former plan fails, too, as
+        after an error that leaves the device unusable. The run folder then still has the former
+        plan.
         """
         self._former = None
         self.note(
@@ -712,11 +724,11 @@ class Trainer(TrainingRun):
     def _refuse_weights_that_are_not_finite(self) -> None:
         """Raises UserError if the loaded weights contain infinity or NaN.
 
-        Called if the first step fails. A step with a loss that is not finite does not change the
-        weights, so neither the learning rate nor the data can be the cause.
+        Called if the loss or the gradient norm of the first step is not finite. This step has not
+        changed the weights, so infinity or NaN in them was loaded.
         """
         if not self._leads:
-            self.state.follow()  # until rank 0 has found the reason
+            self.state.follow()  # serves weights until rank 0 has checked all of them
             return
         names = self.state.not_finite()
         if self._ranks is not None:
@@ -738,9 +750,9 @@ class Trainer(TrainingRun):
     def _evaluate(
         self, held_out: EvaluationSource, number: int, interruption: Interruption
     ) -> EvaluationResult | None:
-        """Evaluates the weights on `held_out` and passes the result to the callbacks.
+        """Evaluates the weights after step `number` on `held_out`, and notifies the callbacks.
 
-        Returns None if a signal came before the end of the evaluation.
+        Returns None if a signal interrupted the evaluation.
         """
         evaluation = evaluate(
             self.executor,
@@ -759,7 +771,7 @@ class Trainer(TrainingRun):
         """Saves a checkpoint, then calls `on_save` of the callbacks. Returns whether it was saved.
 
         Raises CheckpointError if it cannot be written and `on_failure` is "stop". After the last
-        step, `fit` raises it when the model has been exported.
+        step, `fit` raises this error once the model is exported.
         """
         saved = False
         try:
@@ -777,14 +789,15 @@ class Trainer(TrainingRun):
         return saved
 
     def _notify(self, event: str, *details: object) -> None:
+        """Calls the method `event` of every callback."""
         for callback in self._callbacks:
             self._notify_one(callback, event, *details)
 
     def _notify_one(self, callback: Callback, event: str, *details: object) -> None:
         """Calls the method `event` of `callback`.
 
-        A UserError or RunError of the callback is passed on, since its text is one line for the
-        user already. Raises CallbackError for any other exception.
+        Raises a UserError or RunError of the callback unchanged, because its message is already one
+        line for the user. Raises CallbackError for any other exception.
         """
         try:
             getattr(callback, event)(*details)

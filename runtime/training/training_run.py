@@ -1,4 +1,4 @@
-"""TrainingRun: what callbacks can read and do while a training runs. `Trainer` is one."""
+"""TrainingRun: the interface of a running training for callbacks. `Trainer` implements it."""
 
 from __future__ import annotations
 
@@ -20,52 +20,53 @@ if TYPE_CHECKING:
 
 
 class TrainingRun(abc.ABC):
-    """A training that runs. The attributes that `fit` sets are available from `on_start` on."""
+    """A running training. Attributes that `fit` sets are available from `on_start` on."""
 
     plan: Plan
-    """the plan that is executed"""
+    """The plan that is executed."""
     out: Path | None
-    """the run folder; None if there is none"""
+    """The run folder, or None if there is none."""
     origin: Path
-    """folder that relative paths in the plan are relative to"""
+    """The folder to which paths in the plan are relative."""
     config: Config
-    """all settings that are not in the plan"""
+    """All settings that are not in the plan."""
     device: torch.device
-    """the device that computes"""
+    """The device that computes."""
     source: str
-    """the model's folder or its name on the hub"""
+    """The model's folder, or its name on the hub."""
     folder: Path | None
-    """folder with the model, its tokenizer and its generation config; None if the weights are
-    random and there is no such folder"""
+    """The folder with the model, its tokenizer and its generation config, or None if the initial
+    weights are random and there is no such folder. Set by `fit`."""
     model_config: PretrainedConfig
-    """transformers' config of the model that is trained; set by `fit`"""
+    """The transformers config of the trained model. Set by `fit`."""
     exported_config: PretrainedConfig
-    """the config that an export writes; set by `fit`"""
+    """The config that an export writes. Set by `fit`."""
     executor: Executor
-    """executes the steps; set by `fit`"""
+    """The executor of the steps. Set by `fit`."""
     first_step: int
-    """number of the first step to do with this executor; restoring a checkpoint and switching to
-    another plan set it"""
+    """The number of the first step that this executor does. It is 1 unless a checkpoint was
+    restored or the plan was switched."""
     finished: bool
-    """whether no further step will be done"""
+    """Whether no further step will be done."""
     saved_step: int | None
-    """number of the step after which the newest checkpoint was saved; None if this training has
-    saved none"""
+    """The number of the step after which the newest checkpoint was saved, or None if this training
+    has saved none."""
     timelines: list[Timeline]
-    """timelines of the newest steps, without the warm-up steps"""
+    """The timelines of the newest steps, without the warm-up steps."""
     data_summaries: dict[str, DataSummary]
-    """what is in the `training` and the `evaluation` data; empty if they do not come from files"""
+    """The summaries of the `training` and the `evaluation` data. Empty if they do not come from
+    files."""
     device_bytes_before: int
-    """bytes allocated on the device before this training"""
+    """The number of bytes that were allocated on the device before this training."""
 
     @property
     def measured(self) -> Timeline:
-        """Returns the timeline of the step with the median duration, without warm-up steps."""
+        """The timeline of the step with the median duration, without warm-up steps."""
         return median_timeline(self.timelines)
 
     @property
     def state(self) -> ModelState:
-        """Returns the weights and moments with all updates so far applied.
+        """The weights and moments, with all updates so far applied.
 
         Available only while `fit` runs.
         """
@@ -73,26 +74,29 @@ class TrainingRun(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, reason: str) -> None:
-        """Ends the training after the current step. Called from a callback.
+        """Ends the training after the current step. A callback calls this.
 
-        It counts as the last step: the model is evaluated, saved and exported as the config says.
+        The step counts as the last one: the model is evaluated, saved and exported as the config
+        says. `reason` is reported to the user.
         """
 
     @abc.abstractmethod
     def switch(self, plan: Path | str) -> None:
-        """Continues under another plan after the current step. Called from a callback.
+        """Continues under another plan after the current step. A callback calls this.
 
-        The state is handed over by a checkpoint of that step. The result is the same, bit for bit.
+        The state is passed on in a checkpoint of this step. The result is the same, bit for bit.
+
         If the checkpoint cannot be written, or if the other plan is refused, runs out of memory or
         fails in an op before its first step has ended, a note says so and the training continues
-        under the plan that it has. If that is not possible any more, the error names the command
-        that resumes the run from the checkpoint. The run folder has the other plan from the end of
-        its first step on.
+        under its present plan. If this is not possible either, a RunError names the command that
+        resumes the run from the checkpoint. The other plan is written to the run folder after its
+        first step.
 
         Args:
-            plan: file of a plan of the same model and workload.
+            plan: file of a plan for the same model and workload.
 
-        Raises UserError if there is no run folder, or if the plan cannot be executed.
+        Raises UserError if there is no run folder, if there are several GPUs, or if the plan cannot
+        be executed.
         """
 
     @abc.abstractmethod

@@ -22,13 +22,13 @@ _LOCKED_BY_OTHER = (errno.EWOULDBLOCK, errno.EACCES)
 class AtomicWrite:
     """A context manager that makes a temporary file or folder for a target.
 
-    For the target NAME it is called `.NAME.aside-` and a random suffix. At the end it is removed
-    unless it has been renamed.
+    For the target NAME, its name is `.NAME.aside-` and a random suffix. At the end of the context
+    it is removed, unless it has been renamed.
     """
 
     def __init__(self, target: Path, *, folder: bool = False) -> None:
-        """Makes an empty file, or a folder if `folder` is set. Before that it removes what dead
-        writers of `target` left. Raises OSError if the file or folder cannot be made.
+        """Makes an empty file, or a folder if `folder` is True, after removing the temporary files
+        of dead writers of `target`. Raises OSError if the file or folder cannot be made.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target)

@@ -44,8 +44,8 @@ class UserError(Exception):
 
 
 class DoesNotFit(UserError):
-    """A plan or a model that needs more memory than there is. The command exits with status 3, so
-    that a script can tell it from a mistake in the command.
+    """A plan or a model that needs more memory than there is. The command exits with status 3, so a
+    script can distinguish it from a mistake in the command.
     """
 
     status = 3

@@ -1,4 +1,4 @@
-"""Reads and writes the project's own files: TOML and JSON from and to frozen structs.
+"""Reads and writes the project's own files: TOML and JSON from and to frozen structs, and CSV.
 
 Every error is a UserError of one line. Writes are atomic: a file is written completely or not at
 all.
@@ -6,11 +6,14 @@ all.
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +24,14 @@ from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
 
 T = TypeVar("T")
-# a list of two numbers, such as a point of a curve, which is written on one line
+# A list of two numbers, such as a point of a curve, is written on one line.
 _PAIR = re.compile(r"\[\n\s+([-+.\w]+),\n\s+([-+.\w]+),\n\s*\]")
 _LARGEST_BYTES = 256 * 2**20  # a timeline of 10,000 ops and 100 steps takes 60 MiB as JSON
 
 
 def read_toml(path: Path, into: type[T]) -> T:
     """Returns the TOML file at `path` as a validated struct of type `into`. Raises UserError if the
-    file is missing, unreadable, malformed or contradictory.
+    file is missing, unreadable or malformed, or if the struct refuses its values.
     """
     try:
         data = tomllib.loads(read_text(path))
@@ -44,7 +47,7 @@ def read_toml(path: Path, into: type[T]) -> T:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raises UserError if there is anything at `path`, where a command is to make a folder."""
+    """Raises UserError if `path` exists. A command calls this before it makes a folder there."""
     if os.path.lexists(path):
         raise UserError(
             str(path),
@@ -58,8 +61,38 @@ def read_json(path: Path) -> Any:
     """Returns the content of the JSON file at `path`. Raises UserError if the file is missing,
     unreadable or malformed.
     """
+    return _read_json(path, msgspec.json.decode)
+
+
+def read_config(path: Path) -> Any:
+    """Returns the content of the config.json at `path`, with floats as in `decode_config`. Raises
+    UserError if the file is missing, unreadable or malformed.
+    """
+    return _read_json(path, decode_config)
+
+
+def decode_config(text: str) -> Any:
+    """Returns the content of a config.json.
+
+    Unlike other JSON, it may have `Infinity`, `-Infinity` and `NaN`, which Python's json module
+    writes and transformers reads. Each becomes a table such as {"__float__": "Infinity"}, which is
+    what transformers 5 writes.
+
+    Raises ValueError or RecursionError if `text` is malformed.
+    """
     try:
-        return msgspec.json.decode(read_text(path))
+        return msgspec.json.decode(text)
+    except ValueError as error:
+        try:
+            named = json.loads(text, parse_constant=lambda name: {"__float__": name})
+            return msgspec.json.decode(json.dumps(named))
+        except ValueError:
+            raise error from None
+
+
+def _read_json(path: Path, decode: Callable[[str], Any]) -> Any:
+    try:
+        return decode(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(
             str(path),
@@ -152,7 +185,7 @@ def _value(data: Any, key: str, otherwise: str) -> str:
         for part in re.findall(r"[^.\[\]]+", key):
             data = data[int(part)] if isinstance(data, list | tuple) else data[part]
         return repr(data)
-    except (LookupError, TypeError, ValueError):  # msgspec writes a key of a table as `...`
+    except (LookupError, TypeError, ValueError):  # msgspec writes `...` for a key of a table
         return otherwise
 
 
@@ -205,7 +238,7 @@ def write_toml(
 
     Args:
         heading: a comment at the top of the file.
-        comments: comments by key or section, each written above the first line that it is for.
+        comments: key or section -> a comment that is written above its first line.
     """
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
     text = _PAIR.sub(r"[\1, \2]", text)
@@ -233,12 +266,15 @@ def write_json(path: Path, value: object) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` as UTF-8, atomically.
 
-    Raises UserError if `path` cannot be written, or if `text` has a name that is not UTF-8.
+    Raises UserError if `path` cannot be written, or if `text` contains a file name that is not
+    UTF-8.
     """
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        if not "\udc80" <= text[error.start] <= "\udcff":  # no byte of a name: a mistake of ours
+        # Python represents a byte of a file name that is not UTF-8 by these characters. Any other
+        # character that cannot be encoded is a bug.
+        if not "\udc80" <= text[error.start] <= "\udcff":
             raise
         around = ascii(text[max(error.start - 20, 0) : error.end])
         raise UserError(
@@ -276,7 +312,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """
     refuse_special(path)
     try:
-        aside = AtomicWrite(path)
+        temporary = AtomicWrite(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -286,7 +322,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             fix="name another folder",
         ) from None
     try:
-        with aside as written:
+        with temporary as written:
             with written.open("wb") as file:
                 file.write(data)
                 file.flush()
@@ -302,3 +338,17 @@ def write_bytes(path: Path, data: bytes) -> None:
             allowed="a disk with room",
             fix="free some space or name another folder",
         ) from None
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Returns rows as CSV text with a header line. All rows have the same keys. Raises IndexError
+    if there is no row.
+
+    >>> csv_text([{"name": "a", "size": 1}, {"name": "b, c", "size": 2}])
+    'name,size\\na,1\\n"b, c",2\\n'
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,4 +1,4 @@
-"""Names as people write them: which entry of a library a name means, and which ones resemble it."""
+"""Names as people write them: finds the entry of a library that a name means, or similar ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _UNIT = re.compile(r"(?<=\d)gi?b(?=-|$)")
 
 
 class _Key(NamedTuple):
-    """A name without what people write in several ways."""
+    """A name reduced to the parts that do not depend on how people write it."""
 
     letters: str
-    """Its letters and digits."""
+    """Its letters and digits, in lower case."""
     hyphens: frozenset[int]
-    """The places in `letters` where a hyphen is between two digits."""
+    """The positions in `letters` where a hyphen is between two digits."""
     separators: frozenset[int]
-    """The places in `letters` where a hyphen or a dot is between two digits."""
+    """The positions in `letters` where a hyphen or a dot is between two digits."""
 
 
 def _key(name: str) -> _Key:
@@ -42,22 +42,22 @@ def _key(name: str) -> _Key:
 
 
 def is_path(text: str) -> bool:
-    """Returns whether `text` is a path and cannot be a name, of the library or on the hub.
+    """Returns whether `text` is a path, rather than a name in the library or on the hub.
 
-    It is a path if there is such a file or folder, if its first folder exists, or if it begins like
-    a path.
+    It is a path if such a file or folder exists, if its first folder exists, or if it begins with
+    `.`, `/` or `~`.
     """
     first = text.partition("/")[0]
     return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """Returns the one of the `known` names that `name` means, or None.
+    """Returns the name in `known` that `name` means, or None if there is none or more than one.
 
     Case, hyphens, underscores, dots, blanks, the organization before a slash, the vendor before the
     name, a variant after it (`-instruct`, `-chat`, `-base`, `-it`), and the unit of a size are
-    ignored. A hyphen between two digits may be another separator, but it must be there: `qwen2-57b`
-    is not `qwen2.5-7b`.
+    ignored. A hyphen between two digits may be written as another separator, but not left out:
+    `qwen2-57b` is not `qwen2.5-7b`.
 
     >>> meant("Qwen/Qwen2.5-14B-Instruct", ["qwen2.5-14b", "qwen2.5-7b"])
     'qwen2.5-14b'
@@ -68,34 +68,35 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     if name in names:
         return name
     wanted = _key(name)
-    found = []
-    for each in names:
-        key = _key(each)
+    matches = []
+    for candidate in names:
+        key = _key(candidate)
         if key.letters == wanted.letters and key.hyphens <= wanted.separators <= key.separators:
-            found.append(each)
-    return found[0] if len(found) == 1 else None
+            matches.append(candidate)
+    return matches[0] if len(matches) == 1 else None
 
 
 def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Returns up to `most` of the `known` names that resemble `name`.
 
-    These are the names that begin with it, or with which it begins. If there are none, they are
-    those that contain it, or that it contains, and otherwise those of a similar spelling, the most
-    similar first.
+    A name resembles `name` if one of the two begins with the other. If there is no such name, it
+    resembles `name` if one contains the other. If there is none either, the names with the most
+    similar spelling are returned, most similar first. Letters and digits are compared.
 
     >>> alike("h100", ["h100-sxm", "h200", "h100-pcie", "l40s"])
     ['h100-pcie', 'h100-sxm']
     """
-    wanted, keys = _key(name).letters, {each: _key(each).letters for each in sorted(known)}
+    wanted = _key(name).letters
+    keys = {candidate: _key(candidate).letters for candidate in sorted(known)}
     beginnings, parts = [], []
-    for each, key in keys.items():
+    for candidate, key in keys.items():
         shorter, longer = sorted((wanted, key), key=len)
         if len(shorter) > 2 and longer.startswith(shorter):
-            beginnings.append(each)
+            beginnings.append(candidate)
         elif len(shorter) > 3 and shorter in longer:
-            parts.append(each)
-    close = difflib.get_close_matches(wanted, keys.values(), most)
-    similar = [each for key in close for each in keys if keys[each] == key]
+            parts.append(candidate)
+    close = difflib.get_close_matches(wanted, dict.fromkeys(keys.values()), most)
+    similar = [candidate for key in close for candidate in keys if keys[candidate] == key]
     return (beginnings or parts or similar)[:most]
 
 

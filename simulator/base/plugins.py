@@ -39,13 +39,14 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 def load_as(group: str, name: str, kind: type[T], allowed: str) -> T:
     """Returns the object of the entry point `name`.
 
-    Raises UserError if importing it fails, or if it is no `kind`, which `allowed` describes.
+    Raises UserError if importing it fails, or if it is not an instance of `kind`. `allowed`
+    describes such an instance in the error.
     """
-    found = load(group, name)
-    if isinstance(found, kind):
-        return found
+    loaded = load(group, name)
+    if isinstance(loaded, kind):
+        return loaded
     where = f"{group} entry point {installed(group)[name].value}"
-    raise UserError(where, found=type(found).__name__, allowed=allowed, fix="see docs/adding.md")
+    raise UserError(where, found=type(loaded).__name__, allowed=allowed, fix="see docs/adding.md")
 
 
 @functools.cache

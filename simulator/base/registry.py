@@ -71,14 +71,14 @@ class Registry(Generic[T]):
         if name.endswith(".py"):
             return self._from_file(name)
         if name in self._installed():
-            found = plugins.load(self.group, name)
+            loaded = plugins.load(self.group, name)
             where = f"entry point {plugins.installed(self.group)[name].value}"
-            return self._checked(found() if inspect.isclass(found) else found, where)
-        every = f"a name that `megatrain list {self.group.rpartition('.')[2]}` prints"
+            return self._checked(loaded() if inspect.isclass(loaded) else loaded, where)
+        listed = f"a name that `megatrain list {self.group.rpartition('.')[2]}` prints"
         raise UserError(
             self._what,
             found=repr(name),
-            allowed=f"{every}, or a .py file that defines {plugins.with_article(self._what)}",
+            allowed=f"{listed}, or a .py file that defines {plugins.with_article(self._what)}",
             fix=suggestion(name, self.registered(), "name one of these"),
         )
 
@@ -91,7 +91,8 @@ class Registry(Generic[T]):
             and issubclass(value, self._interface)
             and value.__module__ == module.__name__
         ]
-        leaves = [each for each in classes if not any(each in other.__bases__ for other in classes)]
+        bases = {base for value in classes for base in value.__bases__}
+        leaves = [value for value in classes if value not in bases]
         if len(leaves) != 1:
             raise UserError(
                 f"{self._what} {path}",
@@ -101,14 +102,15 @@ class Registry(Generic[T]):
             )
         return self._checked(leaves[0](), path)
 
-    def _checked(self, found: object, where: str) -> T:
+    def _checked(self, value: object, where: str) -> T:
+        """Returns `value`. Raises UserError if it does not have the interface, or is refused."""
         where = f"{self._what} {where}"
-        if not isinstance(found, self._interface):
+        if not isinstance(value, self._interface):
             raise UserError(
                 where,
-                found=type(found).__name__,
+                found=type(value).__name__,
                 allowed=f"a subclass of {self._home}.{self._interface.__name__}",
                 fix="see docs/adding.md",
             )
-        self._refuse(found, where)
-        return found
+        self._refuse(value, where)
+        return value

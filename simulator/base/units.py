@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from megatrain.simulator.base.errors import UserError
@@ -27,8 +28,8 @@ def parse_bytes(text: str, where: str = "size") -> int:
     (25769803776, 25769803776, 1500)
     """
     match = _SIZE.fullmatch(text)
-    factor = _FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None or not 0 < float(match[1]) * factor < 2**60:
+    size = _rounded_product(match, _FACTORS)
+    if not 0 < size < 2**60:
         bare = match is not None and not match[2] and 0 < float(match[1]) < 2**60
         raise UserError(
             where,
@@ -36,7 +37,16 @@ def parse_bytes(text: str, where: str = "size") -> int:
             allowed="a positive size with B, kB, MB, GB, TB, KiB (K), MiB (M), GiB (G) or TiB (T)",
             fix=f"write {_with_unit(text.strip())}" if bare else "write it like 24GiB",
         )
-    return round(float(match[1]) * factor)
+    return size
+
+
+def _rounded_product(match: re.Match[str] | None, factors: dict[str, int]) -> int:
+    """Returns the number of a match of `_SIZE` times the factor of its unit, rounded. 0 if there is
+    no match, no such unit, or the product is infinite.
+    """
+    factor = factors.get(match[2].lower(), 0) if match else 0
+    product = float(match[1]) * factor if match else 0.0
+    return round(product) if math.isfinite(product) else 0
 
 
 def _with_unit(number: str) -> str:
@@ -65,9 +75,7 @@ def parse_count(text: str, where: str = "count") -> int:
     >>> parse_count("2.5T"), parse_count("300 M"), parse_count("4096")
     (2500000000000, 300000000, 4096)
     """
-    match = _SIZE.fullmatch(text)
-    factor = _COUNTS.get(match[2].lower()) if match else None
-    count = round(float(match[1]) * factor) if match and factor else 0
+    count = _rounded_product(_SIZE.fullmatch(text), _COUNTS)
     if not 0 < count < 2**60:
         raise UserError(
             where,

@@ -6,7 +6,7 @@ prediction was too fast. There are three errors of the step:
 * The end-to-end error compares the lengths of both steps.
 * The engine error compares the measured step with a replay, in which the engine runs the schedule
   with the measured durations. It shows what the engine does not model, such as host work and waits
-  that are no dependency.
+  that are not dependencies of the schedule.
 * The cost model error is the effect of wrong durations on the step. Errors of durations are also
   reported for each op, kind and lane.
 
@@ -18,10 +18,11 @@ The last two add up to the first:
 Two further numbers help to find the cause:
 
 * The parts of the step are the time in which compute is busy, the exposed time of each other lane,
-  and the time in which no lane runs (`exposed.py`). Their differences add up to that of the step.
-  They are not causes: if compute is predicted too slow, it hides more of the copies.
-* The weight of an op kind is the change of the predicted step if the ops of this kind have their
-  measured durations.
+  and the time in which no lane runs (`exposed.py`). Their differences add up to the difference of
+  the step. A difference need not be a cause: if compute is predicted too slow, it hides more of the
+  copies, so their exposed time is predicted too short.
+* The weight of an op kind says how much the predicted step changes if the ops of this kind get
+  their measured durations.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
 CLOCK_SKEW_NS = 20_000
-"""Largest difference of the clocks of two lanes, in ns. CUDA events and the host's clock are
-aligned to within some microseconds."""
+"""Largest expected difference of the clocks of two lanes, in ns. CUDA events and the host's clock
+are aligned to within a few microseconds."""
 
 
 def compare(
@@ -76,9 +77,9 @@ def compare(
             report has no engine error, no cost model error, and no divergence.
         step_seconds: Step number -> wall time of the steady steps of the run. They are compared
             with the predicted step plus `overhead_ns`.
-        overhead_ns: Host time of a step outside the schedule.
+        overhead_ns: Host time of a step outside the schedule, in ns.
         memory: Errors of memory peaks, to be included in the report.
-        tolerance_ns: An op violates the order if it starts early by more than this.
+        tolerance_ns: An op violates the order if it starts too early by more than this time.
         divergence: An op diverges if it starts later than in the replay by more than this share of
             the measured step.
 
@@ -131,8 +132,8 @@ def compare(
         tolerance_ns=tolerance_ns,
         violations=_violations(measured, schedule, tolerance_ns),
         divergence_ns=limit_ns,
-        first_divergence=next((each for each in late if each.late_ns > limit_ns), None),
-        latest=max(late, key=lambda each: each.late_ns, default=None),
+        first_divergence=next((entry for entry in late if entry.late_ns > limit_ns), None),
+        latest=max(late, key=lambda entry: entry.late_ns, default=None),
     )
 
 
@@ -180,9 +181,9 @@ class _Spread(NamedTuple):
 
 
 def _spread(ids: Collection[str], predicted: Timeline, measured: Timeline) -> _Spread:
-    """Returns the statistics of the errors of the durations of `ids`.
+    """Returns the statistics of the errors of the durations of the ops `ids`.
 
-    Ops with a measured duration of 0 but a longer predicted one are left out.
+    Ops with a measured duration of 0 and a longer predicted one are left out.
     """
     pairs = {
         op: relative_error(predicted.by_op[op].duration_ns, measured.by_op[op].duration_ns)
@@ -237,8 +238,8 @@ def _kind_error(
 
 
 def _ready_ns(measured: Timeline, schedule: Schedule) -> dict[str, int]:
-    """Returns, for each op, the measured time in ns at which it could have started: when the op
-    before it on its lane and all its dependencies had ended.
+    """Returns, for each op, the measured time in ns at which it could have started, which is when
+    all its dependencies and the op before it on its lane had ended.
     """
     spans, free, ready = measured.by_op, dict.fromkeys(schedule.lanes, 0), {}
     for op in schedule.ops:
@@ -282,11 +283,10 @@ def _parts(predicted: Timeline, measured: Timeline, schedule: Schedule) -> tuple
     Compute is the rest of the step, not the sum of its ops, because measured ops may overlap
     slightly on one lane.
     """
-    exposed = [exposed_ns(predicted), exposed_ns(measured)]
-    sizes = [
-        {"compute": timeline.makespan_ns - sum(each.values()), **each}
-        for timeline, each in zip((predicted, measured), exposed, strict=True)
-    ]
+    sizes = []
+    for timeline in (predicted, measured):
+        exposed = exposed_ns(timeline)
+        sizes.append({"compute": timeline.makespan_ns - sum(exposed.values()), **exposed})
     others = [lane for lane in schedule.lanes if lane != "compute"]
     return tuple(
         StepPart(
@@ -301,7 +301,7 @@ def _parts(predicted: Timeline, measured: Timeline, schedule: Schedule) -> tuple
 
 
 def _steps_error(predicted_seconds: float, measured: Mapping[int, float]) -> StepsError:
-    """Returns the errors of the predicted step. `measured`: step number -> seconds."""
+    """Returns the errors of the predicted step. `measured` is step number -> seconds."""
     errors = {
         str(step): (predicted_seconds - seconds) / seconds for step, seconds in measured.items()
     }
@@ -322,7 +322,9 @@ def _steps_error(predicted_seconds: float, measured: Mapping[int, float]) -> Ste
 def _violations(
     measured: Timeline, schedule: Schedule, tolerance_ns: int
 ) -> tuple[OrderViolation, ...]:
-    """Returns the ops that started before an op that they must wait for, by measured start."""
+    """Returns the ops that started before the end of an op that they must wait for, ordered by
+    measured start.
+    """
     spans = measured.by_op
     waits = [
         *((op.id, other, "dependency") for op in schedule.ops for other in op.after),
@@ -332,14 +334,14 @@ def _violations(
             for first, second in pairwise(queue)
         ),
     ]
-    found = [
+    violations = [
         OrderViolation(
             op=op, waits_for=other, rule=rule, early_ns=spans[other].end_ns - spans[op].start_ns
         )
         for op, other, rule in waits
         if spans[op].start_ns < spans[other].end_ns - tolerance_ns
     ]
-    return tuple(sorted(found, key=lambda violation: spans[violation.op].start_ns))
+    return tuple(sorted(violations, key=lambda violation: spans[violation.op].start_ns))
 
 
 def _latenesses(

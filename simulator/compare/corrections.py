@@ -1,4 +1,4 @@
-"""corrections: how much longer the ops of a run took than predicted, by kind and lane."""
+"""corrections: computes how much longer the ops of a run took than predicted, by kind and lane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def corrections(
     """Returns the factors of `HardwareSpec.corrections` that turn `predicted` into `measured`.
 
     A factor is the measured time of all ops of a kind on a lane, divided by their predicted time.
-    Kinds that take no time in one of the two have none.
+    Kinds whose measured or predicted time is 0 have no factor.
 
     Args:
         predicted: The predicted timeline, without corrections.
@@ -27,8 +27,9 @@ def corrections(
 
 
 def durations(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, float]:
-    """Returns the time of all ops in a step, in ns, as the mean of the timelines. The keys are
-    `KIND@LANE`, the lanes, and `all`.
+    """Returns the total duration of ops in a step, in ns, as the mean of the timelines.
+
+    The keys are `KIND@LANE`, the lanes, and `all`.
     """
     totals: Counter[str] = Counter()
     for timeline in timelines:

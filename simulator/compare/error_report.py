@@ -13,7 +13,7 @@ import msgspec
 def relative_error(predicted: float, measured: float) -> float | None:
     """Returns (predicted - measured) / measured.
 
-    If nothing was measured, returns 0 if nothing was predicted, and None otherwise.
+    If `measured` is 0, returns 0 if `predicted` is also 0, and None otherwise.
     """
     if not measured:
         return None if predicted else 0.0
@@ -39,16 +39,16 @@ class KindError(msgspec.Struct, frozen=True, kw_only=True):
     median_error: float | None
     """Signed median of the errors of single ops."""
     p95_abs_error: float | None
-    """95th percentile of the absolute errors of single ops: at least 95 % of them do not exceed
-    it."""
+    """95th percentile of the absolute errors of single ops. At least 95 % of the ops have no larger
+    error."""
     worst_op: str
     """Op with the largest absolute error."""
     worst_error: float | None
     """Signed error of `worst_op`."""
     of_step: float = 0.0
-    """Weight of this kind: the change of the predicted step, over the measured step, if the ops of
-    this kind had their measured durations and all others their predicted ones. It is positive if
-    the prediction then becomes faster."""
+    """Weight of this kind: by how much the predicted step becomes shorter if the ops of this kind
+    have their measured durations and all others their predicted ones, divided by the measured
+    step."""
 
 
 class LaneErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,18 +82,18 @@ class LaneErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the step. All parts add up to the step, predicted and measured."""
+    """One part of the step. The parts add up to the step, both predicted and measured."""
 
     name: str
-    """`compute` for the time in which compute is busy. Another lane for its exposed time, in which
-    compute waits for it. `waiting` for the time in which no lane is busy."""
+    """`compute` for the time in which compute is busy, the name of another lane for the exposed
+    time of that lane, or `waiting` for the time in which no lane is busy."""
     predicted_seconds: float
     """Predicted length of the part."""
     measured_seconds: float
     """Measured length of the part."""
     of_step: float
-    """(predicted - measured) / measured step. The values of all parts add up to the step's
-    error."""
+    """Predicted minus measured length, divided by the measured step. The values of all parts add up
+    to the error of the step."""
 
 
 class StepsError(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ class PeakError(msgspec.Struct, frozen=True, kw_only=True):
     """Error of the peak memory of one pool or process."""
 
     what: str
-    """Whose memory it is."""
+    """Name of the pool or process."""
     predicted_bytes: int
     """Predicted peak."""
     measured_bytes: int
@@ -138,7 +138,7 @@ class OrderViolation(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     """Why `op` has to wait: `dependency`, or `lane` if `waits_for` is before it on its lane."""
     early_ns: int
-    """Time by which it started too early."""
+    """Time by which `op` started too early, in ns."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,12 +147,13 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     """The late op."""
     measured_start_ns: int
-    """Measured start."""
+    """Measured start in ns."""
     replayed_start_ns: int
-    """Start in the replay with measured durations."""
+    """Start in ns in the replay with measured durations."""
     ready_ns: int = 0
-    """Measured time at which the op could have started, because all its dependencies and the op
-    before it on its lane had ended. The op itself is late by the time from here to its start."""
+    """Measured time in ns at which the op could have started, because all its dependencies and the
+    op before it on its lane had ended. From then until its start, the op waited for nothing in the
+    schedule."""
 
     @property
     def late_ns(self) -> int:
@@ -181,8 +182,8 @@ class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
     engine_error: float | None
     """Relative error of `replayed_seconds`. None if there is no replay."""
     cost_model_error: float | None = None
-    """(predicted - replayed) / measured step. With the engine error it adds up to `error`. None if
-    there is no replay."""
+    """Predicted minus replayed step, divided by the measured step. The sum of this and the engine
+    error is `error`. None if there is no replay."""
     median_op_error: float | None = None
     """Signed median of the errors of all op durations."""
     p95_abs_op_error: float | None = None
@@ -192,30 +193,31 @@ class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
     worst_op_error: float | None = None
     """Signed error of `worst_op`."""
     steps: StepsError | None = None
-    """Errors against other steps of the run. None if those are not known."""
+    """Errors against all steady steps of the run. None if these are not known."""
     kinds: tuple[KindError, ...]
     """Errors by op kind, the longest measured sum first."""
     lanes: tuple[LaneErrors, ...]
     """Errors by lane."""
     parts: tuple[StepPart, ...] = ()
-    """Parts of the step: compute, the other lanes in the order of the schedule, waiting."""
+    """Parts of the step: compute, the other lanes in the order of the schedule, and waiting."""
     memory: tuple[PeakError, ...] = ()
     """Errors of memory peaks."""
     tolerance_ns: int
-    """Time by which an op may start early without a violation."""
+    """Time in ns by which an op may start too early without a violation."""
     violations: tuple[OrderViolation, ...]
-    """Violations of the order, by measured start."""
+    """Violations of the order, ordered by measured start."""
     divergence_ns: int = 0
-    """An op diverges if it starts later than in the replay by more than this time."""
+    """An op diverges if it starts later than in the replay by more than this time in ns."""
     first_divergence: Divergence | None
-    """The first op, by measured start, that diverges. None if no op does, or there is no replay."""
+    """The first op, by measured start, that diverges. None if no op diverges, or if there is no
+    replay."""
     latest: Divergence | None = None
     """The op with the largest delay against the replay, even if it does not diverge. None if there
     is no replay."""
 
 
 def peak_error(what: str, predicted_bytes: int, measured_bytes: int) -> PeakError:
-    """Returns a `PeakError` with its relative error."""
+    """Returns the error of a predicted memory peak. `what` names the pool or process."""
     return PeakError(
         what=what,
         predicted_bytes=predicted_bytes,

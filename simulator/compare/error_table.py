@@ -30,8 +30,8 @@ def format_report(report: ErrorReport, width: int = 1000) -> str:
     """Returns the whole report as text: the three errors of the step, op kinds, lanes, parts of the
     step, order, and memory.
 
-    Lines are wrapped at `width` columns. A table that is wider loses its last columns, and the next
-    line says which.
+    Lines are wrapped at `width` columns. A wider table is printed without its last columns, and the
+    next line names them.
     """
     about = f"policy {report.policy}, {report.ops} ops, schedule {report.digest}"
     tables = [
@@ -73,7 +73,7 @@ def format_times(*seconds: float) -> list[str]:
 
 
 def _errors(median: float | None, p95: float | None, worst: float | None, name: str) -> list[str]:
-    """Returns the cells of the columns `_SPREAD`."""
+    """Returns the cells of the columns `_SPREAD`. `name` is the op with the worst error."""
     return [
         signed_percent(median),
         signed_percent(p95).removeprefix("+"),
@@ -111,7 +111,7 @@ def _step(report: ErrorReport) -> list[list[str]]:
 
 
 def _steps(report: ErrorReport) -> list[str]:
-    """Returns lines about the errors of single ops and of the other steps of the run."""
+    """Returns lines about the errors of single ops and of all steady steps of the run."""
     errors = _errors(
         report.median_op_error, report.p95_abs_op_error, report.worst_op_error, report.worst_op
     )
@@ -233,8 +233,8 @@ def _memory(report: ErrorReport) -> list[list[str]]:
 
 
 def _wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Returns lines of at most `width` columns. What is continued is indented. A number stays with
-    its unit.
+    """Returns `lines` wrapped at `width` columns. Continuation lines are indented. A number and its
+    unit stay on one line.
     """
     return [
         part.replace("\x00", " ")
@@ -251,15 +251,15 @@ def _wrapped(lines: Iterable[str], width: int) -> list[str]:
 
 
 def _fitted(rows: Sequence[Sequence[str]], width: int, left: Iterable[int] = (0,)) -> list[str]:
-    """Returns what `align` does with as many of the first columns as `width` holds. If there are
-    others, a line names them.
+    """Returns the lines of `align` with as many of the first columns as fit in `width`. If columns
+    are left out, another line names them.
     """
     count, left = len(rows[0]), set(left)
     while count > 1 and max(map(len, lines := align([row[:count] for row in rows], left))) > width:
         count -= 1
-    gone = [name for name in rows[0][count:] if name]
+    left_out = [name for name in rows[0][count:] if name]
     return lines + _wrapped(
-        [f"left out in {width} columns: {', '.join(gone)}"] if gone else [], width
+        [f"left out in {width} columns: {', '.join(left_out)}"] if left_out else [], width
     )
 
 

@@ -1,7 +1,7 @@
 """Cost models: the durations of ops, and how ops on different lanes slow each other down.
 
-`Calibrated` and `Datasheet` predict. `Replayed` takes durations from a run, to check the engine.
-The engine applies what the cost models return.
+`Calibrated` takes durations from measurements, and `Datasheet` from rates. `Replayed` takes
+durations from a run, to check the engine.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ GROUP = "megatrain.cost_models"
 def cost_model(
     hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int = 1
 ) -> CostModel:
-    """Returns the cost model of `model` and `workload` on `hardware`. `gpus` GPUs share the links.
+    """Returns the cost model of `model` and `workload` on `hardware`.
 
-    That is the one that `hardware.cost_model` names, if it names one. Otherwise it is `Calibrated`
-    if the machine was measured, and `Datasheet` if not. With `hardware.corrections`, its durations
-    are corrected. Raises UserError if a cost model from outside the package is not found or fails,
-    or if the workload has fp8 products and the machine does not.
+    If `hardware.cost_model` names a cost model, it is used. Otherwise it is `Calibrated` if the
+    machine was measured, and `Datasheet` if not. Its durations are multiplied by
+    `hardware.corrections`, if there are any. With several `gpus`, copies are slower, because the
+    GPUs share the host's memory.
+
+    Raises UserError if a cost model from outside the package is not found or fails, or if the
+    workload has fp8 products and the machine does not.
     """
     costs = _uncorrected(hardware, model, workload)
     if hardware.corrections:
@@ -103,7 +106,7 @@ def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) 
             fix="see docs/adding.md",
         )
     try:
-        made: CostModel = make(hardware, model, workload)
+        costs: CostModel = make(hardware, model, workload)
     except UserError:
         raise
     except Exception as error:
@@ -113,4 +116,4 @@ def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) 
             allowed="a function that returns a CostModel",
             fix="correct the function",
         ) from error
-    return made
+    return costs

@@ -1,6 +1,6 @@
-"""Cost models whose ops take longer or shorter than those of another cost model.
+"""Cost models that change the durations of another cost model.
 
-Only durations change, not how lanes slow each other down and not the dispatch time.
+How lanes slow each other down and the dispatch time do not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Corrected(ScaledCosts):
 
     def __init__(self, costs: CostModel, factors: Mapping[str, float]) -> None:
         """`factors` are those of `HardwareSpec.corrections`. Kinds that were not measured have the
-        factor of their lane, and lanes that were not measured have that of all ops.
+        factor of their lane, and lanes that were not measured have the factor `all`.
         """
         super().__init__(costs, lambda op: op)
         self._factors = factors
@@ -44,6 +44,9 @@ class WithinSpread(ScaledCosts):
     """
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
+        """`uncertainty` is a fraction of the duration, as in `HardwareSpec.uncertainty`. With
+        `longer`, durations are multiplied by 1 + spread, otherwise divided by it.
+        """
         super().__init__(costs, lambda op: op)
         self._calibrated, self._uncertainty, self._longer = costs, uncertainty, longer
 

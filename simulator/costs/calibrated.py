@@ -1,25 +1,29 @@
 """Calibrated: a cost model that reads durations from curves measured on the machine.
 
-Copies and elementwise ops: the duration is linear between the two nearest measured sizes, and
-beyond the outermost sizes it continues their segment (`interpolate`).
+The duration of a copy or an elementwise op is linear between the two nearest measured sizes. Beyond
+the outermost sizes it continues the outermost segment (`interpolate`).
 
-Compute ops, in this order:
+The duration of a compute op is the first of these that is known:
 
-* the duration of the same shape, if it was measured
-* an interpolation between measured shapes of the same layer (`grid.py`)
-* the duration of the nearest measured shape, scaled by FLOPs
+1. the duration of the same shape, if it was measured
+2. an interpolation between measured shapes of the same layer (`interpolation.py`)
+3. the duration of the same layer with other tokens, scaled by the tokens, with the time of its
+   attention replaced, if the attention kernel was measured by itself (`Datasheet.scaled`)
+4. the duration of the nearest measured shape, scaled by FLOPs
 
 If a recompute that skips attention was not measured, the time of the attention is subtracted from
-the full recompute. That time per token is known if both kinds of recompute were measured at
-sequence lengths around this one. Otherwise the full recompute is scaled by the ratio of the
-datasheet times of both.
+the duration of the full recompute. The time of attention per token is known if both kinds of
+recompute were measured at shorter and longer sequences, or if the attention kernel was measured by
+itself. Otherwise the duration of the full recompute is multiplied by the ratio of the two datasheet
+times.
 
-If a layer was measured only with documents, or only without, the other duration is scaled by the
-ratio of the datasheet times of both.
+The duration of a decoder layer is also multiplied by a ratio of datasheet times in these cases:
 
-If a layer was measured only in bf16 and multiplies in fp8, its duration is scaled in the same way,
-and so is that of a layer in pieces of tokens if only layers without pieces were measured.
-Other compute ops do not depend on fp8, and take their durations in bf16.
+* The layer was measured only with documents, and the workload has none, or the other way round.
+* The layer was measured only in bf16, and the workload multiplies in fp8.
+* The layer was measured only without pieces of tokens, and the workload has pieces.
+
+Other compute ops do not depend on documents, fp8 and pieces.
 
 A duration outside the measured sizes or shapes is flagged as extrapolated.
 """
@@ -30,7 +34,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,8 +42,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.costs.grid import Point, between
-from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.interpolation import Point, between, interpolate
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
@@ -69,12 +72,24 @@ from megatrain.simulator.schedule import (
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 
 
+class _MeasuredHead(NamedTuple):
+    """A head that was measured with a loss chunk other than the table's."""
+
+    shape: str
+    """Its `Op.shape`."""
+    duration_ns: int
+    """Its duration with this loss chunk."""
+    bytes: int
+    """Its bytes as in `Workspace.head`, or 0 if they are unknown."""
+
+
 class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
-    The passes of other systems and the collectives of several GPUs are not measured op by op. They
-    cost what `datasheet` predicts, and are flagged as extrapolated. The same holds for
-    `update_ratios` if the table does not have it, and for updates that multiply matrices.
+    The passes of other systems and the collectives of several GPUs are not measured op by op. Their
+    durations come from `datasheet`, and are flagged as extrapolated. The same holds for
+    `update_ratios` and `encode_gradients` if the table does not have them, and for updates that
+    multiply matrices.
     """
 
     def __init__(
@@ -87,10 +102,11 @@ class Calibrated(ContendedCosts):
         """Makes a cost model of one machine, model and workload.
 
         Args:
-            table: the measured durations.
-            datasheet: the same machine's datasheet model, for what was not measured.
-            sharing: the resources that lanes share. By default it has only the table's pairs.
-            elementwise: the bytes of the cpu lane's ops. They are needed if host DRAM is shared.
+            table: The measured durations.
+            datasheet: The datasheet model of the same machine, for ops that were not measured.
+            sharing: The resources that lanes share. By default it has only the pairs of `table`.
+            elementwise: The bytes that elementwise ops read and write. Without it, ops of the lane
+                `cpu` have no DRAM traffic.
         """
         self.table, self._datasheet = table, datasheet
         self.sharing = sharing or ContentionModel(table.contention)
@@ -98,6 +114,8 @@ class Calibrated(ContendedCosts):
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
+        """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
+        extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
 
     def duration_ns(self, op: Op) -> int:
         return self._look_up(op)[0]
@@ -111,7 +129,7 @@ class Calibrated(ContendedCosts):
     def _look_up(self, op: Op) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`."""
         kind = op.kind
-        unknown = (
+        unmeasured = (
             kind in (*PASS_KINDS, *EXCHANGE_KINDS, "sum_rows")
             or (
                 kind in ("update_ratios", "encode_gradients")
@@ -123,7 +141,7 @@ class Calibrated(ContendedCosts):
                 and self._elementwise.needs_products(op.layer)
             )
         )
-        if unknown and self._datasheet is not None:
+        if unmeasured and self._datasheet is not None:
             return self._datasheet.duration_ns(op), True
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (
@@ -164,17 +182,18 @@ class Calibrated(ContendedCosts):
                 duration, beyond = self._compute(op, size)
                 chunks, derived = self._other_chunks(op)
                 self._known[key] = (
-                    # sums can move fewer bytes, and those are more than a scaled duration allows
+                    # `_summing_ns` may be negative, with a larger magnitude than the duration.
                     max(math.ceil(chunks * duration) + self._summing_ns(op), 0),
                     beyond or derived,
                 )
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
-        """(duration, extrapolated) of `op`, of so many bytes or parameters. AdamW in the state
-        format `exact` was measured. Unless the plan's format was measured too, the time of its
-        update is derived from that, and flagged. Raises UserError for an update that multiplies
-        matrices, which has no curve.
+        """Returns (duration in ns, extrapolated) of `op` with `size` bytes or parameters.
+
+        AdamW is always measured in the state format `exact`. If the plan's format was not measured
+        too, the time of its update is derived from this time and flagged as extrapolated.
+        Raises UserError for an update that multiplies matrices, which has no curve.
         """
         if op.flops:
             raise UserError(
@@ -202,8 +221,8 @@ class Calibrated(ContendedCosts):
         )
 
     def _as_packed(self, op: Op, shape: str) -> tuple[int, bool]:
-        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape with
-        documents instead of without, or without instead of with. Only decoder layers differ.
+        """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
+        same shape with the other packing. Only decoder layers have another duration.
         """
         duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
         if op.kind not in LAYER_KINDS:
@@ -219,8 +238,8 @@ class Calibrated(ContendedCosts):
         return math.ceil(share * duration), True
 
     def _changed(self, op: Op, shape: str, **changes: Any) -> tuple[int, bool]:
-        """Returns (duration in ns, extrapolated) of `op`, derived from `shape`, the same shape for
-        a workload with `changes`. Only decoder layers differ.
+        """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
+        same shape for a workload with `changes`. Only decoder layers have another duration.
         """
         duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
         sheet = self._datasheet
@@ -230,9 +249,9 @@ class Calibrated(ContendedCosts):
         return math.ceil(share * duration), True
 
     def _other_chunks(self, op: Op) -> tuple[float, bool]:
-        """Returns the factor by which a head takes longer because its loss chunks differ from those
-        of `compute`, and whether it is derived from the datasheet's rates. It is measured if the
-        head was measured with both.
+        """Returns the factor on the duration of a head because its loss chunk is not the table's,
+        and whether the factor is derived from the datasheet. It is measured if the head was
+        measured with both loss chunks.
         """
         if (
             op.kind not in ("head", "loss")
@@ -241,9 +260,8 @@ class Calibrated(ContendedCosts):
         ):
             return 1.0, False
         chunk = self._datasheet.workload.loss_chunk
-        if op.kind == "head" and (found := _other_head(self.table, op.shape, chunk)):
-            known, duration, _ = found
-            return duration / self.table.compute["head"][known][1], False
+        if op.kind == "head" and (head := _other_head(self.table, op.shape, chunk)):
+            return head.duration_ns / self.table.compute["head"][head.shape][1], False
         measured = msgspec.structs.replace(
             self._datasheet.workload, loss_chunk=self.table.loss_chunk
         )
@@ -253,10 +271,12 @@ class Calibrated(ContendedCosts):
         return factor, factor != 1.0
 
     def _attention_ns(self, kind: str, shape: str) -> int | None:
-        """Returns the time of the attention of a recompute, in ns, from measured shapes of the same
-        layer with and without it. Returns None if they do not cover the sequence length.
+        """Returns the time of the attention in a recompute, in ns, from measured shapes of the same
+        layer with and without attention, or None if they do not cover the sequence length.
         """
-        measured, found = self.table.compute.get(kind, {}), dict[int, list[tuple[int, int]]]()
+        measured = self.table.compute.get(kind, {})
+        # sequence length -> (tokens, ns of attention) of each measurement
+        lengths: dict[int, list[tuple[int, int]]] = {}
         for known, (_, duration) in measured.items():
             full = known.replace(SAVED_ATTENTION_SUFFIX + "/", "/")
             if (
@@ -265,25 +285,27 @@ class Calibrated(ContendedCosts):
                 and (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
             ):
                 tokens, sequence = _tokens(known)
-                found.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
+                lengths.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
         tokens, sequence = _tokens(shape)
         picoseconds = tuple(  # per token, by sequence length
             (length, round(1000 * statistics.mean(ns / count for count, ns in pairs)))
-            for length, pairs in sorted(found.items())
+            for length, pairs in sorted(lengths.items())
         )
         if not picoseconds or not picoseconds[0][0] <= sequence <= picoseconds[-1][0]:
             return None
         return tokens * interpolate(picoseconds, sequence)[0] // 1000
 
     def _summing_ns(self, op: Op) -> int:
-        """Returns the extra time of a compute op whose gradient is one of several, in ns."""
+        """Returns the extra time of a compute op whose gradient is one of several, in ns. It may be
+        negative.
+        """
         if self._elementwise is None or self._datasheet is None:
             return 0
         return round(self._elementwise.summed_bytes(op) / self._datasheet.hardware.device_gb_per_s)
 
     def spread(self, op: Op) -> float:
-        """Returns the spread of the measured number that is nearest to `op`: the interquartile
-        range of its repetitions divided by their median, or 0 if it is unknown.
+        """Returns the spread of the measured number that is nearest in size to `op`: the
+        interquartile range of its repetitions divided by their median, or 0 if it is unknown.
         """
         if op.shape:
             name = (
@@ -310,7 +332,7 @@ class Calibrated(ContendedCosts):
         return spreads[min(spreads, key=lambda known: abs(sizes[known] - size))] if spreads else 0.0
 
     def _curve(self, op: Op) -> str:
-        """Returns the name of the curve of `op`. Raises UserError if the table has none."""
+        """Returns the key of the curve of `op`. Raises UserError if the table has none."""
         kind, curves = op.kind, self.table.curves
         if kind in COPY_KINDS:
             kind = "load_weights" if op.lane == "h2d" else "save_gradients"
@@ -319,10 +341,11 @@ class Calibrated(ContendedCosts):
             and kind in WIDE_KINDS
             and self._elementwise.wide(op.layer)
         )
-        which = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
-        names = [f"{kind}{how}@{op.lane}" for how in which] + [f"{kind}{how}" for how in which]
+        suffixes = ([":add"] if op.adds else []) + ([":wide"] if wide else []) + [""]
+        names = [f"{kind}{suffix}@{op.lane}" for suffix in suffixes]
+        names += [f"{kind}{suffix}" for suffix in suffixes]
         if kind == "cpu_update" and self._elementwise is not None:
-            names = [f"{kind}:{self._elementwise.state}{how}" for how in which] + names
+            names = [f"{kind}:{self._elementwise.state}{suffix}" for suffix in suffixes] + names
         name = next((name for name in names if name in curves), None)
         if name is None:
             raise UserError(
@@ -334,14 +357,14 @@ class Calibrated(ContendedCosts):
         return name
 
     def _compute(self, op: Op, shape: str) -> tuple[int, bool]:
-        """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if nothing was
-        measured that can be scaled.
+        """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if there is no
+        measurement that can be scaled.
         """
         kind, amount = op.kind, op.amount
         # The loss is the head without its backward, so its time is scaled by its FLOPs.
-        share = kind in EVALUATION_KINDS and kind not in self.table.compute
-        measured = self.table.compute.get("head" if share else kind, {})
-        if shape in measured and not share:
+        from_head = kind in EVALUATION_KINDS and kind not in self.table.compute
+        measured = self.table.compute.get("head" if from_head else kind, {})
+        if shape in measured and not from_head:
             return measured[shape][1], False
         alike = {
             known: values
@@ -356,7 +379,7 @@ class Calibrated(ContendedCosts):
         ]
         if (
             len(points) > 1
-            and not share
+            and not from_head
             and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None
         ):
             return time, False
@@ -380,9 +403,9 @@ class Calibrated(ContendedCosts):
         return -(-duration * amount // known_amount), True
 
     def _scaled(self, op: Op, points: list[Point]) -> int:
-        """Returns the duration of a decoder layer's op in ns, from measurements of the same layer
-        with other tokens. The one with the nearest number of tokens is used, and of these the one
-        with the nearest sequence length. All of them are packed as `op.shape` says.
+        """Returns the duration of a decoder layer's op in ns, from a measurement of the same layer
+        with other tokens. It is the measurement with the nearest number of tokens, and if there are
+        several, with the nearest sequence length. `points` have the same packing as `op.shape`.
         """
         sheet = self._datasheet
         assert sheet
@@ -403,13 +426,13 @@ class Calibrated(ContendedCosts):
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
 
-        If no workload with fp8 products was measured, it is that without them plus
-        `fp8_saved_bytes`.
-
-        If this workload was not measured, the one with the nearest number of tokens is scaled by
-        tokens. If there is none, the same is done for workloads with documents instead of without,
-        or without instead of with. A model that writes out attention scores is not scaled, because
+        If this workload was not measured, the bytes of the workload with the nearest number of
+        tokens are scaled by the tokens. If there is no such workload, those with the other packing
+        are used in the same way. A model that writes out attention scores is not scaled, because
         its bytes are not proportional to the tokens.
+
+        If no workload with fp8 products was measured, they are the bytes without fp8 products plus
+        `fp8_saved_bytes`.
         """
         known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
         for wanted in (shape, _other_packing(shape)):
@@ -424,24 +447,23 @@ class Calibrated(ContendedCosts):
                 )
                 return -(-size * workload.tokens // tokens)
         plain = msgspec.structs.replace(workload, fp8=None)
-        if plain != workload and (found := self.activations_bytes(model, plain)):
-            return found + fp8_saved_bytes(model, workload)
+        if plain != workload and (without := self.activations_bytes(model, plain)):
+            return without + fp8_saved_bytes(model, workload)
         return None
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
         """Returns the peak device bytes of temporary tensors, or None if they are unknown.
 
-        If this workload was not measured, they are interpolated over the tokens of at least two
-        measured workloads. One is not enough, because a part of the bytes is fixed. If only
-        workloads with documents were measured and this one has none, or the other way round, the
-        difference of the masks is added.
+        If this workload was not measured, the bytes are interpolated over the tokens of at least
+        two measured workloads. One is not enough, because a part of the bytes is fixed. If only
+        workloads with the other packing were measured, the difference of the masks is added.
 
-        If no workload with fp8 products was measured, it is that without them plus
+        If no workload with fp8 products was measured, they are the bytes without fp8 products plus
         `fp8_temporary_bytes`.
 
         If the table has another loss chunk, and the head was measured with both, the difference of
-        its bytes is added. Otherwise the result is None, because the logits of a chunk are most of
-        a head's bytes.
+        its bytes is added. If it was not, the result is None, because the logits of a chunk are
+        most of the bytes of a head.
         """
         if self.table.loss_chunk not in (0, workload.loss_chunk):
             return self._other_chunk_workspace(model, workload)
@@ -463,16 +485,16 @@ class Calibrated(ContendedCosts):
         return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
 
     def _other_chunk_workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Returns what `workspace` does, for a loss chunk other than the table's."""
+        """Returns `workspace` for a loss chunk other than the table's."""
         shape = f"{model.shape}/{workload.shape}"
-        found = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
+        head = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
             self.table, _other_packing(shape), workload.loss_chunk
         )
         measured = msgspec.structs.replace(workload, loss_chunk=self.table.loss_chunk)
         then = self.workspace(model, measured)
-        if not found or then is None or not found[2] or found[0] not in self.table.workspace:
+        if not head or then is None or not head.bytes or head.shape not in self.table.workspace:
             return None
-        more = found[2] - self.table.workspace[found[0]].head
+        more = head.bytes - self.table.workspace[head.shape].head
         return msgspec.structs.replace(then, head=max(then.head + more, 0))
 
     def _workspace(self, shape: str, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -483,27 +505,27 @@ class Calibrated(ContendedCosts):
         if model.writes_scores:
             return None
         points: dict[int, Workspace] = {}
-        for other, found in sorted(known.items()):
+        for other, measured in sorted(known.items()):
             if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
                 tokens = _tokens(other)[0]
-                points[tokens] = _larger(found, points.get(tokens, found))
+                points[tokens] = _larger(measured, points.get(tokens, measured))
         if len(points) < 2:
             return None
         line = {
             field: tuple(
-                (tokens, getattr(found, field)) for tokens, found in sorted(points.items())
+                (tokens, getattr(point, field)) for tokens, point in sorted(points.items())
             )
             for field in Workspace.__struct_fields__
         }
-        found = Workspace(
+        on_line = Workspace(
             **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
         )
-        return msgspec.structs.replace(found, head=_head_bytes(line["head"], model, workload))
+        return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
 
 
 def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:
-    """Returns the loss chunks with which the head of `model` was measured. 0 is one that the table
-    does not say. It is empty if no head was measured.
+    """Returns the loss chunks with which the head of `model` was measured. The set has 0 if the
+    table does not say its loss chunk, and is empty if no head was measured.
     """
     if not table.compute.get("head"):
         return set()
@@ -512,17 +534,17 @@ def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> s
     return {table.loss_chunk} | {
         chunk
         for chunk in others
-        for each in (shape, _other_packing(shape))
-        if _other_head(table, each, chunk)
+        for wanted in (shape, _other_packing(shape))
+        if _other_head(table, wanted, chunk)
     }
 
 
-def _other_head(table: CostTable, shape: str, chunk: int) -> tuple[str, int, int] | None:
-    """Returns (shape, duration in ns, bytes) of a measured head of the same layer and dtype with
-    this loss chunk, or None.
+def _other_head(table: CostTable, shape: str, chunk: int) -> _MeasuredHead | None:
+    """Returns a measured head of the same layer and dtype as `shape` with the loss chunk `chunk`,
+    or None.
 
-    Micro-batches of one chunk differ from those of several, whose gradients are summed. So the
-    micro-batches of both shapes must be larger than this chunk and that of the table.
+    A head with several chunks sums their gradients, and a head with one chunk does not. So the
+    micro-batches of both shapes must be larger than `chunk` and than the table's loss chunk.
     """
     most = max(chunk, table.loss_chunk)
     for known, points in table.heads.items():
@@ -533,16 +555,17 @@ def _other_head(table: CostTable, shape: str, chunk: int) -> tuple[str, int, int
         ):
             for other, duration, size in points:
                 if other == chunk:
-                    return known, duration, size
+                    return _MeasuredHead(known, duration, size)
     return None
 
 
 def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:
     """Returns the bytes of a head's workspace from measured points (tokens, bytes).
 
-    A head with several loss chunks also sums gradients, so only points that have several chunks, or
-    one chunk, as `workload` does, are interpolated. If there are fewer than two, the nearest point
-    is used, and the difference between the two by the formula is added.
+    A head with several loss chunks also sums gradients. So if `workload` has several chunks, only
+    points with several chunks are interpolated, and otherwise only points with one chunk. If there
+    are fewer than two such points, the nearest point is used, and the difference that
+    `workspace_estimate` gives is added.
     """
     alike = tuple(
         (tokens, size)
@@ -561,7 +584,7 @@ def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload:
 
 
 def _larger(one: Workspace, other: Workspace) -> Workspace:
-    """Returns the larger value of each field."""
+    """Returns a Workspace with the larger value of each field."""
     return Workspace(
         **{
             field: max(getattr(one, field), getattr(other, field))
@@ -584,8 +607,8 @@ def _layer(shape: str) -> str:
 
 
 def _dtype(shape: str) -> str:
-    """Returns DTYPE of a shape `LAYER/BATCHxSEQUENCE-DTYPE`. It includes the suffixes for compiled
-    layers, the attention kernel and documents.
+    """Returns DTYPE of a shape `LAYER/BATCHxSEQUENCE-DTYPE`, with the suffixes for fp8, compiled
+    layers, the attention kernel, pieces and documents.
     """
     return shape.rpartition("/")[2].partition("-")[2]
 
@@ -596,5 +619,5 @@ def _other_packing(shape: str) -> str:
 
 
 def _list(keys: Mapping[str, object]) -> str:
-    """Returns the first keys for an error text."""
+    """Returns up to eight keys for an error text."""
     return ", ".join(sorted(keys)[:8]) or "nothing measured"

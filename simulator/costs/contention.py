@@ -1,25 +1,24 @@
 """ContentionModel: how much ops that run at the same time slow each other down.
 
-Each op has a `Demand`. `ContentionModel.rates` returns the speed of each busy op, in
-millionths of its full speed. Three effects are combined:
+Each op has a `Demand`. `ContentionModel.rates` returns the speed of each busy op, in millionths of
+its full speed. Three effects are combined:
 
 1. Pairs. A lane runs at the product of the factors for the other busy lanes. The two directions of
    the link may have a measured curve, because small copies slow each other down more than large
-   ones (on an H200, 16.9 of 38.4 GB/s are left at 1 MiB, and 50.3 of 55.4 at 256 MiB). There may
-   also be a factor for both directions of the link and the cpu lane being busy. It then replaces
-   the pairs among these three.
-2. Turns. If the machine has a KernelInterleaving, compute and update share the device by it. The
-   shorter an update op is, the more of its time is waiting. An op of high priority takes the whole
-   device, and compute waits.
+   ones (on an H200, 16.9 of 38.4 GB/s are left at 1 MiB, and 50.3 of 55.4 at 256 MiB). If both
+   directions of the link and the lane `cpu` are busy, one factor may replace the pairs among them.
+2. Turns. If the machine has a KernelInterleaving, it says how compute and update share the device.
+   The shorter an update op is, the larger is the share of its time that it waits. An op of high
+   priority takes the whole device, and compute waits.
 3. Host DRAM. At full speed, the traffic of the cores is the bytes that they read and write, and the
-   traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic that the pairs
-   leave is more than the machine's `gb_per_s`, the lanes share the bandwidth by weighted max-min:
-   a lane that needs less than its share gets what it needs, and the others share the rest in
-   proportion to their weights.
+   traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic at the rates that
+   follow from the pairs is more than the machine's `gb_per_s`, the lanes share the bandwidth by
+   weighted max-min fairness: a lane that needs less than its share gets what it needs, and the
+   others share the rest in proportion to their weights.
 
-With a HostMemorySpec, the factors between the link and the cpu lane are not used, because DRAM is
-what they measure. All arithmetic is in integers and rates are rounded down, so that the sum never
-exceeds the bandwidth. Caches, NUMA and the DRAM's preference for reads are not modeled.
+With a HostMemorySpec, the factors between the link and the lane `cpu` are not used, because they
+measure the same effect of DRAM. All arithmetic is in integers and rates are rounded down, so the
+sum never exceeds the bandwidth. Caches, NUMA and the DRAM's preference for reads are not modeled.
 """
 
 from __future__ import annotations
@@ -38,18 +37,19 @@ _WEIGHT_PARTS = 1000
 
 
 class Demand(NamedTuple):
-    """What an op needs of the resources that it shares. Each lane has at most one op at a time."""
+    """The shared resources that an op needs. Each lane has at most one op at a time."""
 
     lane: str
     """The lane of the op."""
     traffic: int = 0
-    """DRAM traffic at full speed, in bytes per second of the cores' traffic."""
+    """DRAM traffic at full speed, in bytes per second. A copied byte counts as several bytes of the
+    cores' traffic (`HostMemorySpec`)."""
     duplex: int = 0
-    """For a copy: its rate in millionths while the other direction is busy. 0 means that the pair's
-    factor is used."""
+    """For a copy: its rate in millionths while the other direction is busy. 0 means that the factor
+    of the pair is used."""
     turn: int = 0
-    """For an update: its rate in millionths while compute is busy. For a compute op: the millionths
-    of its speed that it loses for a rate of 1 of the update lane. 0 means that the pair's factor is
+    """For an update: its rate in millionths while compute is busy. For a compute op: the speed that
+    it would lose to an update at full speed, in millionths. 0 means that the factor of the pair is
     used."""
     high_priority: bool = False
     """Whether compute waits while the op runs (`Op.high_priority`)."""
@@ -70,9 +70,9 @@ class ContentionModel:
         """Makes the sharing of one machine.
 
         Args:
-            pairs: share of its full speed, (0, 1], that a lane keeps while others are busy, by lane
-                and other lane. The key for two other lanes is, for example, `h2d+d2h`.
-            host_memory: the host's DRAM. It replaces the pairs of the link and the cpu lane.
+            pairs: lane -> other lane -> the share of its full speed, (0, 1], that the lane keeps
+                while the other lane is busy. The key for two other lanes is like `h2d+d2h`.
+            host_memory: the host's DRAM. It replaces the pairs of the link and the lane `cpu`.
             duplex_curve: points (bytes, GB/s of each direction while both are busy), in ascending
                 order of bytes. It replaces the pairs of the two directions.
             turns: the sharing of the device. It replaces the pairs of compute and update.
@@ -105,7 +105,8 @@ class ContentionModel:
         self._turns, self._high_priority = turns, high_priority
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
         self._rates: dict[tuple[Demand, ...], tuple[int, ...]] = {}
-        """What `rates` has returned so far. A search asks for the same with each plan."""
+        """The results of `rates` so far. They are cached, because a search asks for the same rates
+        with each plan."""
 
     @property
     def capacity(self) -> int:
@@ -117,15 +118,15 @@ class ContentionModel:
     ) -> Demand | None:
         """Returns the demand of an op, or None if it neither slows another op nor is slowed.
 
-        The traffic is at most the DRAM bandwidth, because the op ran at full speed when it was
-        alone.
+        The traffic in the demand is at most the DRAM bandwidth, so that an op which runs alone runs
+        at full speed.
 
         Args:
             lane: the lane of the op.
             size: the bytes that the op copies, or that the host's cores read and write in it.
             duration_ns: the time that the op takes while nothing else runs.
             kind: the kind of the op.
-            high_priority: the field of the op.
+            high_priority: `Op.high_priority`.
         """
         if duration_ns <= 0:
             return None
@@ -158,8 +159,8 @@ class ContentionModel:
         )
 
     def _duplex_ns(self, size: int) -> float:
-        """Returns the time of a copy while the other direction is busy. It is linear between the
-        measured sizes and proportional to the size outside of them.
+        """Returns the time in ns of a copy of `size` bytes while the other direction is busy. It is
+        linear between the measured sizes and proportional to the size outside of them.
         """
         points = self._duplex
         if size <= points[0][0] or size >= points[-1][0]:
@@ -170,8 +171,8 @@ class ContentionModel:
         return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
-        """Returns the speed of each op in `busy` while all of them run, in millionths of its full
-        speed. They are all on different lanes.
+        """Returns the speed of each op in `busy`, in millionths of its full speed, while all of
+        them run at the same time. The ops are on different lanes.
         """
         if busy not in self._rates:
             self._rates[busy] = self._shared(busy)
@@ -189,8 +190,8 @@ class ContentionModel:
         return self._fill(busy, caps)
 
     def _cap(self, demand: Demand, busy: tuple[Demand, ...]) -> int:
-        """Returns the rate that the pairs and turns leave: the product of the factors, rounded down
-        once.
+        """Returns the rate of an op by pairs and turns, before DRAM is shared: the product of the
+        factors, rounded down once.
         """
         rate, parts = PARTS, 1
         three = self._of_three.get(demand.lane)
@@ -218,8 +219,8 @@ class ContentionModel:
         return max(rate // parts, 1)
 
     def _three_busy(self, demand: Demand, three: int) -> int:
-        """Returns the factor for both other lanes of `DRAM_LANES` being busy. `three` was measured
-        with large copies. Smaller copies lose more to the other direction.
+        """Returns the factor of an op while both other lanes of `DRAM_LANES` are busy. `three` was
+        measured with large copies. Smaller copies lose more to the other direction of the link.
         """
         if not demand.duplex:
             return three
@@ -229,8 +230,9 @@ class ContentionModel:
         )
 
     def _fill(self, busy: tuple[Demand, ...], caps: list[int]) -> tuple[int, ...]:
-        """Returns the rates by weighted max-min sharing of the DRAM bandwidth. Ops that need at
-        most their share get what they need, until there is no such op. The others share the rest.
+        """Returns the rates by weighted max-min sharing of the DRAM bandwidth. `caps` are the rates
+        before sharing. Ops that need at most their share get what they need, until there is no such
+        op. The others share the rest.
         """
         assert self._memory is not None
         cpu = round(self._memory.cpu_weight * _WEIGHT_PARTS)
@@ -255,16 +257,16 @@ class ContentionModel:
 
 
 def link_gb_per_s(gpus: int, alone: float, both: float, total: float) -> tuple[float, float]:
-    """Returns a first estimate of the link rate of each GPU, in GB/s per direction, if `gpus` GPUs
-    share one host: (with one direction busy on all GPUs, with both directions busy on all GPUs).
+    """Returns an estimate of the link rates of each of several GPUs in one host, in GB/s per
+    direction: the rate if one direction is busy on all GPUs, and the rate if both are.
 
-    Four H200 on one host were measured at 43 and 21.7 GB/s, and two at 55 and 38.9.
+    Measured on one host: 43 and 21.7 GB/s with four H200, 55 and 38.9 GB/s with two.
 
     Args:
-        gpus: the number of GPUs.
-        alone: the rate of a single GPU with one direction busy.
-        both: the rate per direction of a single GPU with both directions busy.
-        total: the rate that the host sustains for all GPUs and directions together.
+        gpus: The number of GPUs.
+        alone: The rate of a single GPU with one direction busy, in GB/s.
+        both: The rate per direction of a single GPU with both directions busy, in GB/s.
+        total: The rate that the host sustains for all GPUs and directions together, in GB/s.
 
     >>> for gpus in (1, 2, 4):
     ...     print([round(rate, 1) for rate in link_gb_per_s(gpus, 55.4, 50.3, 175.0)])

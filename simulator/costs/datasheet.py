@@ -1,7 +1,7 @@
 """Datasheet: a cost model for machines that were not measured. Durations follow from rates.
 
 * Copies: the time on the link's curve (`interpolate`). Without a curve, latency + bytes / rate. On
-  a unified machine, nothing.
+  a unified machine, 0.
 * Compute ops, with sequences of S tokens:
 
       linear FLOPs / (peak x linear efficiency)
@@ -10,24 +10,24 @@
       + traffic share x moved bytes / device rate
 
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
-  The SMs that they take from compute are not modelled.
+  The SMs that collectives take from compute are not modelled.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
-  FLOPs divided by the rate of linear layers in bf16. On the host, an update by another optimizer
-  than AdamW takes the share of AdamW's time that it moves of AdamW's bytes.
+  FLOPs divided by the rate of linear layers in bf16. On the host, the time of another optimizer's
+  update is that of AdamW, scaled by the bytes that both move.
 
-The three terms of a compute op add up because its kernels run one after the other. A matrix product
-also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix products of
-few tokens"). The traffic is that of eager PyTorch (`ModelSpec.work`), and its share is that of
-compiled layers or of experts (`traffic_share`). A kernel launch costs nothing, so predictions for a
-few hundred tokens are too fast.
+The three terms of a compute op are added because its kernels run one after the other. A matrix
+product also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix
+products of few tokens"). `ModelSpec.work` counts the traffic of eager PyTorch, and `traffic_share`
+corrects it for compiled layers and for experts. The time of kernel launches is not counted, so
+predictions for a few hundred tokens are too fast.
 
 The attention rate is that of the workload's kernel, if the machine has it. With documents, flash
-attention receives their lengths, and the prediction takes each row as one document. Shorter
-documents only take less time. A kernel that receives a mask, for documents or for a window, also
+attention receives their lengths, and the prediction treats each row as one document. Shorter
+documents take less time. A kernel that receives a mask, for documents or for a window, also
 computes masked pairs (`ModelSpec.computed_pairs`). Masks for documents were not measured.
 
 Copies beyond a measured curve are flagged as extrapolated, and so are layers whose attention uses a
-mask for documents. The machine's `uncertainty` says how far off the rates may be.
+mask for documents. The machine's `uncertainty` says how inaccurate the rates may be.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ from megatrain.simulator.schedule.operands import exchanged
 
 _ADAM_BYTES = 22
 """Bytes per parameter that the AdamW of `cpu_adam_per_s` reads and writes: bf16 weight 2 + 2, bf16
-gradient 2, fp32 moments 8 + 8. Memory bandwidth limits AdamW, so other dtypes cost by their bytes
-(docs/lab_notes.md, "DeepSpeed's CPUAdam by dtype")."""
+gradient 2, fp32 moments 8 + 8. Memory bandwidth limits AdamW, so with other dtypes its time is
+proportional to their bytes (docs/lab_notes.md, "DeepSpeed's CPUAdam by dtype")."""
 _PASS_SHARE = 107 / 136.4
-"""The GB/s of a copy by all threads, relative to this AdamW's. Both were measured on an H200's host
-(library/hardware/h200.toml). The ratio is used for every elementwise pass and every machine."""
-
+"""The GB/s of a copy by all threads, relative to those of this AdamW. Both were measured on an
+H200's host (library/hardware/h200.toml). The ratio is used for every elementwise pass and every
+machine."""
 _THREAD_NORM_NS = 0.265
 """Time per parameter of PyTorch's norm of a bf16 tensor on a CPU. It runs on one thread and is
 limited by a chain of additions, not by memory, so it is used for every host (docs/lab_notes.md,
 "PyTorch's norm on the host")."""
 _ATTENTION_BACKWARD = 1.25
-"""FLOPs of flash attention's backward relative to those in `ModelSpec.work`. It has five matrix
-products and not four, because it recomputes the scores (Dao, 2023)."""
+"""FLOPs of the backward pass of flash attention, relative to those in `ModelSpec.work`. It has five
+matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
 _LEAST_OTHER_WORK = 0.05
 """The least share of a layer's time that is not attention."""
 
 
 def fp8_speed(hardware: HardwareSpec) -> float:
-    """Returns how many times as fast as bf16 products the machine's fp8 products are. Raises
-    UserError if it has none.
+    """Returns the speed of the machine's fp8 products relative to bf16 products. Raises UserError
+    if it has no fp8 products.
     """
     speed = hardware.fp8_speed()
     if speed is None:
@@ -135,7 +135,7 @@ class Datasheet(EstimatedCosts):
         attention = hardware.attention.get(
             "flash" if workload.documents else workload.attention or "", usual
         )
-        # Attention with written-out scores computes masked pairs in any case.
+        # Written-out scores always include the masked pairs, so documents change nothing there.
         self.masked = (
             workload.documents
             and model.document_attention(workload.dtype) == "mask"
@@ -179,8 +179,8 @@ class Datasheet(EstimatedCosts):
         return math.ceil(self.hardware.link_latency_ns + op.bytes / self._rates[op.lane]), False
 
     def whole(self, op: Op) -> tuple[Op, float]:
-        """Returns the recompute with attention that corresponds to a recompute without it, and the
-        time of the latter as a share of the former's.
+        """Returns the full recompute of the layer of `op`, a recompute that skips attention, and
+        the duration of `op` divided by the duration of the full recompute.
         """
         layer, _, workload = op.shape.partition("/")
         flops = self.model.work(op.kind, op.layer, self.workload).flops
@@ -192,7 +192,9 @@ class Datasheet(EstimatedCosts):
         )
 
     def _compute_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
-        """Returns the time of a compute op. `kept` is for a recompute that skips attention."""
+        """Returns the time of a compute op in ns. `kept` is True for a recompute that skips
+        attention.
+        """
         if (kind, layer, kept) not in self._computed:
             work = self.model.work(kind, layer, self.workload, kept=kept)
             self._computed[kind, layer, kept] = math.ceil(
@@ -203,7 +205,7 @@ class Datasheet(EstimatedCosts):
         return self._computed[kind, layer, kept]
 
     def _moved_bytes(self, work: Work, kind: str, layer: str) -> float:
-        """Returns the bytes that a compute op moves, or that take as long."""
+        """Returns the bytes that a compute op moves, corrected by `traffic_share`."""
         share = traffic_share(self.model, self.workload, kind, layer)
         return share * (work.moved_bytes - work.unfused_bytes) + work.unfused_bytes
 
@@ -214,36 +216,37 @@ class Datasheet(EstimatedCosts):
 
     @property
     def knows_attention(self) -> bool:
-        """Whether the machine's calibration has the attention kernel of this model alone."""
+        """Whether the machine's calibration measured the attention kernel of this model alone."""
         return self._row is not None
 
     def attention_ns(self, kind: str, layer: str) -> float:
-        """Returns the time of attention in a compute op, in ns, without saved attention.
+        """Returns the time of attention in a compute op, in ns, if attention was not saved.
 
-        A measured kernel takes the time of one full causal row, times the pairs of tokens that the
-        op has relative to that row.
+        If the kernel was measured, it is the time of one full causal row, multiplied by the number
+        of pairs of tokens in the op and divided by their number in that row.
         """
         flops = self.model.work(kind, layer, self.workload).attention_flops
         if not flops:
             return 0.0
-        masked = self.model.computed_pairs(layer, self.workload)
+        computed = self.model.computed_pairs(layer, self.workload)
         if self._row and (share := self.model.share_of_row(layer, self.workload)):
-            return masked * share * self._row[kind == "backward"]
+            return computed * share * self._row[kind == "backward"]
         backward = _ATTENTION_BACKWARD if kind == "backward" else 1
-        return masked * backward * flops / self._attention_flops_per_ns
+        return computed * backward * flops / self._attention_flops_per_ns
 
     def scaled(self, op: Op, workload: Workload, duration: int) -> float:
-        """Returns the duration of a decoder layer's `op` in ns from that of the same op measured
-        with another `workload`, in which it took `duration`.
+        """Returns the duration of a decoder layer's `op` in ns, from `duration`, the measured time
+        of the same op with another `workload`.
 
-        The time of attention is exchanged, and the rest of the op is proportional to the tokens.
+        The time of attention is replaced, and the rest is scaled by the tokens.
         """
         more = self.workload.tokens / workload.tokens
         if has_saved_attention(op.shape):
             return duration * more
         then = Datasheet(self.hardware, self.model, workload)
         now, before = (sheet.attention_ns(op.kind, op.layer) for sheet in (self, then))
-        # The attention alone and the op were measured at different times.
+        # The attention kernel and the op were measured separately, so the difference may be too
+        # small.
         return max(duration - before, _LEAST_OTHER_WORK * duration) * more + now
 
     def extrapolated(self, op: Op) -> bool:
@@ -253,7 +256,7 @@ class Datasheet(EstimatedCosts):
 
     def share(self, op: Op, workload: Workload) -> float:
         """Returns the time of a decoder layer's `op` divided by its time with another `workload`
-        that has as many tokens.
+        that has the same number of tokens.
         """
         other, kept = Datasheet(self.hardware, self.model, workload), has_saved_attention(op.shape)
         return self._compute_ns(_work_of(op), op.layer, kept=kept) / other._compute_ns(
@@ -293,9 +296,9 @@ class Datasheet(EstimatedCosts):
         return elementwise + self.products_ns(op)
 
     def _exchange_ns(self, op: Op) -> int:
-        """Returns the time of a collective: of the bytes that arrive and, with gradients, of adding
-        them. Each of the N parts, or 2 N with tied embeddings, is read. The sum is written as often
-        and read once less.
+        """Returns the time of a collective in ns: of receiving the bytes and, for gradients, of
+        adding them. To add n parts, each part is read once. The fp32 sum is written n times and
+        read n - 1 times. With N GPUs, n is N, or 2 N with tied embeddings.
         """
         peer = self.hardware.peer_gb_per_s or min(
             self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
@@ -311,13 +314,13 @@ class Datasheet(EstimatedCosts):
         )
 
     def products_ns(self, op: Op) -> int:
-        """Returns the time of an update's matrix products, from their FLOPs."""
+        """Returns the time of an update's matrix products in ns, from their FLOPs."""
         return math.ceil(op.flops / self._products_per_ns) if op.flops else 0
 
 
 def _work_of(op: Op) -> str:
-    """Returns the kind of op whose work a compute op does. A recompute in pieces of tokens that
-    computes the MLP does that of a forward pass.
+    """Returns the kind whose work a compute op has. It is `forward` for a recompute in pieces of
+    tokens that computes the MLP, and otherwise its own kind.
     """
     return "forward" if is_whole(op.shape) else op.kind
 
@@ -326,10 +329,10 @@ def measured_row(
     table: CostTable | None, model: ModelSpec, workload: Workload
 ) -> tuple[float, float] | None:
     """Returns the forward and backward times in ns of the model's attention kernel on one causal
-    row of `workload.sequence` tokens. Returns None if the kernel was not measured.
+    row of `workload.sequence` tokens, or None if the kernel was not measured at two lengths.
 
-    The time divided by S is linear in S (`grid.py`). Between measured lengths it is interpolated,
-    and beyond them the outermost segment goes on.
+    The time divided by the sequence length S is linear in S (`interpolation.py`). It is
+    interpolated between the measured lengths, and continues the outermost segment beyond them.
     """
     points = table.attention.get(model.attention_shape(workload), ()) if table else ()
     if len(points) < 2:

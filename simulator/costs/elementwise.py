@@ -17,8 +17,9 @@ class Elementwise:
     """The bytes that ops read and write, for one model and workload."""
 
     def __init__(self, model: ModelSpec, workload: Workload, cores: int = 0) -> None:
-        """`cores` are the host's. With 0, they do not limit an update."""
-        self._threads = max(cores - cores // 8, 1) if cores else 0  # as in `lane_threads`
+        """`cores` is the number of CPU cores. With 0, cores do not limit an update."""
+        # The number of threads is that of `lane_threads` in the runtime.
+        self._threads = max(cores - cores // 8, 1) if cores else 0
         self.state = workload.state
         """The name of the state format."""
         self._model, self._workload, self._width = model, workload, DTYPE_BYTES[workload.dtype]
@@ -28,10 +29,9 @@ class Elementwise:
         """Bytes of state that the update of a parameter reads and writes."""
         self._update_costs = UPDATE_COSTS[FORMATS[workload.state].moments]
         self._coded = state["gradients"].bytes if workload.gradients == "8bit" else 0
-        """Bytes of the code of a gradient that an update reads, 0 if it is not in codes."""
+        """Bytes per parameter of a gradient in codes, or 0 if gradients are not in codes."""
         self._second = state["moments"].bytes / max(moments, 1)
-        """Bytes of one of the optimizer's moments of a parameter."""
-
+        """Bytes per parameter of one of the optimizer's moments."""
         self._whole_matrices: dict[str, float] = {}
         """Layer -> bytes of state that the update of a parameter reads and writes, for layers whose
         update needs whole matrices."""
@@ -57,11 +57,11 @@ class Elementwise:
         return layer in self._whole_matrices
 
     def summed_bytes(self, op: Op) -> int:
-        """Returns the extra bytes that a compute op moves because its gradient is one of several.
-        They are in addition to the bytes with one micro-batch, which calibration measures.
+        """Returns the bytes that a compute op moves in addition because its gradient is one of
+        several. Calibration measures the op with one micro-batch. The result may be negative.
 
         A gradient is read with b bytes per element, as the layer computes it, and written with w
-        bytes. If it is added to another, that one is read too: b + w [+ w].
+        bytes. If it is added to an earlier sum, the sum is read too: b + w [+ w].
         """
         layer = {"head": self._model.head, "embed_backward": EMBEDDING}.get(op.kind, op.layer)
         if self._workload.accumulation == 1 or op.kind not in (
@@ -86,7 +86,7 @@ class Elementwise:
         * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
           also reads the gradient.
         * An update reads and writes the master and the optimizer's moments, and reads the
-          gradient. Matrix products are not counted: their time is that of their FLOPs.
+          gradient. Matrix products are not counted, because their time follows from their FLOPs.
         """
         kind, gradient = op.kind, self._gradient_width(op.layer)
         if kind in PASS_KINDS:
@@ -104,9 +104,8 @@ class Elementwise:
         return 0 if kind == "clip" else None
 
     def _update_bytes(self, op: Op) -> float:
-        """Returns the bytes per parameter that an update reads and writes, or on a GPU those that
-        take as long. The layout of an optimizer that treats tensors differently says how many
-        moments most tensors of the layer keep.
+        """Returns the bytes per parameter that an update reads and writes. On a GPU, an update that
+        is limited by arithmetic counts as the bytes that would take as long.
         """
         if op.layer in self._whole_matrices:
             moved = GPU_BYTES
@@ -122,13 +121,13 @@ class Elementwise:
     def update_ns(self, op: Op, exact_ns: float) -> float:
         """Returns the time of the update `op`, in ns.
 
-        `exact_ns` is the measured time of AdamW with fp32 moments. That update is bound by memory
-        bandwidth, so the time of another update is in proportion to the bytes that it moves. On
-        the host, an update with more arithmetic is bound by the cores instead.
+        `exact_ns` is the measured time of AdamW with fp32 moments. Memory bandwidth limits that
+        update, so the time of another update is proportional to the bytes that it moves. On the
+        host, the cores limit an update with more arithmetic instead.
         """
         share = self._update_bytes(op) / (24 + self._gradient_width(op.layer))
         time = exact_ns * share
-        each = self._update_costs.core_per_s
-        if op.kind == "update" or not each or not self._threads:
+        core_per_s = self._update_costs.core_per_s
+        if op.kind == "update" or not core_per_s or not self._threads:
             return time
-        return max(time, op.parameters / (each * self._threads) * 1e9)
+        return max(time, op.parameters / (core_per_s * self._threads) * 1e9)

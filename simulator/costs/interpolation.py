@@ -1,16 +1,32 @@
-"""Linear interpolation of a measured curve."""
+"""Linear interpolation of measured durations: over a size, or over tokens and sequence length.
+
+`between` interpolates a compute op's duration over tokens T and sequence length S:
+
+    duration(T, S) = f(T) + T g(S)
+
+f is linear between the token counts that were measured at one sequence length, the length with the
+most token counts. g is the extra time per token at another length, and is linear between the
+measured lengths. A causal attention kernel that reaches efficiency x S / (S + h) of the peak
+(`datasheet.py`) takes a time proportional to T (S + h), which is linear in S. Ops without attention
+do not depend on S, so g is 0. There is no extrapolation.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
 
 
 def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bool]:
     """Returns (duration in ns, extrapolated) at `size` on a curve of (size, ns) points.
 
-    The points are in ascending order of size. Between two points the duration is linear, and beyond
-    the outermost points it continues their segment. It is at least 0. A curve of one point is a
-    constant if its size is 0, otherwise the duration is proportional to the size.
+    The points are in ascending order of size. Between two points the duration is linear. Beyond the
+    outermost points it continues the outermost segment. It is at least 0. A curve of one point is a
+    constant if the point's size is 0. Otherwise the duration is proportional to the size.
 
     >>> interpolate(((100, 20), (200, 30)), 150), interpolate(((100, 20), (200, 30)), 400)
     ((25, False), (50, True))
@@ -24,3 +40,66 @@ def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bo
         max(y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0)), 0),
         not points[0][0] <= size <= points[-1][0],
     )
+
+
+class Point(NamedTuple):
+    """One measurement of a compute op."""
+
+    tokens: int
+    """Tokens per micro-batch."""
+    sequence: int
+    """Tokens per sequence."""
+    duration_ns: int
+    """The measured duration."""
+
+
+def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: bool) -> int | None:
+    """Returns the duration in ns at `tokens` and `sequence`, or None if one of them is outside the
+    measured range or if there are too few points. `attends` says whether the op has attention, and
+    therefore a duration that depends on the sequence length.
+
+    >>> measured = [Point(100, 10, 50), Point(300, 10, 130), Point(200, 30, 110)]
+    >>> between(measured, 200, 10, attends=True), between(measured, 200, 20, attends=True)
+    (90, 100)
+    >>> between(measured, 400, 10, attends=True) is None
+    True
+    """
+    # sequence length -> tokens -> durations
+    lengths: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for point in points:
+        lengths[point.sequence if attends else 0][point.tokens].append(point.duration_ns)
+    if not lengths:
+        return None
+    reference = max(lengths, key=lambda length: (len(lengths[length]), -length))
+    curve = _curve(lengths[reference])
+    length = sequence if attends else 0
+    if len(curve) < 2 or not curve[0][0] <= tokens <= curve[-1][0]:
+        return None
+    more = {reference: 0.0}  # extra ns per token, by sequence length
+    for other, measured in lengths.items():
+        inside = [
+            (ns - interpolate(curve, count)[0]) / count
+            for count, ns in _curve(measured)
+            if curve[0][0] <= count <= curve[-1][0]
+        ]
+        if other != reference and inside:
+            more[other] = statistics.mean(inside)
+    if not min(more) <= length <= max(more):
+        return None
+    extra = more[length] if length in more else _line(sorted(more.items()), length)
+    return max(round(interpolate(curve, tokens)[0] + tokens * extra), 1)
+
+
+def _curve(durations: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:
+    """Returns points (tokens, mean duration) in ascending order of tokens."""
+    return tuple(
+        (tokens, round(statistics.mean(times))) for tokens, times in sorted(durations.items())
+    )
+
+
+def _line(points: list[tuple[int, float]], place: int) -> float:
+    """Interpolates between the two neighbors of `place`."""
+    (x0, y0), (x1, y1) = next(
+        pair for pair in itertools.pairwise(points) if pair[0][0] <= place <= pair[1][0]
+    )
+    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)

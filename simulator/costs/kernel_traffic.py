@@ -1,18 +1,20 @@
-"""The traffic of compute ops relative to the formula of `ModelSpec.work`.
+"""The memory traffic of compute ops, relative to the formula of `ModelSpec.work`.
 
-That formula counts the bytes which eager PyTorch's elementwise kernels read and write in a dense
-layer, at the rate of a copy. Compiled kernels are fused, so they move less. Routing to experts
-sorts, gathers and scatters tokens, and multiplies matrices of few tokens each, so it takes longer
-than its bytes. So does linear attention in transformers' PyTorch code, which is a loop over chunks
-of a sequence; its shares are those of one model, Qwen3-Next, whose layers also have experts. With
-kernels of other packages it is faster. Other linear attention, state-space mixers, and layers of
-both with a dense MLP have the same shares, although nobody measured them.
+The formula counts the bytes that eager PyTorch's elementwise kernels read and write in a dense
+layer. Their time is that of a copy of as many bytes. Three kinds of layers differ:
+
+* Compiled kernels are fused, so they move fewer bytes.
+* Routing to experts sorts, gathers and scatters tokens, and multiplies matrices of few tokens each.
+  This takes longer than a copy of the same bytes.
+* Linear attention in transformers' PyTorch code loops over chunks of a sequence, which also takes
+  longer. Its shares are those of one model, Qwen3-Next, whose layers also have experts. Other
+  linear attention, state-space mixers, and layers of both with a dense MLP use the same shares, but
+  were not measured. With kernels of other packages, linear attention is faster.
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
-micro-batch (experiments/results/h200-families, 2026-11-24). The other half was left out, to test
-them. They are used for every GPU, in proportion to its rate of a copy. Those of eager dense layers
-stay at 1: layers of Qwen2.5-7B and 14B that were measured apart take what the formula says, within
-7 % (experiments/published/h200.csv).
+micro-batch (experiments/results/h200-families, 2026-11-24). The other half of the families tests
+them. The shares are used for every GPU. The shares of eager dense layers are 1, because measured
+layers of Qwen2.5-7B and 14B agree with the formula within 7 % (experiments/published/h200.csv).
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from megatrain.simulator.model.workload import Workload
 
 
 class _Shares(NamedTuple):
-    """Times the traffic of the formula, by the kind of op."""
+    """Traffic relative to the formula, by kind of op."""
 
     forward: float
-    """Also of a recompute."""
+    """Traffic of the ops `forward` and `recompute`."""
     backward: float
+    """Traffic of the op `backward`."""
     head: float
-    """Also of an evaluation's loss."""
+    """Traffic of the ops `head` and `loss`."""
 
 
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.26)
@@ -41,11 +44,13 @@ _COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
-    """Returns the traffic of a compute op relative to that of `ModelSpec.work`.
+    """Returns the traffic of a compute op relative to the formula of `ModelSpec.work`.
 
     Args:
+        model: the model.
+        workload: the workload. Only `compiled` is read.
         kind: the kind of op.
-        layer: the decoder layer; only ops of decoder layers use it.
+        layer: the decoder layer. Only ops of decoder layers use it.
     """
     if kind in ("embed", "embed_backward"):
         return 1.0

@@ -1,4 +1,4 @@
-"""The error for an op of a shape that no measurement can stand for, in words."""
+"""The error for a compute op whose duration cannot be derived from any measurement."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _SHAPE = re.compile(
 _MOST = 6
 
 
-class _Measured(NamedTuple):
-    """What a shape says."""
+class _ShapeText(NamedTuple):
+    """A shape in words."""
 
     layer: str
+    """The family and width of the layer."""
     tokens: str
+    """The batch and the sequence length."""
     how: str
-    """dtype, and what else the duration depends on"""
+    """The dtype, and everything else that the duration depends on."""
     options: str
-    """the options of `megatrain calibrate` that measure it"""
+    """The options of `megatrain calibrate` that measure this shape."""
 
 
 def missing_measurement(measured_on: str, kind: str, shape: str, known: Iterable[str]) -> UserError:
-    """Returns the error for an op of `kind` and `shape` if no similar op was measured.
+    """Returns the UserError for an op of `kind` and `shape` if no similar op was measured.
 
     Args:
         measured_on: the machine of the measurements.
@@ -47,10 +49,10 @@ def missing_measurement(measured_on: str, kind: str, shape: str, known: Iterable
     """
     asked = _parsed(shape)
     sizes: dict[str, list[str]] = {}
-    for found in map(_parsed, sorted(known, key=_by_numbers)):
-        sizes.setdefault(found.how, []).append(found.tokens)
+    for measured in map(_parsed, sorted(known, key=_by_numbers)):
+        sizes.setdefault(measured.how, []).append(measured.tokens)
     allowed = "; ".join(
-        f"{how}: {', '.join(dict.fromkeys(each[:_MOST]))}" for how, each in sizes.items()
+        f"{how}: {', '.join(dict.fromkeys(tokens[:_MOST]))}" for how, tokens in sizes.items()
     )
     return UserError(
         f"measurements of {measured_on}",
@@ -67,21 +69,21 @@ def _by_numbers(shape: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", shape)]
 
 
-def _parsed(shape: str) -> _Measured:
-    """Returns what `shape` says. A shape of another form stands for itself."""
+def _parsed(shape: str) -> _ShapeText:
+    """Returns `shape` in words. A shape of an unknown form is not changed."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
-        return _Measured(shape, "any number of tokens", "any dtype", "")
+        return _ShapeText(shape, "any number of tokens", "any dtype", "")
     batch, sequence, scaling = int(match["batch"]), int(match["sequence"]), match["scaling"]
     suffixes = match["rest"].split("-")[1:]
     how = [f"fp8 ({scaling})" if scaling else match["dtype"]]
     options = [f"--batch {batch} --seq {sequence} --dtype {'fp8' if scaling else match['dtype']}"]
     if scaling:
         options.append(f"--fp8-scaling {scaling}")
-    for each in suffixes:
-        if each not in ("compiled", "documents"):
-            how.append(f"attention kernel {each}")
-            options.append(f"--attention {each}")
+    for suffix in suffixes:
+        if suffix not in ("compiled", "documents"):
+            how.append(f"attention kernel {suffix}")
+            options.append(f"--attention {suffix}")
     if "compiled" in suffixes:
         how.append("compiled")
         options.append("--compile")
@@ -92,7 +94,7 @@ def _parsed(shape: str) -> _Measured:
         options.append("--plain-packing")
     if has_saved_attention(shape):
         how.append("attention saved")
-    return _Measured(
+    return _ShapeText(
         layer=f"{match['family']} of width {int(match['width']):,}",
         tokens=f"{batch} x {sequence:,} tokens",
         how=", ".join(how),

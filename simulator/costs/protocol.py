@@ -1,4 +1,6 @@
-"""CostModel: how long an op takes while nothing else runs, and how ops slow each other down."""
+"""CostModel: the interface of cost models. A cost model says how long an op takes while nothing
+else runs, and how ops slow each other down.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,22 @@ class CostModel(Protocol):
 
     @property
     def step_overhead_ns(self) -> int:
-        """Host time per step outside the schedule."""
+        """Host time per step outside the schedule, in nanoseconds."""
 
     @property
     def process_bytes(self) -> int:
-        """Host memory that a process with state on the host needs in addition to its pools, or 0 if
-        it was not measured.
+        """Host memory in bytes that a process with state on the host needs in addition to its
+        pools, or 0 if it was not measured.
         """
 
     def sizes(self, schedule: Schedule) -> Sizes:
-        """Returns the ops of the schedule grouped by cost. A simulator then asks for one duration
-        per size and not one per op.
+        """Returns the ops of the schedule grouped by cost. Simulators then ask for one duration for
+        each size, not for each op.
         """
 
     def duration_ns(self, op: Op) -> int:
-        """Returns the time of `op` at full speed. Raises UserError if its kind or shape is
-        unknown.
+        """Returns the time of `op` at full speed, in nanoseconds. Raises UserError if its kind or
+        shape is unknown.
         """
 
     def demand(self, op: Op) -> Demand | None:
@@ -48,16 +50,16 @@ class CostModel(Protocol):
         """
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
-        """Returns the speed of each op while all of `busy`, on different lanes, run together. It is
-        in millionths of full speed and at least 1.
+        """Returns the speed of each op in `busy`, in millionths of full speed and at least 1, while
+        all of these ops run at the same time on different lanes.
         """
 
     def extrapolated(self, op: Op) -> bool:
         """Checks whether the duration of `op` is outside the measured range."""
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        """Returns the measured bytes of one decoder layer's saved activations, or None if they were
-        not measured. If layers differ, it is the largest.
+        """Returns the measured bytes of a decoder layer's saved activations, or None if they were
+        not measured. If layers differ, it is the largest number.
         """
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
@@ -67,7 +69,7 @@ class CostModel(Protocol):
 
 
 class ContendedCosts(abc.ABC):
-    """Base class of the cost models. Ops of one size cost the same, and `sharing` says how ops slow
+    """Base class of cost models. Ops of one size cost the same, and `sharing` says how ops slow
     each other down.
     """
 
@@ -83,7 +85,7 @@ class ContendedCosts(abc.ABC):
         """Returns the time of `op` at full speed."""
 
     def touched_bytes(self, op: Op) -> int:
-        """Returns the bytes that an op of the cpu lane reads and writes."""
+        """Returns the bytes that an op of the lane `cpu` reads and writes."""
         return 0
 
     def demand(self, op: Op) -> Demand | None:

@@ -1,4 +1,4 @@
-"""Replayed: a cost model with the durations of a run, which measures the error of the engine."""
+"""Replayed: a cost model with the durations of a run, to measure the error of the engine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 
 class Replayed(EstimatedCosts):
-    """The durations of a timeline. If the engine simulates the schedule with them, the difference
-    from the timeline is the engine's own error.
+    """A cost model with the durations of a timeline. If the engine simulates the schedule with it,
+    the difference from the timeline is the error of the engine alone. Ops do not slow each other
+    down.
     """
 
     sharing = ContentionModel({})
     step_overhead_ns = 0
 
     def __init__(self, timeline: Timeline, dispatch_ns: Mapping[str, int] | None = None) -> None:
-        """`dispatch_ns` is the time that the engine adds before each op, by lane, as in a
-        prediction. By default it adds none.
+        """`dispatch_ns` is the time that the engine adds before each op, by lane, in nanoseconds.
+        By default it is 0.
         """
         self.dispatch_ns: Mapping[str, int] = dispatch_ns or {}
         self._durations = {span.op: span.duration_ns for span in timeline.spans}
 
     def sizes(self, schedule: Schedule) -> Sizes:
-        """Returns every op as a size of its own, because each has its own duration."""
+        """Returns one size for each op, because each op has its own duration."""
         return Sizes(schedule.ops, list(range(len(schedule.ops))))
 
     def duration_ns(self, op: Op) -> int:

@@ -1,7 +1,7 @@
-"""ScaledCosts: a cost model with ops of other sizes than the schedule's, or another link rate.
+"""ScaledCosts: changes the sizes of ops or the rate of the link in another cost model.
 
 It estimates setups for which no policy makes a schedule, such as optimizer state in another
-precision or state that is sharded among several GPUs.
+precision, or state that is sharded among several GPUs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatrain.simulator.schedule import Op, Schedule, Sizes
 
 
 class ScaledCosts:
-    """The cost model `costs`, but every op is replaced by `change(op)`, and its time is multiplied
-    by the factor that `slower` has for its lane.
+    """The cost model `costs`, with each op replaced by `change(op)`, and its time multiplied by the
+    factor of its lane in `slower`. All durations count as extrapolated.
     """
 
     def __init__(
@@ -28,8 +28,14 @@ class ScaledCosts:
         slower: Mapping[str, float] | None = None,
         both_slower: float = 1.0,
     ) -> None:
-        """`both_slower` is a further factor for the time of copies while both directions of the
-        link are busy.
+        """Makes the cost model.
+
+        Args:
+            costs: The cost model to change.
+            change: Returns the op whose cost is used instead of an op's own.
+            slower: Lane -> factor on the time of its ops. A missing lane has the factor 1.
+            both_slower: Additional factor on the time of copies while both directions of the link
+                are busy.
         """
         self.costs, self.change, self.slower, self.both_slower = (
             costs,

@@ -1,14 +1,14 @@
 """How fast each GPU copies if several GPUs of a host copy at the same time.
 
-All links together copy at most T GB/s, which is what the host's DRAM sustains:
+The host's DRAM limits the rate of all links together to T GB/s. With N GPUs:
 
     rate of one GPU with one direction busy:        min(link, T / N)
     rate of each direction with both busy:          min(link, T / 2N)
 
 T is the DRAM rate that the host's cores reach, divided by the DRAM traffic per copied byte. A host
-for several GPUs is assumed to sustain at least 175 GB/s, but no more than N times the T of the
-machine with one GPU. Four H200 in one host reached 175 GB/s (2026-11-21). With NVLink-C2C each GPU
-has its own host memory.
+for several GPUs is assumed to sustain 175 GB/s, which four H200 in one host reached (2026-11-21),
+but at most N times the T of the machine with one GPU. It never has less than that T. With
+NVLink-C2C, each GPU has its own host memory, so there is no limit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LinkShare(NamedTuple):
     together: float
     """GB/s of each direction with both busy."""
     slower: float
-    """Factor on the time of a copy, against one GPU."""
+    """Factor on the time of a copy, relative to one GPU."""
     both_slower: float
-    """Further factor while both directions are busy."""
+    """Additional factor while both directions are busy."""
 
 
 def has_own_memory(hardware: HardwareSpec) -> bool:
@@ -42,7 +42,9 @@ def has_own_memory(hardware: HardwareSpec) -> bool:
 
 
 def link_share(hardware: HardwareSpec, gpus: int) -> LinkShare:
-    """Returns the rates of each link while `gpus` GPUs of one host copy."""
+    """Returns the rates of each link while `gpus` GPUs of one host copy. `hardware` is the machine
+    with one GPU.
+    """
     one, both = (
         min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s) * share
         for share in (1.0, hardware.duplex_fraction)

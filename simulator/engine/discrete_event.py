@@ -3,16 +3,16 @@ other.
 
 It is a fluid model. The duration of an op is its work at full speed. While a set of ops is running,
 `costs.rates` gives the speed of each in millionths of full speed. An op ends when its work is done,
-however often its rate changes. Work is counted in millionths of nanoseconds, so that every sum is
-exact, and an op ends at the first whole nanosecond by which its work is done. A lane is busy from
-an op's start to its end, not while it waits or dispatches.
+however often its rate changes. Work is counted in millionths of nanoseconds, so every sum is exact.
+An op ends at the first whole nanosecond by which its work is done. A lane is busy from the start to
+the end of an op, not while it waits or dispatches.
 
-The engine contains no physics: the cost model decides which ops slow each other. Bursts, and queues
-inside the DMA engines, are not modelled.
+The cost model, not the engine, decides which ops slow each other down. Bursts, and queues inside
+the DMA engines, are not modelled.
 
 These rules are implemented twice, and tests compare both to the nanosecond. `simulate` plays a
 schedule in simpy. `play` and `makespan_ns` play it in one loop without simpy, in less than half of
-the time. `makespan_ns` only returns when the last op ends.
+the time. `makespan_ns` returns only the end of the last op.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEVER = 2**63
 
 
 class DeadlockError(RuntimeError):
-    """Lanes wait for each other, or for an op that no lane runs.
+    """Raised if lanes wait for each other, or for an op that no lane runs.
 
     This happens only with a schedule that `Schedule.check` rejects.
     """
@@ -43,8 +43,8 @@ class DeadlockError(RuntimeError):
 def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     """Returns the predicted timeline.
 
-    Raises DeadlockError if lanes are blocked. It names the first blocked op of each lane and the
-    ops that it waits for.
+    Raises DeadlockError if lanes are blocked. The error names the first blocked op of each lane and
+    the ops that it waits for.
     """
     import simpy  # takes 50 ms, and most commands do not need it
 
@@ -90,7 +90,7 @@ def _queues(schedule: Schedule) -> list[list[int]]:
 
 
 def _numbered(demands: Iterable[Demand | None]) -> tuple[list[Demand | None], list[int]]:
-    """Returns the distinct demands, None first, and for each demand its index among them."""
+    """Returns the distinct demands, None first, and for each of `demands` its index among them."""
     codes: dict[Demand | None, int] = {None: 0}
     places = [codes.setdefault(demand, len(codes)) for demand in demands]
     return list(codes), places
@@ -118,7 +118,7 @@ def _run(
     queue: list[int],
     latency: int,
 ) -> Generator[simpy.Event, None, None]:
-    """The simpy process of one lane. It runs each op in turn, after the ops that it waits for.
+    """The simpy process of one lane. It runs each op in turn, after the op's dependencies.
 
     An op has an event only if another lane waits for it. `latency` is the dispatch time of an op in
     nanoseconds.
@@ -162,7 +162,7 @@ def _run(
 def _run_shared(environment: simpy.Environment, flow: _Flow) -> None:
     """Runs the simulation to its end, with rates that change.
 
-    Rates are computed once per instant, after all ops that end or start at it.
+    Rates are computed once per instant, after all ops that end or start at that instant.
     """
     step, peek = environment.step, environment.peek
     while True:
@@ -183,8 +183,8 @@ class _Flow:
     ) -> None:
         self._environment, self._costs = environment, costs
         self.known, self.codes = _numbered(demands)
-        """`known` are the distinct demands. `codes` has for each op size the index of its demand in
-        `known`, 0 for none."""
+        """`known` has the distinct demands. `codes` has for each op size the index of its demand in
+        `known`, which is 0 if it has no demand."""
         lanes = len(LANES)
         self.carriers: list[simpy.Event] = [environment.event() for _ in range(lanes)]
         """For each lane, the event that its process waits for while it is busy. The callbacks move
@@ -192,21 +192,23 @@ class _Flow:
         self.changed = False
         """Whether an op has started or ended since the rates were computed."""
         self._busy = [0] * lanes
-        """For each lane, the code of the running op, 0 for none."""
+        """For each lane, the code of the running op, or 0 if it is idle."""
         self._rate = [0] * lanes
         """For each lane, the current rate in millionths."""
         self._since = [0] * lanes
         """For each lane, the time of its last rate change."""
         self._work = [0] * lanes
-        """For each lane, the work that was left at that time, in millionths of nanoseconds."""
+        """For each lane, the work left at its last rate change, in millionths of nanoseconds."""
         self._factor = [len(self.known) ** lane for lane in range(lanes)]
         self._mix = 0
-        """The combination of running codes as one number: the sum of code x factor."""
+        """The codes of all lanes as one number: the sum over lanes of code x factor."""
         self._mixes: dict[int, list[tuple[int, int]]] = {}
-        """Combination -> (lane, rate) of each busy lane."""
+        """Value of `_mix` -> (lane, rate) of each busy lane."""
 
     def start(self, lane: int, code: int, duration: int) -> None:
-        """Starts `duration` nanoseconds of work on `lane`. The lane's carrier fires at its end."""
+        """Starts `duration` nanoseconds of work on `lane`. The lane's carrier fires when the work
+        is done.
+        """
         self._busy[lane], self._work[lane], self._rate[lane] = code, duration * PARTS, 0
         self._mix += code * self._factor[lane]
         self.changed = True
@@ -246,12 +248,14 @@ class _Flow:
 
 
 def play(schedule: Schedule, costs: CostModel) -> Timeline:
-    """Returns the same timeline as `simulate`, sooner. Raises DeadlockError as it does."""
+    """Returns the same timeline as `simulate` in less time. Raises DeadlockError if lanes are
+    blocked.
+    """
     return _timeline(schedule, *_played(schedule, costs))
 
 
 def makespan_ns(schedule: Schedule, costs: CostModel) -> int:
-    """Returns the end of the last op in nanoseconds. Raises DeadlockError as `simulate` does."""
+    """Returns the end of the last op in nanoseconds. Raises DeadlockError if lanes are blocked."""
     return max(_played(schedule, costs)[1], default=0)
 
 
@@ -269,13 +273,15 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
     starts = [_NOT_YET] * len(which)
     ends = [_NOT_YET] * (len(which) + 1)  # the last entry stands for ops not in the schedule
     awaited: dict[int, list[int]] = {}  # op -> lanes that wait for it
-    mixes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # running codes -> (lane, rate)
+    # code of the running op of each lane -> (lane, rate) of each busy lane; a code is the index of
+    # the op's demand in `known`
+    mixes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     # The following lists have one entry per lane.
     current = [next(queue, _NOT_YET) for queue in queues]  # the op that runs or is next
     due = [_NEVER] * len(LANES)  # when the op or its dispatch is done
     dispatching = [False] * len(LANES)
-    # Code of the running op, the work that was left at its last rate change, its rate, and the time
-    # of that change.
+    # The code of the running op, the work left at its last rate change, its rate, and the time of
+    # that change.
     busy, work, rates, since = ([0] * len(LANES) for _ in range(4))
     ready, now, changed = [lane for lane, op in enumerate(current) if op != _NOT_YET], 0, False
     while True:
@@ -349,7 +355,7 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
 
 
 def _blocked(schedule: Schedule, state: _State) -> str:
-    """Describes each lane that has not finished: the op that is blocked, and what it waits for."""
+    """Describes each lane that has not finished: its blocked op, and the ops that it waits for."""
     clauses = []
     for lane, queue in enumerate(state.queues):
         first = next((index for index in queue if state.ends[index] == _NOT_YET), None)

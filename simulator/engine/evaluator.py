@@ -3,9 +3,9 @@
     start(op) = max(end of the op before it on its lane, ends of `after`) + dispatch(lane)
     end(op) = start(op) + duration(op)
 
-The engine models contention: ops of busy lanes slow each other. Without contention, engine and
-evaluator agree on every span. The planner therefore uses the evaluator for a first ranking, and
-tests compare the engine with it. Times are integer nanoseconds.
+The discrete-event engine also models contention: ops of busy lanes slow each other down. Without
+contention, engine and evaluator agree on every span, and tests compare them. The planner uses the
+evaluator for a first ranking. Times are integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def two_groups_ns(schedule: Schedule, costs: CostModel, group: int = 1) -> tuple
     """Returns `uncontended_makespan_ns` of a step of two groups of micro-batches, and the
     nanoseconds that one more group would add.
 
-    The latter is the time from the end of the first group's compute to the end of the second's. It
-    is 0 for a step of one group. `group` is the number of micro-batches in each.
+    The second value is the time from the end of the first group's compute to the end of the second
+    group's. It is 0 for a step of one group. `group` is the number of micro-batches in a group.
     """
     ends = _ends(schedule, _durations_ns(schedule, costs))
     compute = [ends[op] for op in schedule.compiled.micro_batches[group - 1 :: group]]
@@ -80,18 +80,19 @@ class LowerBounds(msgspec.Struct, frozen=True, kw_only=True):
     """What limits a schedule. Times are in nanoseconds, with dispatch and without contention."""
 
     lanes_ns: dict[str, int]
-    """Lane -> the sum of its ops."""
+    """Lane -> the sum of the times of its ops."""
     critical_path_ns: int
     """The longest chain of ops that depend on each other, through `after` or through a buffer. The
     order of ops on a lane is not a dependency here."""
     lower_bound_ns: int
-    """No schedule with these ops, dependencies and slots ends earlier, in whatever order each lane
-    runs its ops. This is the end of the latest lane if each lane runs its ops by earliest start,
-    where earliest starts follow from chains of dependencies alone."""
+    """A lower bound on the makespan of any schedule with these ops, dependencies and slots, for any
+    order of ops on each lane. The earliest start of an op follows from the chains of dependencies
+    before it. Each lane runs its ops in the order of their earliest starts, and the bound is the
+    end of the lane that ends last."""
     latest: str = ""
     """The lane that sets the lower bound."""
     sum_ns: int
-    """The sum of all ops."""
+    """The sum of the times of all ops."""
 
     @property
     def binding(self) -> str:

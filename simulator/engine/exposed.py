@@ -1,12 +1,12 @@
 """Exposed time: how long compute is idle while each of the other lanes is busy, from a timeline.
 
-Time at which no compute op runs is divided equally among the other lanes that are busy. If none is
-busy, it counts as `waiting`: dispatch, and ops that are ready but have not started. Therefore
+Time in which no compute op runs is divided equally among the other lanes that are busy. If no lane
+is busy, it counts as `waiting`: dispatch, and ops that are ready but have not started. Therefore
 
     makespan = busy time of compute + sum of the exposed times of the other lanes + waiting
 
 Compute's busy time is the sum of its ops at full speed plus the time by which other lanes slow them
-(`slowed_ns`). A faster lane need not save all of its exposed time, since another lane may then
+down (`slowed_ns`). A faster lane may save less than its exposed time, because another lane may then
 limit the step.
 """
 

@@ -5,13 +5,13 @@ repetitions divided by their median. Two numbers agree if their relative differe
 sum of both spreads plus 2 %.
 
 A part of the machine (host, link or device) is noisy if more than 10 % of its numbers disagree. Its
-speed then changed between the two calibrations by more than it changed within either. Each part is
-judged by itself, because only a few numbers depend on the host: when the cores of one machine were
-20 % faster ten minutes later, only 4 % of all numbers disagreed
+speed then changed between the two calibrations by more than during either of them. Each part is
+judged by itself, because few numbers depend on the host: when the cores of a machine were 20 %
+faster in the second calibration, only 4 % of all numbers disagreed
 (tests/shared/calibrations/noisy-host.toml).
 
-Numbers of bytes are counted, not timed. They have no spread and may differ by 2 %. Numbers that are
-derived from other numbers are not compared.
+Numbers of bytes are counted and not timed, so they have no spread and may differ by 2 %. Numbers
+that are derived from other numbers are not compared.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _PARTS = {
         "dispatch_ns.d2h",
     ),
 }
-"""Prefixes of the names of a part's numbers. All other numbers, and numbers of ops on a lane of the
-device (`KIND@LANE`), belong to the device."""
+"""Part of the machine -> prefixes of the names of its numbers. All other numbers, and numbers with
+a lane in their name (`KIND@LANE`), belong to the device."""
 
 
 class RateDifference(NamedTuple):
     """A number on which the two calibrations disagree."""
 
     name: str
-    """Its name, as in `CostTable.spread`."""
+    """The name of the number, a key of `CostTable.spread`."""
     first: float
-    """Its value in the first calibration."""
+    """The value in the first calibration."""
     second: float
-    """Its value in the second calibration."""
+    """The value in the second calibration."""
     allowed: float
     """The largest relative difference that counts as agreement."""
 
@@ -76,7 +76,7 @@ class Agreement(NamedTuple):
     """The result of comparing two calibrations."""
 
     compared: int
-    """How many numbers both calibrations have."""
+    """The count of numbers that both calibrations have."""
     differences: tuple[RateDifference, ...]
     """The numbers that disagree, largest change first."""
     noisy: tuple[str, ...]
@@ -90,27 +90,26 @@ both calibrations measured the same layers."""
 
 
 def agreement(first: HardwareSpec, second: HardwareSpec) -> Agreement:
-    """Compares the numbers that both calibrations have. Raises ValueError if one of the two is a
-    datasheet and was not measured.
+    """Compares the numbers that both calibrations have. Raises ValueError if one of the machines
+    was not measured.
     """
-    known, other = _numbers(first), _numbers(second)
-    shared = sorted(known.keys() & other.keys())
+    numbers, others = _numbers(first), _numbers(second)
+    shared = sorted(numbers.keys() & others.keys())
     if _layers(first) != _layers(second):
         shared = [name for name in shared if name.partition(".")[0] not in _OF_LANES]
-    found = []
+    differences = []
     for name in shared:
-        (one, spread), (two, again) = known[name], other[name]
-        allowed = spread + again + _RESOLUTION
+        (one, one_spread), (two, two_spread) = numbers[name], others[name]
+        allowed = one_spread + two_spread + _RESOLUTION
         if abs(one - two) > allowed * min(one, two):
-            found.append(RateDifference(name, one, two, allowed))
-    parts, moved = (
+            differences.append(RateDifference(name, one, two, allowed))
+    compared, differing = (
         Counter(map(_part, shared)),
-        Counter(_part(difference.name) for difference in found),
+        Counter(_part(difference.name) for difference in differences),
     )
-    noisy = tuple(part for part in (*_PARTS, "device") if moved[part] > _NOISY * parts[part])
-    return Agreement(
-        len(shared), tuple(sorted(found, key=lambda difference: -abs(difference.change))), noisy
-    )
+    noisy = tuple(part for part in (*_PARTS, "device") if differing[part] > _NOISY * compared[part])
+    differences.sort(key=lambda difference: -abs(difference.change))
+    return Agreement(len(shared), tuple(differences), noisy)
 
 
 def _part(name: str) -> str:
@@ -127,8 +126,8 @@ def _layers(hardware: HardwareSpec) -> set[str]:
 
 
 def _numbers(hardware: HardwareSpec) -> dict[str, tuple[float, float]]:
-    """Returns (number, spread) by name, as in `CostTable.spread`. Zeros are left out, because they
-    stand for something that this machine does not have.
+    """Returns name -> (number, spread), with the names of `CostTable.spread`. Zeros are left out,
+    because 0 means that the machine does not have this number.
     """
     table = _costs(hardware)
     values: dict[str, float] = {

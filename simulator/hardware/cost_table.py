@@ -1,4 +1,6 @@
-"""CostTable: what a calibration measured of a machine, and structs that datasheets have too."""
+"""CostTable: the durations and bytes that a calibration measured, and structs that datasheets also
+use.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ COMPUTE_KINDS = ("embed", "forward", "head", "recompute", "backward", "embed_bac
 LAYER_KINDS = ("forward", "recompute", "backward")
 """The compute kinds of a decoder layer."""
 EVALUATION_KINDS = ("loss",)
-"""Compute kinds that only an evaluation uses. Calibrations before 2026-11-22 did not measure
-them."""
+"""Compute kinds of evaluations. Calibrations before 2026-11-22 did not measure them."""
 COPY_KINDS = (
     "load_weights",
     "save_gradients",
@@ -36,16 +37,17 @@ COPY_KINDS = (
     "load_attention",
     "load_second_moment",
 )
-"""Copies, whose size is in bytes. All copies in one direction have the same curve: `load_weights`
-to the device, `save_gradients` to the host. The size of other kinds with a curve is in
-parameters."""
+"""Kinds of copies. Their size is in bytes, and the size of other kinds with a curve is in
+parameters. All copies in one direction have the same curve: `load_weights` to the device,
+`save_gradients` to the host."""
 WIDE_KINDS = ("norm", "update_ratios", "update", "cpu_update", "accumulate_gradients")
-"""Kinds that read or write the gradient of a step. It is fp32 if several gradients are summed."""
+"""Kinds that read or write the gradient of a step, which is fp32 if several gradients are
+summed."""
 PASS_KINDS = ("cpu_adam", "host_pass", "thread_pass", "device_pass")
 """Kinds that only schedules of other systems have. Their size is in bytes, and the machine's rates
 give their durations."""
 EXCHANGE_KINDS = ("gather_weights", "exchange_gradients", "exchange_sums")
-"""Collectives of plans for several GPUs. Their size is in bytes that a rank receives, and the
+"""Collectives of plans for several GPUs. Their size is the bytes that a rank receives, and the
 machine's rates give their durations."""
 CURVE_KINDS = tuple(
     kind
@@ -59,8 +61,8 @@ CURVE_KINDS = tuple(
 class Workspace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Peak device bytes of temporary tensors in an op, by the kind of op.
 
-    The three never exist at the same time. Only the first exists together with the saved
-    activations of a recomputed layer.
+    The temporary tensors of different kinds never exist at the same time. Only those of `layer`
+    exist together with the saved activations of a recomputed layer.
     """
 
     layer: int
@@ -72,12 +74,12 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostMemorySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bandwidth of the host's DRAM, which the CPU cores and the link's copies share. The
-    numbers are fitted to the rates that pairs of them reach together.
+    """The bandwidth of the host's DRAM, which the CPU cores and the copies over the link share. The
+    numbers are fitted to the rates that two of these lanes reach while both are busy.
     """
 
     gb_per_s: float
-    """The most that all cores read and write together, in 10^9 bytes per second."""
+    """The highest rate at which all cores together read and write, in 10^9 bytes per second."""
     h2d_cost: float = 2.0
     """DRAM traffic of one byte copied to the device, in bytes of the cores' traffic."""
     d2h_cost: float = 2.3
@@ -97,22 +99,21 @@ class HostMemorySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernels of the compute and update lanes share the device. They take turns, so one
-    lane gains what the other loses.
+    """How the kernels of the lanes compute and update share the device. The kernels take turns, so
+    one lane gains what the other loses.
 
-    While compute is busy, an update op that takes d alone runs at share = d / (d + wait) of its
-    full speed, and compute runs at 1 - share x loss of its own. The loss is 1 if nothing overlaps.
-    A wait of 1.7 ms fits measurements on an H200 (docs/lab_notes.md, "AdamW during a forward
-    pass").
+    While compute is busy, an update op that takes the time d alone runs at share = d / (d + wait)
+    of its full speed, and compute runs at 1 - share x loss of its full speed. The loss is 1 if
+    kernels of the two lanes never overlap. A wait of 1.7 ms fits measurements on an H200
+    (docs/lab_notes.md, "AdamW during a forward pass").
     """
 
     wait_ns: int
-    """Time from the launch of an update op to its turn."""
+    """Time from the launch of an update op to its turn, in nanoseconds."""
     forward_loss: float = 1.0
-    """Loss for a forward, a recompute or a head: the speed that it loses for each unit of `share`
-    that the update has."""
+    """The loss of a forward, a recompute or a head, [0, 1]."""
     backward_loss: float = 1.0
-    """Loss for a backward: the speed that it loses for each unit of `share` that the update has."""
+    """The loss of a backward, [0, 1]."""
 
     def __post_init__(self) -> None:
         within("turns: wait_ns", self.wait_ns, 0, 10**9)
@@ -121,78 +122,81 @@ class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fixed costs on the host. They are for the reader only, because measured durations already
+    """Fixed costs on the host. They are only for information, because measured durations already
     include them.
     """
 
     launch_ns: int
-    """Time to enqueue a kernel."""
+    """Time to enqueue a kernel, in nanoseconds."""
     event_ns: int
-    """Time to record a timing event, or 0 without a GPU."""
+    """Time to record a timing event in nanoseconds, or 0 without a GPU."""
     first_touch_gb_per_s: float
-    """Rate at which all threads write new pages of host memory for the first time."""
+    """Rate at which all threads write new pages of host memory for the first time, in GB/s."""
     registration_gb_per_s: float
-    """Rate at which touched pages are pinned, or 0 without a GPU."""
+    """Rate at which touched pages are pinned in GB/s, or 0 without a GPU."""
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations and bytes measured on one machine. Sizes are in bytes for copies and in parameters
-    for elementwise ops. Durations are in integer nanoseconds.
+    for elementwise ops. Durations are in integer nanoseconds. Raises UserError if a key is unknown,
+    a number is out of range, or points are not in ascending order.
     """
 
     measured_on: str
-    """The machine."""
+    """The machine: the name that the driver reports for its GPU."""
     date: str
     """The date of the calibration."""
     loss_chunk: int = 0
     """The `loss_chunk` with which heads were measured, or 0 if it is unknown."""
     step_overhead_ns: int = 0
-    """Host time per step outside the schedule."""
+    """Host time per step outside the schedule, in nanoseconds."""
     process_bytes: int = 0
-    """Host memory that a process with state on the host needs in addition to its pools: threads,
-    the driver's queues, staging."""
+    """Host memory that a process with state on the host needs in addition to its pools, in bytes:
+    threads, the driver's queues, staging."""
     fixed: FixedCosts | None = None
-    """Fixed costs on the host, for the reader."""
+    """Fixed costs on the host, for information."""
     dispatch_ns: dict[str, int] = {}
-    """Time from an op being ready to its start, by lane."""
+    """Lane -> time from an op being ready to its start, in nanoseconds."""
     contention: dict[str, dict[str, float]] = {}
-    """Share of its full speed, (0, 1], that a lane keeps while another lane is busy, by lane and
-    other lane. A missing pair means 1. A lane of `DRAM_LANES` may also have the key for both others
-    being busy."""
+    """Lane -> other lane -> the share of its full speed, (0, 1], that the lane keeps while the
+    other lane is busy. A missing pair means 1. A lane of `DRAM_LANES` may also have the key for
+    both other such lanes being busy."""
     host_memory: HostMemorySpec | None = None
-    """The host's DRAM. It replaces the contention between the link and the cpu lane."""
+    """The host's DRAM. It replaces the contention between the link and the lane `cpu`."""
     turns: KernelInterleaving | None = None
-    """The sharing of the device. It replaces the contention between compute and update."""
+    """How compute and update share the device. It replaces the contention between them."""
     curves: dict[str, tuple[tuple[int, int], ...]]
-    """Points (size, duration_ns) by kind of op, in ascending order of size. A single point of size
-    0 is a constant, as for `clip`. Other keys are for variants of a kind:
+    """Kind of op -> points (size, duration_ns) in ascending order of size. A single point of size 0
+    is a constant, as for `clip`. Other keys are for variants of a kind:
 
     * `KIND@LANE`: the kind on a lane where it has other durations, such as `norm@compute`
-    * `KIND:add`: the op also reads what it writes, such as `accumulate_gradients:add`
+    * `KIND:add`: the op adds to a buffer, such as `accumulate_gradients:add`
     * `KIND:wide`: the gradient is fp32 while layers compute in bf16
-    * `cpu_update:STATE` and `cpu_update:STATE:wide`: the update in a state format but `exact`
+    * `cpu_update:STATE` and `cpu_update:STATE:wide`: the update in a state format other than
+      `exact`
     """
     compute: dict[str, dict[str, tuple[int, int]]]
-    """(amount, duration_ns) of compute ops, by kind and `Op.shape`. The amount is `Op.amount`, by
+    """Kind of compute op -> `Op.shape` -> (amount, duration_ns). The amount is `Op.amount`, by
     which durations of other shapes are scaled."""
     attention: dict[str, tuple[tuple[int, int, int], ...]] = {}
-    """Points (S, forward_ns, backward_ns) of the attention kernel alone, on one causal sequence of
-    S tokens, by `ModelSpec.attention_shape`. S ascends. With them, the duration of a layer at other
-    sequence lengths is predicted from its other work and its attention apart."""
+    """`ModelSpec.attention_shape` -> points (S, forward_ns, backward_ns) of the attention kernel
+    alone, on one causal sequence of S tokens, in ascending order of S. They are used to predict a
+    layer at other sequence lengths: its attention and its other work scale differently."""
     activations: dict[str, tuple[int, int]] = {}
-    """(tokens, bytes of one decoder layer's saved activations), by `MODEL_SHAPE/WORKLOAD_SHAPE`."""
+    """`MODEL_SHAPE/WORKLOAD_SHAPE` -> (tokens, bytes of one decoder layer's saved activations)."""
     workspace: dict[str, Workspace] = {}
-    """Peak device bytes in addition to the pools and the saved activations, by
-    `MODEL_SHAPE/WORKLOAD_SHAPE`."""
+    """`MODEL_SHAPE/WORKLOAD_SHAPE` -> peak device bytes in addition to the pools and the saved
+    activations."""
     heads: dict[str, tuple[tuple[int, int, int], ...]] = {}
-    """Points (loss chunk, duration_ns, bytes as in `Workspace.head`) of the head with other loss
-    chunks than `loss_chunk`, by `MODEL_SHAPE/WORKLOAD_SHAPE`. Chunks ascend. The bytes are 0 if
-    they are unknown. `compute` and `workspace` have the same shape with `loss_chunk`."""
+    """`MODEL_SHAPE/WORKLOAD_SHAPE` -> points (loss chunk, duration_ns, bytes as in
+    `Workspace.head`) of the head with other loss chunks than `loss_chunk`, in ascending order of
+    chunks. The bytes are 0 if they are unknown. `compute` and `workspace` have the same shape with
+    `loss_chunk`."""
     spread: dict[str, float] = {}
-    """Interquartile range over median of a measured number. The key is `KIND SIZE` for a curve,
-    `KIND SHAPE` for compute, or the path of a field of this table or of HardwareSpec, such as
-    `contention.h2d.cpu` or `duplex_curve 1048576`. It is used by `megatrain calibrate --again` and
-    for the uncertainty of a predicted step."""
+    """Measured number -> its interquartile range divided by its median. The key is `KIND SIZE` for
+    a curve, `KIND SHAPE` for compute, or the path of a field of this table or of HardwareSpec, such
+    as `contention.h2d.cpu` or `duplex_curve 1048576`. It is used by `megatrain calibrate --again`
+    and for the uncertainty of a predicted step."""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():

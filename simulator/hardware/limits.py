@@ -11,8 +11,8 @@ Curve = tuple[tuple[int, float], ...]
 """Points (bytes of a copy, GB/s), in ascending order of bytes. Between two points, the time is
 linear in the bytes."""
 DRAM_LANES = {"h2d": "d2h+cpu", "d2h": "h2d+cpu", "cpu": "h2d+d2h"}
-"""The lanes that share the host's memory. The value is the key in `contention` for the case that
-both other lanes are busy."""
+"""Lane that shares the host's DRAM -> the key in `contention` for both other such lanes being
+busy."""
 CALIBRATE_AGAIN = "correct the file, or make it again with `megatrain calibrate`"
 
 

@@ -8,9 +8,9 @@ While other lanes are busy, a lane runs at this share of its full speed:
 
     rate(lane) = product over the other busy lanes of contention[lane][other]
 
-A pair that is not in `contention` has the factor 1. Two structs replace factors if they are given:
-HostMemorySpec those between the link and the CPU, which share the host's DRAM, and
-KernelInterleaving those between compute and update. `costs/contention.py` applies them.
+A pair that is not in `contention` has the factor 1. If a HostMemorySpec is given, it replaces the
+factors between the link and the CPU, which share the host's DRAM. If a KernelInterleaving is given,
+it replaces the factors between compute and update. `costs/contention.py` applies all of them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from megatrain.simulator.schedule import LANES
 GROUP = "megatrain.hardware"
 """The entry point group of machines that installed packages define."""
 ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
-"""Rates of causal flash attention with heads of 128 elements on an H200, measured 2026-11-21
-(docs/lab_notes.md, "Flash attention")."""
+"""Defaults of `AttentionRate`: causal flash attention with heads of 128 elements on an H200,
+measured 2026-11-21 (docs/lab_notes.md, "Flash attention")."""
 _FP8_SHARE = 0.925
-"""The share of their peak that fp8 products reach, over that of bf16 products: on an H200, whose
-fp8 peak is twice that of bf16, they were 1.85 times as fast, with 7B's shapes and 32,768 tokens,
-2026-11-22 (docs/lab_notes.md, "fp8 products"). It is used for every machine."""
+"""The share of the peak that fp8 products reach, divided by the share that bf16 products reach. On
+an H200, whose fp8 peak is twice its bf16 peak, fp8 products were 1.85 times as fast
+(docs/lab_notes.md, "fp8 products"). The number is used for every machine."""
 
 
 class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,24 +55,24 @@ class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     efficiency: float
-    """Share of the peak for long sequences, (0, 1], forward and backward together. A backward
-    counts as 2.5 forwards."""
+    """Share of the peak for long sequences, (0, 1], forward and backward together. The FLOPs of a
+    backward count as 2.5 times those of a forward."""
     half_tokens: int
-    """Sequence length at which the kernel reaches half of `efficiency`."""
+    """Sequence length in tokens at which the kernel reaches half of `efficiency`."""
 
 
 class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine."""
+    """One machine. Raises UserError if a name is unknown or a number is out of range."""
 
     name: str
     """The name of the machine."""
     source: str
     """Where the numbers come from."""
     title: str = ""
-    """The name that people write, such as `RTX 4090`. Empty if there is none but `name`."""
+    """The name that people write, such as `RTX 4090`. Empty if it is `name`."""
     gpu_names: tuple[str, ...] = ()
     """The names that the driver reports for this GPU, such as `NVIDIA GeForce RTX 4090`. A machine
-    of the library without them is never recognised."""
+    in the library without such a name is never recognised."""
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
     not unified, however fast the link is (GH200, GB200)."""
@@ -80,35 +80,35 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Peak of dense matrix products with fp32 accumulation, in 10^12 FLOP/s by dtype (`bf16`,
     `fp32`, `fp8`). A machine without `fp8` has no fp8 matrix products."""
     attention_efficiency: float = ATTENTION_EFFICIENCY
-    """Share of the peak that attention reaches for long sequences, forward and backward together. A
-    backward counts as 2.5 forwards."""
+    """`AttentionRate.efficiency` of the kernels that are not in `attention`."""
     attention_half_tokens: int = ATTENTION_HALF_TOKENS
-    """Sequence length at which attention reaches half of `attention_efficiency`."""
+    """`AttentionRate.half_tokens` of the kernels that are not in `attention`."""
     attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
-    """Rates of the kernels `flash` and `cudnn`, if they differ from the two fields above."""
+    """Kernel, `flash` or `cudnn` -> its rate, if it differs from the two fields above."""
     link: str = ""
-    """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. It is for the reader only."""
+    """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. With `C2C` in its name, each GPU has host
+    memory of its own."""
     link_latency_ns: int = 9000
-    """Fixed time of one copy, used without a curve. The default was measured on an H200,
-    2026-11-21."""
+    """Fixed time of one copy in nanoseconds. It is used if there is no curve. The default was
+    measured on an H200, 2026-11-21."""
     peer_gb_per_s: float | None = None
-    """GB/s that each GPU receives from the other GPUs of its host in a collective. None if unknown;
-    the rate of the link to the host is then used."""
+    """GB/s that each GPU receives from the other GPUs of its host in a collective. If it is None,
+    the rate of the link to the host is used."""
     watts: float | None = None
-    """Board power of the GPU, or of the whole package of a unified machine."""
+    """Board power of the GPU, or of the whole package of a unified machine, in watts."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
     costs: CostTable | None = None
-    """The calibration of this machine, used in place of the rates above. None for a datasheet."""
+    """The calibration of this machine, used instead of the rates. None for a datasheet."""
     measured_by_others: str = ""
     """The date on which others measured the rates of this machine (`shared.py`). Empty if they are
     estimates, or if `costs` has a calibration."""
     corrections: dict[str, float] = msgspec.field(default_factory=dict)
-    """Measured divided by predicted duration of a run's ops, as `megatrain train --adapt` found it,
-    by `KIND@LANE`, by lane for other kinds on it, and `all` for other lanes."""
+    """Measured divided by predicted duration of a run's ops, from `megatrain train --adapt`. The
+    key is `KIND@LANE`, a lane for the other kinds on it, or `all` for the other lanes."""
     cost_model: str = ""
-    """A cost model from outside the package, used in place of the built-in ones: the name that an
+    """A cost model from outside the package, used instead of the built-in ones: the name that an
     installed package gives it (`megatrain.cost_models`), or the path of a `.py` file."""
 
     def __post_init__(self) -> None:
@@ -173,8 +173,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ) -> tuple[int, int]:
         """Returns the limits of device and host memory of a plan for this machine, in bytes.
 
-        A limit that is None is that of the machine. On a unified machine both are the lower one,
-        because they limit the same memory.
+        A limit that is None is set to the memory of the machine. On a unified machine, both limits
+        are set to the lower one, because they limit the same memory.
         """
         device = self.device_bytes if device_limit is None else device_limit
         host = self.host_bytes if host_limit is None else host_limit
@@ -201,11 +201,11 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def shared(self, cpu: str, version: str) -> SharedMachine:
-        """Returns the part of the calibration that can be shared.
+        """Returns the part of the calibration that can be shared. The machine must have one.
 
         Args:
-            cpu: the name of the processor.
-            version: the version of megatrain that measured.
+            cpu: The name of the processor.
+            version: The version of megatrain that measured.
         """
         table = self.costs
         assert table is not None, "a datasheet is not a measurement"
@@ -225,12 +225,15 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @classmethod
     def load(cls, source: str) -> HardwareSpec:
-        """Returns the machine of a TOML file, the library, others, or an installed package.
+        """Returns the machine of a TOML file, or the machine with a name.
 
-        `source` is the path of the file, or a name. The library is `simulator/library/hardware`. If
-        others measured a machine of it (`shared.py`), their rates replace its estimates. A package
-        names machines under the entry point group `megatrain.hardware`. Raises UserError if there
-        is no such machine, or if its file is wrong.
+        A name is searched in the library (`simulator/library/hardware`), in the machines that other
+        users measured (`shared.py`), and in the entry point group `megatrain.hardware` of installed
+        packages. Measurements of a library machine by other users replace its estimates. Raises
+        UserError if there is no such machine, or if its file cannot be used.
+
+        Args:
+            source: The path of the file, or the name.
         """
         name = hardware_name(source)
         if _is_file(name):
@@ -246,27 +249,29 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @classmethod
     def of_library(cls, name: str) -> HardwareSpec:
-        """Returns the machine of the library with this `name`, as others measured it if they did.
-        A file of this name is not read.
+        """Returns the library machine `name`, with the rates that other users measured, if there
+        are any. Unlike `load`, it never reads a file at the path `name`.
         """
         return _as_measured(read_toml(library()[name], cls))
 
     @classmethod
     def of_gpu(cls, gpu: str) -> HardwareSpec | None:
-        """Returns the machine of the library, or of others, whose GPU the driver calls `gpu`. None
-        if there is none.
+        """Returns the machine with a GPU that the driver calls `gpu`, from the library or measured
+        by other users, or None if there is none.
         """
         known = _of_gpu(gpu)
         if known is not None:
             return _as_measured(known)
-        return next((each for each in _only_measured().values() if gpu in each.gpu_names), None)
+        return next(
+            (machine for machine in _only_measured().values() if gpu in machine.gpu_names), None
+        )
 
     def datasheet_tflops(self, dtype: str) -> float | None:
-        """Returns the GPU's peak of matrix products by its datasheet, in 10^12 FLOP/s.
+        """Returns the peak of the GPU's matrix products by its datasheet, in 10^12 FLOP/s. None if
+        the library has no such GPU, or if the peak of `dtype` is not known.
 
-        In a calibration, `peak_tflops` is what a large product reached, so the peak is that of the
-        library's machine with the same GPU. None if the library has no such GPU, or if the
-        peak of `dtype` is not known.
+        In a calibration, `peak_tflops` is the rate that a large product reached. The peak is then
+        taken from the library machine with the same GPU.
         """
         sheet: HardwareSpec | None = self
         if self.costs is not None:
@@ -276,10 +281,10 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return sheet.peak_tflops.get(dtype) if sheet else None
 
     def fp8_speed(self) -> float | None:
-        """Returns how many times as fast as bf16 products the machine's fp8 products are. None if
-        it has none, or if the library does not know it.
+        """Returns the speed of the machine's fp8 products relative to bf16 products. None if it has
+        no fp8 products, or if their rate is not known.
 
-        The rate is that of the calibration if it has one, and otherwise that of the datasheet.
+        It is measured if the calibration has both rates. Otherwise it follows from the datasheet.
         """
         if self.costs is not None and {"bf16", "fp8"} <= self.peak_tflops.keys():
             return self.peak_tflops["fp8"] / self.peak_tflops["bf16"]
@@ -288,13 +293,17 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def known_names() -> list[str]:
-    """Returns the names of the machines in the library, of others, and of installed packages."""
+    """Returns the names of the machines in the library, those that other users measured, and those
+    of installed packages.
+    """
     return list(dict.fromkeys([*library(), *_only_measured(), *plugins.installed(GROUP)]))
 
 
 def _of_file(path: Path) -> HardwareSpec:
-    """Returns the machine of a TOML file. Raises UserError for a file of `calibrate --share`, which
-    has a format of its own, and names the folder that it belongs into.
+    """Returns the machine of a TOML file.
+
+    Raises UserError if the file cannot be used. For a file of `calibrate --share`, which has
+    another format, the error names the folder where such files belong.
     """
     try:
         return read_toml(path, HardwareSpec)
@@ -315,10 +324,10 @@ def _of_file(path: Path) -> HardwareSpec:
 
 
 def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
-    """Returns a machine of the library as others measured it, or unchanged if nobody did.
+    """Returns a library machine with the rates that other users measured, or unchanged if there are
+    none.
 
-    Its peak stays that of the datasheet. The measured rate of matrix products becomes a share of
-    it.
+    The peak stays that of the datasheet, and `linear_efficiency` becomes a share of this peak.
     """
     measured = shared_machines(_of_others)
     gpu = next((gpu for gpu in estimated.gpu_names if gpu in measured), None)
@@ -336,7 +345,9 @@ def _as_measured(estimated: HardwareSpec) -> HardwareSpec:
 
 
 def _only_measured() -> dict[str, HardwareSpec]:
-    """Returns the machines that others measured and whose GPU is not in the library."""
+    """Returns name -> machine for the machines that other users measured and whose GPU is not in
+    the library.
+    """
     return {
         name: _of_others(name, machine)
         for gpu, (name, machine) in shared_machines(_of_others).items()
@@ -345,15 +356,15 @@ def _only_measured() -> dict[str, HardwareSpec]:
 
 
 def _of_others(name: str, machine: SharedMachine) -> HardwareSpec:
-    """Returns a machine that others measured under `name`.
+    """Returns a machine that other users measured, as a HardwareSpec called `name`.
 
-    Raises UserError if the library has another machine of that name, which would be found in its
-    place.
+    Raises UserError if `name` means a library machine with another GPU, because then only the
+    library machine could be found by this name.
     """
     if _of_gpu(machine.gpu) is None and (taken := meant(name, library())):
         raise UserError(
             "name of the file",
-            found=f"that of the library's {taken}, whose GPU is not {machine.gpu}",
+            found=f"the name of the library's {taken}, whose GPU is not {machine.gpu}",
             allowed="a name that the library does not have",
             fix="rename it",
         )
@@ -370,11 +381,11 @@ def _of_others(name: str, machine: SharedMachine) -> HardwareSpec:
 def _of_gpu(gpu: str) -> HardwareSpec | None:
     """Returns the machine of the library whose GPU the driver calls `gpu`, or None."""
     for file in library().values():
-        # Most files do not have the name, and searching one is faster than parsing it.
+        # Searching a file for the name is faster than parsing it, and most files do not have it.
         if f'"{gpu}"' in file.read_text(encoding="utf-8"):
-            found = read_toml(file, HardwareSpec)
-            if gpu in found.gpu_names:
-                return found
+            machine = read_toml(file, HardwareSpec)
+            if gpu in machine.gpu_names:
+                return machine
     return None
 
 
@@ -393,13 +404,14 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "watts": (0.001, 1e6),
     "uncertainty": (0, 0.9),
 }
-"""Limits that hold for every machine. A number outside of them is probably in the wrong unit."""
+"""Field -> (lowest, highest) value for every machine. A number outside of these limits is probably
+in the wrong unit."""
 _LEAST_SHARE = 1e-6  # layers of an 11 M model reach 5e-4 of an H200's peak
 _SHARES = ("linear_efficiency", "attention_efficiency", "duplex_fraction")
 
 
 def library() -> dict[str, Path]:
-    """Returns the files of the library's machines by name."""
+    """Returns name -> file of the library's machines."""
     folder = Path(__file__).parents[1] / "library" / "hardware"
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
@@ -424,8 +436,8 @@ def hardware_name(source: str) -> str:
 
 
 def is_calibrated(file: Path) -> bool:
-    """Returns whether `file` is the file of a machine with a calibration. A file that is missing or
-    damaged has none.
+    """Returns whether `file` describes a machine with a calibration. False if the file is missing
+    or damaged.
     """
     try:
         return "costs" in read_toml(file, dict)
@@ -434,5 +446,5 @@ def is_calibrated(file: Path) -> bool:
 
 
 def _is_file(source: str) -> bool:
-    """Returns whether `source` is a path. A path that exists is preferred to a name."""
+    """Returns whether `source` is a path: it ends in `.toml`, or there is such a file or folder."""
     return Path(source).suffix == ".toml" or os.path.exists(source)

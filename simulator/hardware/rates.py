@@ -1,4 +1,4 @@
-"""Rates: the sizes and rates of a machine that can be measured, and shared with others."""
+"""Rates: the sizes and rates of a machine that can be measured and shared with other users."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from megatrain.simulator.hardware.limits import Curve
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and rates of one machine. GB are 10^9 bytes. Rates are those of one lane while the
-    others are idle.
+    """Sizes and rates of one machine. A GB is 10^9 bytes. The rates of a lane were measured while
+    the other lanes were idle.
     """
 
     cores: int
     """CPU cores of the host."""
     device_bytes: int
-    """GPU memory that a process can use. On a unified machine, the part of `host_bytes` that the
-    GPU can use."""
+    """GPU memory that a process can use, in bytes. On a unified machine, it is the part of
+    `host_bytes` that the GPU can use."""
     host_bytes: int
-    """Host memory. On a unified machine, the whole memory."""
+    """Host memory in bytes. On a unified machine, the whole memory."""
     linear_efficiency: float
     """Share of the peak that the matrix products of a decoder layer reach, (0, 1]."""
     device_gb_per_s: float
-    """Rate at which a copy within GPU memory reads and writes, both counted."""
+    """Rate of a copy within GPU memory, counting the bytes read and the bytes written."""
     h2d_gb_per_s: float
     """Rate of large copies from pinned host memory to the device."""
     d2h_gb_per_s: float
     """Rate of large copies from the device to pinned host memory."""
     link_latency_ns: int
-    """Fixed time of one copy, used without a curve."""
+    """Fixed time of one copy, in nanoseconds. It is used if there is no curve."""
     h2d_curve: Curve = ()
-    """Measured rates of copies to the device, used in place of rate and latency."""
+    """Measured rates of copies to the device, used instead of rate and latency."""
     d2h_curve: Curve = ()
-    """Measured rates of copies to the host, used in place of rate and latency."""
+    """Measured rates of copies to the host, used instead of rate and latency."""
     duplex_fraction: float
     """Share of its rate, (0, 1], that each direction of the link keeps while both are busy."""
     duplex_curve: Curve = ()
-    """Rate of each direction while both are busy with copies of that size."""
+    """Rate of each direction while both directions are busy with copies of one size."""
     host_gb_per_s: float
-    """Rate at which elementwise ops on all cores (sum of squares, accumulation) read and write."""
+    """Rate of elementwise ops on all cores (sum of squares, accumulation), counting the bytes read
+    and the bytes written."""
     thread_gb_per_s: float
-    """Rate at which the copy of one thread reads and writes."""
+    """Rate of a copy in host memory by one thread, counting the bytes read and the bytes
+    written."""
     cpu_update_per_s: float
     """Parameters per second that the runtime's AdamW updates on the host."""
     cpu_adam_per_s: float
@@ -51,10 +53,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The field `contention` of CostTable. Between the two directions of the link it overrides
     `duplex_fraction`."""
     host_memory: HostMemorySpec | None = None
-    """The host's DRAM. It replaces the contention between the link and the cpu lane."""
+    """The host's DRAM. It replaces the contention between the link and the lane `cpu`."""
     turns: KernelInterleaving | None = None
-    """The sharing of the device. It replaces the contention between compute and update."""
+    """How compute and update share the device. It replaces the contention between them."""
     dispatch_ns: dict[str, int] = {}
-    """Time from an op being ready to its start, by lane."""
+    """Lane -> time from an op being ready to its start, in nanoseconds."""
     step_overhead_ns: int = 0
-    """Time of a step outside its schedule: the host's, before the first op and after the last."""
+    """Time that the host needs per step before the first op and after the last, in nanoseconds."""

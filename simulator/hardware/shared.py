@@ -1,8 +1,8 @@
-"""SharedMachine: a machine that others measured, as a small file without names of people or hosts.
+"""SharedMachine: measurements of a machine that users can share with others.
 
-`megatrain calibrate --share FILE` writes such a file. One that is put into `machines_folder`
-replaces the library's estimates of the machine with the same GPU. If the library has no such GPU,
-the machine is known by the file's name.
+`megatrain calibrate --share FILE` writes them as a small file without names of people or hosts. If
+such a file is in `machines_folder`, it replaces the library's estimates for the machine with the
+same GPU. If the library does not have this GPU, the name of the file is the name of the machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.simulator.hardware.rates import Rates
 
 FORMAT = 1
 UNCERTAINTY = 0.10
-"""that of a machine whose link and layers were measured"""
+"""`HardwareSpec.uncertainty` of a machine whose link and layers were measured."""
 _LONGEST_TEXT = 100
 
 
@@ -93,9 +93,8 @@ def machines_folder() -> Path:
 
 @contextlib.contextmanager
 def library_only() -> Iterator[None]:
-    """Within this context, `machines_folder` has no machines.
-
-    Published predictions are then the same on every machine.
+    """A context manager in which `machines_folder` has no machines, so that published predictions
+    are the same on every machine.
     """
     before = os.environ.get("MEGATRAIN_MACHINES")
     os.environ["MEGATRAIN_MACHINES"] = os.devnull
@@ -111,22 +110,23 @@ def library_only() -> Iterator[None]:
 def shared_machines(
     check: Callable[[str, SharedMachine], object],
 ) -> dict[str, tuple[str, SharedMachine]]:
-    """Returns the name of the file and the machine by GPU: of several with one GPU, the newest.
+    """Returns GPU -> (name of the file, machine) for the files in `machines_folder`. If several
+    machines have the same GPU, it is the newest.
 
-    Raises UserError for a file that is not as `megatrain calibrate --share` writes it, or whose
-    name or numbers `check` refuses.
+    Raises UserError if a file has another format than `megatrain calibrate --share` writes, or if
+    `check`, called with its name and machine, raises it.
     """
-    found: dict[str, tuple[str, SharedMachine]] = {}
+    machines: dict[str, tuple[str, SharedMachine]] = {}
     folder = machines_folder()
     for file in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
         machine = _read(file, check)
-        if machine.gpu not in found or machine.date > found[machine.gpu][1].date:
-            found[machine.gpu] = (file.stem, machine)
-    return found
+        if machine.gpu not in machines or machine.date > machines[machine.gpu][1].date:
+            machines[machine.gpu] = (file.stem, machine)
+    return machines
 
 
 def _read(file: Path, check: Callable[[str, SharedMachine], object]) -> SharedMachine:
-    """Returns the machine of `file`. The fix of an error is also to remove the file."""
+    """Returns the machine of `file`. The fix of an error also says that the file can be removed."""
     try:
         machine = read_toml(file, SharedMachine)
         try:

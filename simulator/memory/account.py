@@ -1,16 +1,16 @@
 """Account: the memory that a schedule needs, whether it fits, what limits it, and the smallest
 change that would help.
 
-Every pool is allocated once, as a whole. A place (`device` or `host`) needs
+Every pool is allocated once, as a whole. The peak of a place (`device` or `host`) is
 
     peak = sum of the allocated bytes of all buffers of all pools in the place + workspace
 
-The workspace is only on the device. It is what ops allocate and free while they run, measured or
-estimated (`formulas.py`). Saved activations are allocated by the framework while a layer runs. They
-are counted like slots, with the measured bytes if there are any.
+The workspace exists only on the device. It is the memory that ops allocate and free while they run,
+measured or estimated (`formulas.py`). Saved activations are allocated by PyTorch while a layer
+runs. They are counted like slots, with the measured bytes if they were measured.
 
-Fragmentation, the CUDA context, the interpreter and its libraries are not modeled. The argument
-`extra` can add them.
+Fragmentation, the CUDA context, the interpreter and its libraries are not modeled. A caller can add
+them with the argument `extra`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from megatrain.simulator.schedule import Buffer, DataClass, Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
 WORKSPACE = "device.workspace"
+"""The pool of temporary tensors of ops."""
 PROCESS = "host.process"
-"""The pool of the memory that the process needs in addition to the schedule's pools."""
+"""The pool of host memory that the process needs in addition to the schedule's pools."""
 PLACES = ("device", "host")
+"""The two memories."""
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
 """The classes of pools in reports."""
 _CLASS_OF = {
@@ -43,12 +45,12 @@ _CLASS_OF = {
     "saved_activations": "activations",
     "attention": "activations",
 }
-"""The class of a pool by the class of data that it holds. All others are `workspace`."""
+"""Class of data -> the class, in reports, of a pool that holds it. All others are `workspace`."""
 
 
 def class_of(kind: Buffer | None) -> str:
-    """Returns the class, in reports, of a pool with buffers like `kind`. None is for a pool that
-    the schedule does not have, such as the workspace.
+    """Returns the class, in reports, of a pool with buffers like `kind`. None stands for a pool
+    that is not in the schedule, such as the workspace.
     """
     if kind is None:
         return "workspace"
@@ -72,22 +74,22 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     host_limit_bytes: int
     """Host memory that the run may use."""
     advice: str = ""
-    """The smallest change that would make it fit, or empty if it fits."""
+    """The smallest change with which the schedule would fit, in words. Empty if it fits."""
 
     @property
     def classes(self) -> dict[str, dict[str, int]]:
-        """The bytes by place and class of pools."""
-        found: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
+        """Place -> class of pools -> bytes."""
+        totals: dict[str, dict[str, int]] = {place: defaultdict(int) for place in PLACES}
         for pool, size in self.pools.items():
-            found[pool.partition(".")[0]][class_of(self.kinds.get(pool))] += size
+            totals[pool.partition(".")[0]][class_of(self.kinds.get(pool))] += size
         return {
             place: {name: sizes[name] for name in CLASSES if sizes.get(name)}
-            for place, sizes in found.items()
+            for place, sizes in totals.items()
         }
 
     def held(self, place: str, *data: DataClass) -> int:
-        """Returns the bytes of the pools of `place` that hold classes `data`. Staging buffers and
-        chunks do not count.
+        """Returns the bytes of the pools of `place` that hold any of the classes `data`, without
+        staging buffers and chunks.
         """
         kinds = {
             pool: kind
@@ -144,10 +146,13 @@ def account(
     """Returns the memory that `schedule` needs, compared with the limits.
 
     Args:
-        activations_bytes: measured bytes of one decoder layer's saved activations. None means the
-            schedule's estimate.
-        workspace_bytes: bytes of the workspace, from `peak_workspace_bytes`.
-        extra: bytes of further pools, by `PLACE.NAME`.
+        schedule: The schedule. Only its buffers are used.
+        device_limit_bytes: Device memory that the run may use.
+        host_limit_bytes: Host memory that the run may use.
+        activations_bytes: Bytes of one decoder layer's saved activations. None uses the sizes in
+            the schedule.
+        workspace_bytes: Bytes of the workspace, from `peak_workspace_bytes`.
+        extra: Bytes of additional pools, by `PLACE.NAME`.
     """
     pools: dict[str, int] = defaultdict(int)
     for buffer in schedule.buffers:
@@ -157,45 +162,49 @@ def account(
         pools[pool] += size
     ordered = dict(sorted(pools.items(), key=lambda item: (-item[1], item[0])))
     kinds = kinds_of(schedule)
-    verdict = Account(
+    memory = Account(
         pools=ordered,
         kinds=kinds,
         device_limit_bytes=device_limit_bytes,
         host_limit_bytes=host_limit_bytes,
     )
-    if verdict.fits:
-        return verdict
+    if memory.fits:
+        return memory
     slots: dict[str, list[int]] = defaultdict(list)
     for buffer in schedule.buffers:
         if not buffer.persistent:
             slots[buffer.pool].append(held_bytes(buffer, activations_bytes))
-    return msgspec.structs.replace(verdict, advice=_advice(verdict, slots))
+    return msgspec.structs.replace(memory, advice=_advice(memory, slots))
 
 
 def held_bytes(buffer: Buffer, activations_bytes: int | None) -> int:
-    """Returns the bytes that the buffer takes in its pool. `activations_bytes`, if it is not None,
-    replaces the size of a buffer that the framework allocates.
+    """Returns the bytes that the buffer takes in its pool.
+
+    If `activations_bytes` is not None, it replaces the size of a buffer that PyTorch allocates.
     """
     return (
         activations_bytes if buffer.dynamic and activations_bytes is not None else buffer.allocated
     )
 
 
-def _advice(verdict: Account, slots: Mapping[str, list[int]]) -> str:
-    """Returns the smallest change that makes the schedule fit. For each place that is too small, it
-    is the knob that saves the fewest bytes above the excess, or the memory to add.
+def _advice(memory: Account, slots: Mapping[str, list[int]]) -> str:
+    """Returns the smallest change that makes the schedule fit, in words.
+
+    For each place that is too small, it is the new value of the knob that saves enough bytes, but
+    as few as possible. If no knob saves enough, it is the memory to add. `slots` has the sizes of
+    the slots of each pool.
     """
     parts, more = [], []
     for place, peak, limit in (
-        ("device", verdict.device_peak_bytes, verdict.device_limit_bytes),
-        ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
+        ("device", memory.device_peak_bytes, memory.device_limit_bytes),
+        ("host", memory.host_peak_bytes, memory.host_limit_bytes),
     ):
         excess = peak - limit
         if excess <= 0:
             continue
         savings = []
         for pool, sizes in slots.items():
-            kind = verdict.kinds[pool]
+            kind = memory.kinds[pool]
             count = next(
                 (count for count in range(1, len(sizes)) if sum(sizes[-count:]) >= excess), None
             )
@@ -212,11 +221,11 @@ def _advice(verdict: Account, slots: Mapping[str, list[int]]) -> str:
 def usage(
     schedule: Schedule, timeline: Timeline, activations_bytes: int | None = None
 ) -> dict[str, list[tuple[int, int]]]:
-    """Returns the bytes in use in each pool during a timeline, as steps (time_ns, bytes from then
-    on). The first step is at 0.
+    """Returns the bytes in use in each pool during a timeline.
 
-    A slot is in use from the start of the op that acquires it to the end of the op that releases
-    it. A persistent buffer is always in use.
+    The result is pool -> list of (time_ns, bytes from that time on), which begins at time 0. A slot
+    is in use from the start of the op that acquires it to the end of the op that releases it. A
+    persistent buffer is always in use. `activations_bytes` is as in `account`.
     """
     base: dict[str, int] = defaultdict(int)
     changes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -243,14 +252,21 @@ def usage(
 def peak_workspace_bytes(
     workspace: Workspace, schedule: Schedule, activations_bytes: int | None
 ) -> int:
-    """Returns the bytes of `device.workspace` that every op's temporary tensors need.
+    """Returns the bytes of `device.workspace` with which the temporary tensors of every op fit.
 
-    The ops of a layer run while the activations of a recomputed block are saved. The head and the
-    updates run while they are not, so they can use that memory too. The result is therefore
-    max(layer, head - saved, update - saved). Layers in `saved_activations` do not count as saved
-    here, because their activations remain during the head and the updates.
+    The ops of a layer run while the activations of a recomputed block exist. The head and the
+    updates run when they do not exist, so they can use that memory, too. The result is
+    max(layer, head - saved, update - saved), where `saved` are the bytes of these activations.
+    Layers in `saved_activations` do not count as `saved`, because their activations still exist
+    during the head and the updates.
 
-    If updates multiply matrices, the library that does it needs memory of its own on their stream.
+    If updates multiply matrices, `LIBRARY_BYTES` are added, because the library for matrix products
+    allocates memory for each stream.
+
+    Args:
+        workspace: Bytes of temporary tensors in the ops of layers, head and updates.
+        schedule: The schedule. Only its buffers are used.
+        activations_bytes: As in `account`.
     """
     saved = sum(
         [
@@ -264,10 +280,12 @@ def peak_workspace_bytes(
         for buffer in schedule.buffers
         if buffer.data == "moments" and buffer.place == "device"
     }
-    own = [costs.gpu_temporary_bytes for dtype, costs in UPDATE_COSTS.items() if dtype in updated]
+    temporaries = [
+        costs.gpu_temporary_bytes for dtype, costs in UPDATE_COSTS.items() if dtype in updated
+    ]
     if any(buffer.data == "gradients" and buffer.dtype == "block8" for buffer in schedule.buffers):
-        own = [max([0, *own]) + CODED_GRADIENT_BYTES.temporary * GPU_BLOCK]
-    update = max(own) + workspace.update if own else 0
+        temporaries = [max([0, *temporaries]) + CODED_GRADIENT_BYTES.temporary * GPU_BLOCK]
+    update = max(temporaries) + workspace.update if temporaries else 0
     products = any(buffer.matrix_products for buffer in schedule.buffers)
     return max(workspace.layer, workspace.head - saved, update - saved) + (
         LIBRARY_BYTES if products else 0

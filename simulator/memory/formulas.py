@@ -1,5 +1,5 @@
-"""Formulas for the memory that the framework allocates in addition to the pools. They are used if
-there are no measurements.
+"""Formulas for the memory that PyTorch allocates in addition to the pools, for machines on which it
+was not measured.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from megatrain.simulator.model.workload import Workload
 
 @functools.lru_cache(maxsize=16)  # a search asks for one workload hundreds of times
 def activations_estimate(model: ModelSpec, workload: Workload) -> int:
-    """Returns the estimated bytes of the saved activations of one decoder layer.
+    """Returns the estimated bytes of the saved activations of one decoder layer for one
+    micro-batch. If layers differ, it is the largest.
 
-    They are the tensors that autograd saves, by `ModelSpec.saved_bytes` and `saved_mask_bytes`, and
-    the layer's output, which exists until the layer's backward. The estimate is within 0.1 % of the
-    measured bytes of four models whose layers ran eager on an H200 (experiments/results). Compiled
-    layers save less, and the estimate is the bytes measured on an H200 for one of them, in bf16 and
-    in fp8 (`fp8_saved_bytes`).
+    The activations are the tensors that autograd saves, by `ModelSpec.max_saved_bytes`,
+    `saved_mask_bytes` and `fp8_saved_bytes`, and the layer's output, which exists until the layer's
+    backward pass. On an H200, the estimate is within 0.1 % of the measured bytes for four models
+    with eager layers (experiments/results). For one model with compiled layers, which save less, it
+    equals them in bf16 and in fp8.
     """
     compiled = _compiled(model, workload)
     return (
@@ -33,20 +34,19 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
 
 
 def _compiled(model: ModelSpec, workload: Workload) -> bool:
-    """Checks whether the formulas for compiled layers apply.
+    """Returns whether the formulas for compiled layers apply.
 
-    They are not used for a model some of whose layers always run eagerly.
+    They do not apply if some layers of the model always run eagerly.
     """
     return workload.compiled and all(layer.compilable for layer in model.decoders)
 
 
 def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
-    """Returns the bytes that a decoder layer saves in addition because its products are in fp8, for
-    the layer with most of them. It may be negative. 0 without fp8.
+    """Returns the additional bytes that a decoder layer saves because its products are in fp8.
 
-    Eager layers save the bf16 operands, as without fp8. Compiled ones save what
-    `ModelSpec.fp8_saved_bytes` says. Where the formulas of compiled layers are not used, nothing
-    that these compute again is taken off.
+    Compiled layers save `ModelSpec.fp8_saved_bytes`, which may be negative. Eager layers save 0,
+    because they save the bf16 operands with and without fp8. The result is the largest number of
+    all layers, and 0 without fp8.
     """
     if not (workload.fp8 and workload.compiled):
         return 0
@@ -57,20 +57,25 @@ def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
 
 
 def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
-    """Returns the most bytes of temporary operands in the fp8 products of one decoder layer. 0
-    without fp8.
+    """Returns the peak bytes of temporary operands in the fp8 products of one decoder layer.
 
-    In an eager layer they are those of one linear layer. With T tokens, it is the largest of three:
-    when the weight is cast, T in + 3 in out; when the second cast of the gradient is made, in out +
-    T (in + 5 out); and in the product for the gradient of the weight, T (4 in + 2 out), with the
-    gradient of the input.
+    The result is the largest number of all layers, and 0 without fp8. The formulas are for T tokens
+    and a linear layer with `in` inputs and `out` outputs.
 
-    A compiled layer makes the gradients of all outputs that have one input in one kernel, such as
-    those of gate and up in an MLP, and casts them there. So the casts of all linear layers of a
-    module with inputs of one size exist at once: T in, 2.5 T out of each, and 6 T out + in out of
-    the largest. On an H200, a layer of Qwen2.5-7B with 32,768 tokens took 2 % less in all
-    (experiments/results/h200-qwen2.5-7b-fp8). The factors 2.5 and 6 are those of its tensors, and
-    of the tensors of other families in tests/simulator/memory/test_compiled_memory.py.
+    An eager layer computes one linear layer at a time. The peak is the largest of three numbers:
+
+    * T in + 3 in out, while the weight is cast.
+    * in out + T (in + 5 out), while the gradient of the output is cast for the second time.
+    * T (4 in + 2 out), in the product for the gradient of the weight. This includes the gradient of
+      the input.
+
+    A compiled layer computes and casts the gradients of several outputs in one kernel, if they have
+    the same input, such as those of gate and up in an MLP. So the casts of all linear layers of a
+    module with equal `in` exist at once. They take T in, plus 2.5 T out for each linear layer, plus
+    6 T out + in out for the largest. The factors 2.5 and 6 were counted in the tensors of
+    Qwen2.5-7B and of other families (tests/simulator/memory/test_compiled_memory.py). On an H200, a
+    layer of Qwen2.5-7B with 32,768 tokens took 2 % less in all
+    (experiments/results/h200-qwen2.5-7b-fp8).
     """
     if not workload.fp8:
         return 0
@@ -82,15 +87,15 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
         for (_, source), targets in outputs.items():
             wide = max(targets)
             if workload.compiled and layer.compilable:
-                found = tokens * source + 5 * tokens * sum(targets) // 2
-                found += (6 * tokens + source) * wide
+                peak = tokens * source + 5 * tokens * sum(targets) // 2
+                peak += (6 * tokens + source) * wide
             else:
-                found = max(
+                peak = max(
                     tokens * source + 3 * source * wide,
                     source * wide + tokens * (source + 5 * wide),
                     tokens * (4 * source + 2 * wide),
                 )
-            most = max(most, found)
+            most = max(most, peak)
     return most
 
 
@@ -100,16 +105,22 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
 
     With b bytes per element, C tokens per loss chunk, vocabulary size V and hidden size d:
 
-    * head: the logits of a chunk and their gradient, each in fp32 and in the compute dtype, take
-      C V (4 + 4 + 2 b), and C V b more if the logits have a soft cap, which saves them. Later, the
-      gradient of the logits exists together with that of the matrix, C V b + V d b. The larger of
-      the two counts. If there are several chunks, the matrix's gradients are summed in fp32, 4 V d,
-      and that of the last chunk still exists, V d b. The norm has at most C d (16 + b). If a token
-      carries more than d elements, the gradient of a chunk of these is added, and if the matrix is
-      padded (`ModelSpec.projected_rows`), its copy.
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes`, without the masks that layers
-      save (`ModelSpec.added_mask_bytes`), and `fp8_temporary_bytes`.
-    * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements.
+    * head: the sum of these parts.
+
+      * The larger of two numbers. The first is C V (4 + 4 + 2 b), for the logits of a chunk and
+        their gradient, each in fp32 and in the compute dtype. If the logits have a soft cap, which
+        saves its input, it is C V b more. The second is C V b + V d b, for the gradients of the
+        logits and of the matrix.
+      * 4 V d + V d b if there are several chunks, for the fp32 sum of the matrix's gradients and
+        the gradient of the last chunk.
+      * C d (16 + b), for the norm at most.
+      * (D - d) C b if a token carries D > d elements, for the gradient of a chunk of them.
+      * The bytes of the padded matrix, if it is padded (`ModelSpec.projected_rows`).
+
+    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes` and `fp8_temporary_bytes`,
+      without the masks that layers save (`ModelSpec.added_mask_bytes`).
+    * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements of the
+      largest layer.
     """
     width, tokens = DTYPE_BYTES[workload.dtype], workload.tokens
     chunk = min(workload.loss_chunk, tokens)

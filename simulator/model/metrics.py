@@ -4,10 +4,9 @@
 * tflops_6n: 6 x all parameters x tokens/s, as in arXiv 2604.05091. Recompute and attention do not
   count.
 * mfu: (6 x parameters used in matrix products + 3 x forward FLOPs of causal attention per token) x
-  tokens/s, divided by the device's peak in the workload's dtype. With fp8 products that is the peak
-  in bf16, so that a number can be compared with those of bf16, and may exceed 1. The embedding
-  lookup is not a matrix product. A tied embedding matrix counts, because the head multiplies with
-  it.
+  tokens/s, divided by the device's peak in the workload's dtype. With fp8 products it is still
+  divided by the peak in bf16, to be comparable, and may exceed 1. The embedding lookup is not a
+  matrix product. A tied embedding matrix counts, because the head multiplies with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Muon's sizes: which tensors it orthogonalises, and what that takes. The arithmetic is in
-`runtime/optimizer/muon.py`.
+"""Muon's sizes: which tensors it orthogonalises, and the FLOPs and memory that this takes. The
+arithmetic is in `runtime/optimizer/muon.py`.
 
 Muon (Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum M of a
-matrix by a nearly orthogonal matrix, found by five Newton-Schulz iterations in bf16:
+matrix by a nearly orthogonal matrix, computed by five Newton-Schulz iterations in bf16:
 
     X = M / |M|;  five times: A = X X^T;  X = a X + (b A + c A A) X
 
@@ -18,23 +18,23 @@ from typing import NamedTuple
 from megatrain.simulator.model import state_format
 
 ITERATIONS = 5
-"""Newton-Schulz iterations. The number is odd, because the result must be in the first buffer."""
+"""Newton-Schulz iterations. The number is odd, because the result must be in the first of the two
+buffers of X."""
 _GROUP = 2**24
-"""Elements that are orthogonalised together, unless one matrix has more. Many small matrices, such
-as those of experts, would otherwise take many small kernels. The number is part of the arithmetic,
+"""Elements that are orthogonalised together, unless one matrix has more. It avoids many small
+kernels for small matrices, such as those of experts. The number changes the bits of the result,
 because a library may choose another kernel for another number of matrices."""
 BLOCK = 2**24
 """Elements that are updated at a time, before and after the iterations."""
 GPU_BYTES = 172
-"""Bytes per parameter that PyTorch's elementwise operations move on a GPU, beyond reading and
-writing the state and the gradient. Counted in the source of the update, one operation at a
-time."""
+"""Bytes per parameter that PyTorch's elementwise operations move on a GPU, in addition to reading
+and writing the state and the gradient. They are the sum over the operations of the update."""
 CODED_GPU_BYTES = 246
-"""Bytes per parameter that are moved on top of these if the momentum is in 8 bits. No kernel does
-it in one pass. `tests/runtime/test_muon.py` counts them."""
+"""Bytes per parameter that are moved in addition if the momentum is in 8 bits, because no fused
+kernel converts it. `tests/runtime/test_muon.py` counts them."""
 LIBRARY_BYTES = 32 * 2**20
-"""Bytes that cuBLAS needs for each stream on which it multiplies matrices, as PyTorch sets them for
-an H100 and later. Earlier GPUs need 8 MiB."""
+"""Bytes of cuBLAS's workspace for each stream on which it multiplies matrices. This is PyTorch's
+setting for an H100 and later. Earlier GPUs need 8 MiB."""
 _ALIGNED = 256
 
 
@@ -60,8 +60,8 @@ class Matrices(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many matrices are orthogonalised together. They are whole blocks of 8-bit codes, but
-        for the last of a tensor.
+        """How many matrices are orthogonalised together. The elements of a group are whole blocks
+        of 8-bit codes, except in the last group of a tensor.
         """
         step = state_format.BLOCK // math.gcd(self.size, state_format.BLOCK)
         return min(max(_GROUP // self.size // step, 1) * step, self.number)
@@ -81,9 +81,9 @@ class Matrices(NamedTuple):
 
     @property
     def rate_factor(self) -> float:
-        """Factor on the learning rate, 0.2 sqrt(max(rows, columns)). An orthogonal matrix times
-        this has elements with a root mean square of 0.2 or a little less, as AdamW's updates have.
-        So one learning rate serves both (Liu et al., arXiv 2502.16982, section 2.2).
+        """Factor on the learning rate, 0.2 sqrt(max(rows, columns)). It gives updates with a root
+        mean square of about 0.2, like those of AdamW, so both can use the same learning rate (Liu
+        et al., arXiv 2502.16982, section 2.2).
         """
         return float(0.2 * max(self.rows, self.columns) ** 0.5)
 
@@ -104,9 +104,9 @@ class Matrices(NamedTuple):
 def matrices_of(kind: str, name: str, shape: tuple[int, ...]) -> Matrices | None:
     """Returns the matrices of a tensor that Muon orthogonalises, or None if AdamW updates it.
 
-    Muon updates the matrices of decoder layers, and those of experts in a tensor [experts, rows,
-    columns] one by one. AdamW updates the embedding, the head, biases (also those of experts, which
-    have two dimensions), and tensors whose rows or columns are 1.
+    Muon updates the matrices of decoder layers. A tensor of experts, [experts, rows, columns], is
+    one matrix for each expert. AdamW updates the embedding, the head, biases (also those of
+    experts, which have two dimensions), and tensors with one row or one column.
 
     Args:
         kind: the kind of the layer, `LayerSpec.kind`.

@@ -1,8 +1,8 @@
 """Optimizer: the interface of an optimizer, and the registry of all optimizers.
 
-A workload names its optimizer. The simulator reads how much state it keeps, and the runtime calls
-its `update`. AdamW and Muon are built in, with their updates in `runtime/optimizer/`. Others are
-installed or in a file (`base/registry.py`).
+A workload names its optimizer. The simulator reads the number of moments, and the runtime calls
+`update`. AdamW and Muon are built in, with their updates in `runtime/optimizer/`. Other optimizers
+are installed or in a file (`base/registry.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megatrain.simulator.model.muon import Matrices, matrices_of
 ADAMW = "adamw"
 MUON = "muon"
 WITH_STATE_FORMATS = (ADAMW, MUON)
-"""The optimizers whose state can be in any state format. That of others is `exact`."""
+"""The optimizers that support every state format. Other optimizers support only `exact`."""
 SETTINGS = ("weight_decay", "betas", "epsilon")
-"""The fields of the config's [optimizer] that an optimizer may read. `max_norm` and `groups` apply
-to every optimizer."""
+"""The keys of the config's [optimizer] that an optimizer may read. `max_norm` and `groups` apply to
+every optimizer."""
 _MOST_MOMENTS = 8
 
 
@@ -27,16 +27,17 @@ class UpdateRule(NamedTuple):
     """How an optimizer updates one tensor."""
 
     moments: int
-    """The number of fp32 values that are kept for each of its parameters."""
+    """The number of values that the optimizer keeps for each parameter of the tensor."""
     matrices: Matrices | None = None
-    """The matrices that an update must see whole. None if no element depends on another one."""
+    """The matrices that one update must have as a whole. None if the update of an element depends
+    on no other element."""
 
 
 class Optimizer:
     """Updates fp32 master weights.
 
-    A subclass sets `name` and `moments` and defines `update`. Import torch inside `update`, or not
-    at all: planning then does not load it.
+    A subclass sets `name` and `moments` and defines `update`. Do not import torch outside of
+    `update`, because planning should not load it.
     """
 
     name: ClassVar[str]
@@ -44,9 +45,8 @@ class Optimizer:
     moments: ClassVar[int]
     """The number of fp32 values that are kept for each parameter. They start at 0."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The names of SETTINGS that `update` takes as keyword arguments. A run that sets another one
-    is refused."""
-
+    """The names in SETTINGS that `update` takes as keyword arguments. A run that sets another of
+    SETTINGS is refused."""
     by_tensor: ClassVar[bool] = False
     """Whether `update_rule` differs between tensors. Only a built-in optimizer can do that."""
 
@@ -54,9 +54,9 @@ class Optimizer:
         """Returns how a tensor is updated.
 
         Args:
-            kind: The kind of its layer, `LayerSpec.kind`.
-            name: Its name inside the layer.
-            shape: Its shape.
+            kind: The kind of the tensor's layer, `LayerSpec.kind`.
+            name: The name of the tensor inside the layer.
+            shape: The shape of the tensor.
         """
         return UpdateRule(self.moments)
 
@@ -77,13 +77,14 @@ class Optimizer:
             moments: The optimizer's state, [moments, n] fp32, on the same device.
             gradient: The clipped gradient, [n] fp32. It may be overwritten.
             rate: The learning rate of these parameters.
-            number: The number of the step, from 1.
+            number: The number of the step, starting at 1.
             **settings: The values of `settings`. `weight_decay` is that of these parameters.
 
-        The tensors may be any part of a layer, so no element may depend on another one. Every plan
-        gives the same bits if every operation rounds once, as `add`, `sub`, `mul` and `sign` do.
-        `lerp`, `addcmul`, and operations with `alpha=` or `value=` round differently in different
-        positions and on different devices.
+        The tensors may be any part of a layer, so no element may depend on another one. Weights
+        must not change if the rate and the gradient are 0. Every plan gives the same bits if every
+        operation rounds once, as `add`, `sub`, `mul` and `sign` do. `lerp`, `addcmul`, and
+        operations with `alpha=` or `value=` round differently in different positions and on
+        different devices.
         """
         raise NotImplementedError
 
@@ -97,7 +98,7 @@ class _AdamW(Optimizer):
 
 
 class _Muon(Optimizer):
-    """Muon for the matrices of decoder layers, AdamW for the rest. Updated by the GPU."""
+    """Muon for the matrices of decoder layers, AdamW for the rest. Only the GPU updates them."""
 
     name = MUON
     moments = 2
@@ -105,20 +106,22 @@ class _Muon(Optimizer):
     by_tensor = True
 
     def update_rule(self, kind: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
-        """Returns one moment for the matrices of a decoder layer, the momentum, and two for every
-        other tensor.
+        """Returns one moment, the momentum, for the matrices of a decoder layer, and two moments
+        for every other tensor.
         """
-        found = matrices_of(kind, name, shape)
-        return UpdateRule(1, found) if found else UpdateRule(self.moments)
+        matrices = matrices_of(kind, name, shape)
+        return UpdateRule(1, matrices) if matrices else UpdateRule(self.moments)
 
 
 def _refuse(optimizer: Optimizer, where: str) -> None:
-    """Raises UserError if the subclass does not define what it has to."""
-    found: object = getattr(optimizer, "moments", None)
-    if not isinstance(found, int) or not 0 <= found <= _MOST_MOMENTS:
+    """Raises UserError if the attributes or methods of an optimizer from outside are not allowed.
+    `where` says where the optimizer comes from.
+    """
+    moments: object = getattr(optimizer, "moments", None)
+    if not isinstance(moments, int) or not 0 <= moments <= _MOST_MOMENTS:
         raise UserError(
             f"{where}: moments",
-            found=repr(found),
+            found=repr(moments),
             allowed=f"0 to {_MOST_MOMENTS}",
             fix="set `moments` to the fp32 values that it keeps for each parameter",
         )

@@ -1,4 +1,4 @@
-"""ModelSpec: a model as a stack of layers, with their tensors, bytes and FLOPs.
+"""ModelSpec: a model as a stack of layers, with the tensors, bytes and FLOPs of each layer.
 
 The layers are the embedding (`e`), the decoder layers (`0`, `1` and so on) and the head (`h`),
 which is the final norm and the output projection. With tied embeddings there is no `h`: the final
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json
+from megatrain.simulator.base.files import read_config
 from megatrain.simulator.base.names import is_path, meant, suggestion
 from megatrain.simulator.model.families import (
     ALWAYS_MASKED,
@@ -38,9 +38,8 @@ from megatrain.simulator.model.families.kinds import HYBRID, LINEAR
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
 
 ALIGNMENT = 64
-"""The size of a tensor in a layer's buffer is a multiple of this many elements: 128 bytes in bf16,
-256 in fp32. This aligns tensors for the widest loads of GPUs and CPUs."""
-
+"""The size of a tensor in a layer's buffer is a multiple of this number of elements: 128 bytes in
+bf16, 256 in fp32. This aligns tensors for the widest loads of GPUs and CPUs."""
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 EMBEDDING, HEAD = "e", "h"
 
@@ -69,7 +68,7 @@ def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
 
 
 EAGER_MIXERS = {LINEAR: "linear attention", HYBRID: "a state-space mixer"}
-"""Attention of the layers that always run eagerly -> its name in messages."""
+"""Kind of attention of the layers that always run eagerly -> its name in messages."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -82,13 +81,13 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tensors: tuple[TensorSpec, ...]
     """Its parameter tensors, in the order of the flat buffer."""
     signature: str = ""
-    """For a decoder layer: what the duration of its ops depends on, except the workload, such as
-    `qwen2-2048x11008-16:2x128-v151936`."""
+    """For a decoder layer: everything that the duration of its ops depends on, except the workload,
+    such as `qwen2-2048x11008-16:2x128-v151936`. Empty for other layers."""
     attention: str = ""
     """For a decoder layer: its attention, such as `full_attention` (`families/kinds.py`)."""
     inner: int = 0
-    """For a decoder layer: elements per token between the projections of its MLP, summed over the
-    experts that a token uses."""
+    """For a decoder layer: the width of its MLP in elements per token, summed over the experts that
+    a token uses."""
     experts: bool = False
     """For a decoder layer: whether a router chooses which of its experts compute a token."""
 
@@ -96,9 +95,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def compilable(self) -> bool:
         """Whether a decoder layer runs through torch.compile if the workload is compiled.
 
-        Layers with linear attention or a state-space mixer do not. Compiled layers of Qwen3-Next
-        ran out of memory on an H200 where eager ones take 125.5 GiB
-        (experiments/results/h200-families), and no other such family was run compiled.
+        Layers with linear attention or a state-space mixer always run eagerly, because compiled
+        layers of Qwen3-Next ran out of memory on an H200, while eager layers take 125.5 GiB
+        (experiments/results/h200-families).
         """
         return self.attention not in EAGER_MIXERS
 
@@ -109,7 +108,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def elements(self) -> int:
-        """The elements of the flat buffer, padding included. The padding is zero, and AdamW leaves
+        """The elements of the flat buffer, padding included. The padding is zero, and AdamW keeps
         it zero.
         """
         return sum(tensor.padded for tensor in self.tensors)
@@ -129,7 +128,7 @@ class Heads(NamedTuple):
     pairs: int
     """The number of key-value heads."""
     size: int
-    """The elements of a head: the largest of a query, a key and a value."""
+    """The elements of a head. If queries, keys and values differ, it is the largest of them."""
 
 
 def elements_of(part: Part) -> int:
@@ -152,17 +151,18 @@ class Work(NamedTuple):
     linear_flops: int
     """FLOPs of matrix products with weights: 2 per token and matrix element."""
     attention_flops: int
-    """FLOPs of attention without masked pairs. For linear attention, those of its convolution and
-    recurrence."""
+    """FLOPs of attention without masked pairs. For linear attention, the FLOPs of its convolution
+    and recurrence."""
     moved_bytes: int
-    """Bytes of device memory that elementwise kernels read and write, plus the weights read and the
-    weight gradients written."""
+    """Bytes of device memory that elementwise kernels read and write, plus the bytes of the weights
+    read and the weight gradients written."""
     fp8_flops: int = 0
     """The part of `linear_flops` that is computed in fp8."""
     unfused_bytes: int = 0
-    """The part of `moved_bytes` that is the same in compiled layers, or counted for them: casts to
-    fp8, weights and their gradients once more for each piece of tokens, the sum of the head's
-    gradients over several loss chunks, and all weights and their gradients in a compiled layer."""
+    """The part of `moved_bytes` that compiled and eager layers have in common, and to which
+    `traffic_share` does not apply: casts to fp8, weights and their gradients once more for each
+    piece of tokens, and the sum of the head's gradients over several loss chunks. In a compiled
+    layer, also all weights and their gradients."""
 
     @property
     def flops(self) -> int:
@@ -171,7 +171,7 @@ class Work(NamedTuple):
 
 
 class KeptAttention(NamedTuple):
-    """Bytes of a layer's saved attention, which is the output and the log-sum-exp in one buffer."""
+    """Bytes of a layer's saved attention. One buffer holds the output and the log-sum-exp."""
 
     output: int
     """Bytes of the output, [batch, sequence, heads, value size] in the compute dtype."""
@@ -193,19 +193,19 @@ class KeptAttention(NamedTuple):
 
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 _SEEDS = 2 * 512
-"""Bytes of the state of random numbers that an attention kernel returns: two blocks of PyTorch's
+"""Bytes of the random generator's state that an attention kernel returns: two blocks of PyTorch's
 allocator."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A decoder-only language model, described by its Hugging Face config.json. The folder
-    `simulator/model/families` knows what its layers consist of.
+    """A decoder-only language model, described by its Hugging Face config.json. The parts of its
+    layers are in `simulator/model/families`. Raises UserError if the config is not supported.
     """
 
     name: str
     """The name of the model."""
     config: dict[str, Any]
-    """The keys of config.json that are needed to build the model, without nulls."""
+    """The keys of config.json that are needed to build the model, without null values."""
 
     def __post_init__(self) -> None:
         _ = self._architecture
@@ -238,8 +238,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def carried(self) -> int:
-        """Elements per token that travel from layer to layer: the width of a layer's input, of its
-        output, and of a checkpoint. It is the hidden size, unless a family carries more.
+        """Elements per token that are passed from layer to layer: the width of a layer's input, of
+        its output, and of a checkpoint. It is the hidden size, or more in some families.
         """
         return self._architecture.carried
 
@@ -250,8 +250,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def longest_row(self) -> int | None:
-        """The most tokens of a row by the model's own config, such as `max_position_embeddings`.
-        None if the config does not say.
+        """The most tokens of a row, from a key of the model's config such as
+        `max_position_embeddings`. None if the config does not have the key.
         """
         key = self._architecture.family.longest or "max_position_embeddings"
         found = self.config.get(key, self.config.get("n_positions"))
@@ -266,8 +266,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The names of the tables in which the embedding looks each token up. The first one has a
-        row for each word of the vocabulary.
+        """The names of the tables in which the embedding looks up each token. The first table has
+        one row for each word of the vocabulary.
         """
         return (
             f"{self._architecture.family.embedding}.weight",
@@ -347,15 +347,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses: all except the experts that it is not
-        routed to.
+        """The number of parameters that one token uses: all except those of the experts that the
+        token is not routed to.
         """
         return self.parameters - sum(self._part(layer.name).idle for layer in self.decoders)
 
     @functools.cached_property
     def shape(self) -> str:
-        """The signatures of its kinds of decoder layers, joined by `+`. It is the model's part of
-        `Op.shape` for the embedding and the head.
+        """The distinct signatures of the decoder layers, joined by `+`. It is the model's part of
+        `Op.shape` for ops of the embedding and the head.
         """
         return "+".join(dict.fromkeys(layer.signature for layer in self.decoders))
 
@@ -364,20 +364,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def layer_pieces(self, layer: str, *, compiled: bool = False) -> LayerPieces | None:
         """Returns the parts of a decoder layer that are computed in pieces of tokens, or None if
-        its MLP cannot.
+        its MLP cannot be computed in pieces.
 
-        In a `compiled` layer, the norm before attention is not among them: the compiler fuses it
-        with what is around it, so that it has no temporary tensors.
+        In a `compiled` layer, the norm before attention is not among them, because the compiler
+        fuses it with other ops, and it has no temporary tensors.
         """
-        found = self._architecture.pieces[self._architecture.kinds[int(layer)]]
-        return found._replace(first=None) if found and compiled else found
+        pieces = self._architecture.pieces[self._architecture.kinds[int(layer)]]
+        return pieces._replace(first=None) if pieces and compiled else pieces
 
     def pieces_obstacle(self, *, compiled: bool = False) -> str | None:
         """Returns why decoder layers cannot be computed in pieces of tokens, or None if they can.
 
-        They can if the MLP of each is one module that computes each token by itself. Linear
-        attention and state-space mixers cannot be `compiled` with it, because there is no formula
-        for their memory.
+        They can if the MLP of each layer is one module that computes each token by itself. If
+        layers are `compiled`, none may have linear attention or a state-space mixer, because there
+        is no formula for their memory.
         """
         if compiled and not all(layer.compilable for layer in self.decoders):
             return f"compiled layers of {self.family}, some of which have no softmax attention"
@@ -389,19 +389,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"{self.family}, in which the MLP of some layer is not dense, or not one module"
 
     def skips_mlp(self, layer: str) -> bool:
-        """Checks whether a recompute in pieces can leave out the MLP of a decoder layer, because
-        nothing saves or reads its output but the sum that is the output of the layer. A norm after
-        the MLP reads it.
+        """Returns whether a recompute in pieces can leave out the MLP of a decoder layer.
+
+        It can if the output of the MLP is only added to the output of the layer. It cannot if there
+        is a norm after the MLP, which saves or reads this output.
         """
         pieces = self.layer_pieces(layer)
         return pieces is not None and len(self._part(layer).early) == len(pieces.mlp.early)
 
     def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """Returns the weights of a decoder layer whose products can be in fp8, with their shapes,
-        [out, in].
+        """Returns name -> shape [out, in] of the weights of a decoder layer whose products can be
+        in fp8.
 
-        They are those of its linear layers whose sizes are multiples of `FP8_MULTIPLE`. Routers and
-        experts are not among them.
+        These are its linear layers whose sizes are multiples of `FP8_MULTIPLE`, without routers and
+        experts.
         """
         return {
             name: shape
@@ -410,8 +411,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         }
 
     def fp8_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
-        """Returns the `fp8_weights` of a decoder layer that `workload` multiplies in fp8: all, or
-        none.
+        """Returns the `fp8_weights` of a decoder layer if `workload` multiplies in fp8, otherwise
+        an empty dict.
         """
         able = workload.fp8 and not workload.tokens % FP8_MULTIPLE
         return self.fp8_weights(layer) if able else {}
@@ -420,10 +421,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the bytes that a compiled decoder layer saves in addition because its products
         are in fp8. It may be negative.
 
-        It saves its weights in fp8, because the compiler does not know that they stay in their
-        slot, and at most 8 bytes per token and product for scales. If all products are in fp8, it
-        does not save the outputs of norms and activations (`Compiled.rebuilt`): the operands in fp8
-        are computed again from what these were computed from.
+        The layer saves its weights in fp8, because the compiler does not know that they stay in
+        their slot, and at most 8 bytes per token and product for scales. If all products are in
+        fp8, it does not save the outputs of norms and activation functions (`Compiled.rebuilt`),
+        because it recomputes the operands in fp8 from the inputs of these functions.
 
         tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
         """
@@ -434,7 +435,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return weights + workload.tokens * (8 * len(products) - rebuilt * width)
 
     def fp8_share(self, workload: Workload) -> float:
-        """Returns the share of the decoder layers' matrix products, by FLOPs, that are in fp8."""
+        """Returns the share of the FLOPs of the decoder layers' matrix products that are in fp8."""
         able = sum(
             math.prod(shape)
             for layer in self.decoders
@@ -443,13 +444,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return able / sum(self._part(layer.name).active for layer in self.decoders)
 
     def _fp8_bytes(self, kind: str, layer: str, workload: Workload) -> int:
-        """Returns the traffic of the casts to fp8 in an op of a decoder layer.
+        """Returns the traffic in bytes of the casts to fp8 in an op of a decoder layer.
 
-        With T tokens, a cast of an operand of n elements in bf16 reads it twice and writes it once
-        in fp8 (5 n), or 13 n in eager layers, where each step is a kernel of its own. `forward` and
+        A cast of an operand of n elements in bf16 reads it twice and writes it once in fp8, 5 n
+        bytes. In eager layers, where each step is a separate kernel, it is 13 n. `forward` and
         `recompute` cast the input and the weight of each linear layer. `backward` casts them again
-        and the gradient of the output, rowwise twice, and copies all three once more into the order
-        that the product needs (2 n).
+        and also the gradient of the output, twice with rowwise scaling. It also copies all three
+        operands once into the memory layout that the product needs (2 n).
         """
         compiled = workload.compiled and self.stack[layer].compilable
         cast, moved = 5 if compiled else 13, 0
@@ -465,27 +466,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return moved
 
     def layer_flops(self, layer: str, tokens: int, sequence: int) -> int:
-        """Returns the forward FLOPs of a decoder layer: 2 per token and element of the matrices
-        that the token uses, plus attention without masked pairs.
+        """Returns the forward FLOPs of a decoder layer: 2 for each token and each element of the
+        matrices that the token uses, plus attention without masked pairs.
         """
         part = self._part(layer)
         return 2 * tokens * part.active + self._attention_flops(part, tokens, sequence)
 
     @staticmethod
     def _attention_flops(part: Part, tokens: int, sequence: int) -> int:
-        """Returns the forward FLOPs of attention: `part.pair` for each unmasked pair of tokens.
+        """Returns the forward FLOPs of attention: `part.pair` for each unmasked pair of tokens,
+        plus `part.state` for each token.
 
-        In a sequence of S tokens, full causal attention has S^2 / 2 such pairs, and a window W < S
-        has W (S - W / 2). Chunks of W tokens have W^2 / 2 each.
+        In a sequence of S tokens, full causal attention has S^2 / 2 unmasked pairs, and attention
+        in a window of W < S tokens has W (S - W / 2). A chunk of W tokens has W^2 / 2.
         """
         doubled = _doubled_pairs(part, sequence)
         return tokens * part.state + tokens * part.pair * doubled // (2 * sequence)
 
     def attention_shape(self, workload: Workload) -> str:
-        """Returns what the duration of a full attention kernel depends on besides the sequence
-        length: `HEADSxKEY_HEADSxSIZE-DTYPE`, and the kernel if it is not PyTorch's choice.
-
-        Packed documents are separated by flash attention.
+        """Returns a key of everything that the duration of a full attention kernel depends on,
+        except the sequence length: `HEADSxKEY_HEADSxSIZE-DTYPE`, followed by `-KERNEL` if the
+        kernel is not PyTorch's choice. The kernel is `flash` if rows have documents.
         """
         kernel = "flash" if workload.documents else workload.attention
         return "-".join(
@@ -493,8 +494,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def share_of_row(self, layer: str, workload: Workload) -> float:
-        """Returns the unmasked pairs of tokens in the layer's attention on one micro-batch,
-        relative to those of full causal attention on one sequence. 0 for linear attention.
+        """Returns the number of unmasked pairs of tokens in the layer's attention on one
+        micro-batch, divided by that of full causal attention on one sequence. 0 for linear
+        attention.
         """
         part = self._part(layer)
         pairs = self._attention_flops(part, workload.tokens, workload.sequence)
@@ -502,13 +504,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (pairs - workload.tokens * part.state) / row if row else 0.0
 
     def computed_pairs(self, layer: str, workload: Workload) -> float:
-        """Returns the pairs of tokens that the layer's attention kernel computes, relative to the
-        unmasked ones. It is 1 without a mask.
+        """Returns the number of pairs of tokens that the layer's attention kernel computes, divided
+        by the number of unmasked pairs. It is 1 if the kernel receives no mask.
 
-        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens. So do
-        the products of written-out scores, but at twice the rate of a fused kernel or more, so that
-        it is 1 for them: their time is in the traffic, which counts all pairs. Linear attention has
-        no pairs.
+        A fused kernel that receives a mask computes all S^2 pairs of a sequence of S tokens.
+        Written-out scores also compute all pairs, but their products reach at least twice the rate
+        of a fused kernel, so the result is 1 for them. Their other time is in the traffic, which
+        counts all pairs. Linear attention has no pairs.
         """
         spec, part = self.stack[layer], self._part(layer)
         written = part.scores.kept != Kept()
@@ -519,10 +521,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def projected_rows(self, workload: Workload) -> int:
         """Returns the rows of the output projection's matrix that the head multiplies with.
 
-        They are the words of the vocabulary. An eager head in bf16 pads them with zeros to a
-        multiple of 8, because cuBLAS multiplies rows that are not aligned to 16 bytes several times
-        as slowly: seven times for the 49,155 words of Granite 3.1 on an H200
-        (experiments/results/h200-families). Compiled code pads by itself.
+        The matrix has one row for each word of the vocabulary. An eager head in bf16 pads it with
+        zero rows to a multiple of 8, because cuBLAS is several times slower if rows of logits are
+        not aligned to 16 bytes: seven times with the 49,155 words of Granite 3.1 on an H200
+        (experiments/results/h200-families). The compiler pads compiled heads by itself.
         """
         if workload.compiled or workload.dtype != "bf16":
             return self.vocabulary
@@ -535,35 +537,42 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def work(self, kind: str, layer: str, workload: Workload, *, kept: bool = False) -> Work:
         """Returns the FLOPs and the memory traffic of one compute op on one micro-batch.
 
-        With T tokens of sequences of S, b bytes per element, P parameters of the layer, V words in
-        the vocabulary and hidden size d:
+        The formulas use T tokens per micro-batch, S tokens per sequence, b bytes per element, P
+        parameters of the layer, V words in the vocabulary, and the hidden size d. Traffic is in
+        bytes:
 
         * `forward`: the forward FLOPs. Traffic: T times the forward traffic of the layer's parts
           (`families/parts.py`), T S times that of written-out scores, and P b for the weights.
-        * `recompute`: the same as `forward`, less the MLP if it is computed in pieces.
+        * `recompute`: the same as `forward`, without the MLP if it is computed in pieces.
         * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
-          and
-          2 P b for the weights read and the gradients written.
-          With fp8 products, these three also have the traffic of the casts (`_fp8_bytes`), and
-          with pieces of tokens what `_in_pieces` says.
-        * `head`: three times the forward FLOPs. Traffic: T times both traffics of the norm;
-          T V (2 b + 32) for the logits, which are cast, pass through softmax in fp32 (8), and in
-          the backward through zeros (4), softmax (12) and a cast; for each loss chunk, three times
-          the matrix, 3 V d b, and with several chunks also the sum of the gradients, V d (b + 8).
-          A soft cap divides, takes the tanh and multiplies: T V 6 b, and T V 7 b in the backward.
+          and 2 P b for the weights read and the gradients written.
+        * `head`: three times the forward FLOPs. Traffic: T times the forward and the backward
+          traffic of the norm; T V (2 b + 32) for the logits, with a cast (b + 4), softmax in fp32
+          (8), and in the backward a gradient of zeros (4), softmax (12) and a cast (4 + b); for
+          each loss chunk, three times the matrix, 3 V d b, and with several chunks also the sum of
+          the gradients, V d (b + 8).
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
-          T V (b + 12) for the logits' cast and softmax, T V 6 b for a soft cap; V d b for each
-          loss chunk. A padded matrix is copied, and logits are scaled, as in `head`.
+          T V (b + 12) for the logits' cast and softmax; V d b for each loss chunk.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
         * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
           and 4 V d to zero the table.
 
-        If a token looks up rows of several tables, V d is the elements of all tables, and d is the
-        width of all rows in the last two. What else a token carries is written by `embed`, and its
-        gradient by `head`.
+        Some workloads and models add to these:
+
+        * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
+          (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`.
+        * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
+          `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
+          `loss` and T V 4 b in `head`.
+        * A padded matrix (`projected_rows`) is copied, 2 V d b. In `head`, its logits have T V 3 b.
+        * If the embedding has several tables, V d is the elements of all tables, and d is the width
+          of all rows, in `embed` and `embed_backward`. If a token carries more than d elements,
+          `embed` also writes these, and `head` writes their gradient.
 
         Args:
+            kind: the kind of op.
             layer: the decoder layer; only ops of decoder layers use it.
+            workload: the workload, with the tokens of a micro-batch.
             kept: True for a recompute that skips attention because the forward saved it.
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
@@ -626,17 +635,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
-        """Returns what is added to the linear FLOPs and to the traffic of a decoder layer because
-        its tokens are computed in pieces, and the traffic of weights and their gradients that each
-        further piece adds.
+        """Returns what a decoder layer has in addition because its tokens are computed in pieces:
+        (linear FLOPs, bytes of elementwise traffic, bytes of weights and their gradients). Each
+        may be negative.
 
-        With n pieces and the P parameters of what is computed in pieces, b bytes each:
+        With n pieces, and P parameters of b bytes in the modules that are computed in pieces:
 
         * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b.
         * `recompute` leaves out the MLP, if `skips_mlp`.
         * `backward` runs the forward pass of the pieces first. The gradients of weights are written
-          n times, P b. Their fp32 sum is written once, read and written n - 1 times, and read for
-          the result, which is written in the compute dtype: 8 n P bytes, and P b.
+          n times, P b each. Their fp32 sum is written once, read and written n - 1 times, and read
+          once more to be written in the compute dtype: 8 n P bytes, and P b.
         """
         pieces = self.layer_pieces(layer, compiled=workload.compiled)
         if not workload.piece or pieces is None:
@@ -648,7 +657,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             again = (count - 1) * width * (weights - elements_of(chain))
             left_out, unread = tokens * chain.forward.bytes(width), width * elements_of(chain)
             if not (workload.compiled and self.stack[layer].compilable):
-                left_out, unread = left_out + unread, 0  # where its weights are counted
+                left_out, unread = left_out + unread, 0  # eager weights count as elementwise
             return -2 * tokens * chain.active, -left_out, again - unread
         if kind != "backward":
             return 0, 0, (count - 1) * width * weights
@@ -678,12 +687,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         up, the activation and their product.
 
         With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
-        norm before attention only its output, which projections read.
+        norm before attention saves only its output, which projections read.
 
-        A `compiled` layer saves what the compiler's partitioner chooses. Kernels that only read and
-        write elements run again in the backward pass, so that mainly the operands and results of
-        matrix products are saved: input and output of a norm, and gate, up and product of a gated
-        MLP. With S tokens per sequence and heads of size k, 4 S k bytes are added for what is
+        A `compiled` layer saves the tensors that the compiler's partitioner chooses. Elementwise
+        kernels run again in the backward pass, so mainly the operands and results of matrix
+        products are saved: input and output of a norm, and gate, up and product of a gated MLP.
+        With S tokens per sequence and heads of size k, 4 S k bytes are added for a tensor that is
         computed once from the positions.
 
         tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
@@ -704,7 +713,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def writes_scores(self) -> bool:
-        """Whether some layer writes out its attention scores, so that memory grows with the square
+        """Whether some layer writes out its attention scores. Its memory then grows with the square
         of the sequence length.
         """
         return any(part.scores.kept != Kept() for part in self._architecture.decoders.values())
@@ -727,7 +736,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Heads(c.heads, c.kv_heads, c.head_dim)
 
     def can_save_attention(self, layer: str) -> bool:
-        """Checks whether the runtime can save the attention of a decoder layer."""
+        """Returns whether the runtime can save the attention of a decoder layer."""
         return self.family in CAN_SAVE_ATTENTION and self.stack[layer].attention == "full_attention"
 
     def kept_attention(self, layer: str, tokens: int, dtype: Dtype) -> KeptAttention:
@@ -747,9 +756,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def transient_bytes(
         self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
     ) -> int:
-        """Returns the bytes of temporary tensors in the backward pass of a decoder layer, in
-        addition to the saved activations of the layer that saves most. It is for the layer that
-        needs most.
+        """Returns the largest `backward_bytes` of all decoder layers, minus the largest
+        `saved_bytes`: the bytes of temporary tensors in the backward pass.
         """
         most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled)
         return (
@@ -770,41 +778,42 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         *,
         compiled: bool = False,
     ) -> int:
-        """Returns the peak of a decoder layer's backward pass, saved activations included.
+        """Returns the peak device bytes of a decoder layer's backward pass, saved activations
+        included.
 
-        With P parameters, T tokens and b bytes per element, it is the largest of four:
+        The formulas use P parameters, T tokens, b bytes per element, and the hidden size d. The
+        peak is at one of four points. The saved activations exist at all of them, and in addition:
 
-        * When the MLP begins, everything is still saved. Then the gradients of its last weights
-          exist, and what `Part.early` holds.
-        * When the MLP ends, the gradients of all its weights exist, and `Part.middle`.
-        * In the norm before the MLP, these gradients exist, and what `Part.between` holds, but the
-          MLP has freed `Part.freed`.
-        * In attention, all weight gradients may exist, P b, and what `Part.late` holds, without
+        * When the MLP begins: the gradients of its last weights, and the tensors in `Part.early`.
+        * When the MLP ends: the gradients of all its weights, and the tensors in `Part.middle`.
+        * In the norm before the MLP: the same gradients, and the tensors in `Part.between`, without
+          `Part.freed`, which the MLP has freed.
+        * In attention: all weight gradients, P b, and the tensors in `Part.late`, without
           `Part.freed`.
 
         If a token carries C elements more than the hidden size, all weight gradients and three
-        gradients of these may exist before anything is freed, 3 T C b. If scores are written out,
-        their temporary tensors are added to the largest, because compiled layers do not free in
-        the order of these parts.
+        gradients of these elements, 3 T C b, may exist before anything is freed. If scores are
+        written out, their temporary tensors are added to the largest of the four, because compiled
+        layers do not free in the order of these parts.
 
-        With pieces of p tokens, the MLP and the norm before it have P' parameters, and the gradient
-        of their input is T d b:
+        With pieces of p tokens, let P' be the parameters of the MLP and the norm before it. The
+        peak is then at one of three points. In addition to the saved activations there are:
 
-        * In a piece, the layer has its saved activations, the gradient of the input, the fp32 sums
-          of the gradients of weights, 4 P', and those of the piece, P' b. Of the piece it has what
-          the first three of the four above say, in tokens of p, and its input, its output and their
-          gradients, 4 p d b.
-        * In attention, and in the norm before it, all weight gradients exist, P b, and what
-          `Part.late` holds. The gradient of the residual takes the place of the saved input of the
-          MLP. If no norm belongs to its chain, there are two such gradients, 2 T d b.
-        * A norm after the MLP, or after attention, is not computed in pieces. It comes on top of
-          the saved activations and of all weight gradients, with two gradients, 2 T d b.
+        * In a piece: the gradient of the input, T d b, the fp32 sums of the gradients of weights,
+          4 P', the gradients of weights of the piece, P' b, and the piece's input, output and their
+          gradients, 4 p d b. The largest of the first three points above is added for p tokens,
+          without weight gradients, and with the activations that the piece saves.
+        * In attention and in the norm before it: all weight gradients, P b, and the tensors in
+          `Part.late`. The gradient of the residual takes the place of the saved input of the MLP.
+          If no norm belongs to its chain, there are two such gradients, 2 T d b.
+        * In a norm after the MLP or after attention, which is not computed in pieces: all weight
+          gradients, the tensors of the norm, and two gradients, 2 T d b.
 
-        In a compiled layer, some gradients of norms' weights are computed last. So two gradients of
-        the hidden states exist longer, 2 T d b with hidden size d.
+        In a compiled layer, some gradients of norms' weights are computed last, so two gradients of
+        the hidden states, 2 T d b, exist longer.
 
         tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
-        tests/simulator/memory/test_compiled_memory.py with compiled ones.
+        tests/simulator/memory/test_compiled_memory.py with compiled layers.
         """
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
@@ -812,8 +821,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 layer, tokens, sequence, dtype, piece, compiled=compiled
             )
 
-        def held(*some: Kept) -> int:
-            return tokens * max((each.bytes(width) for each in some), default=0)
+        def held(*states: Kept) -> int:
+            return tokens * max((kept.bytes(width) for kept in states), default=0)
 
         carried = self.carried - self.hidden
         early, freed, scores, longer = part.early, part.freed, part.scores.held, 0
@@ -846,7 +855,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         *,
         compiled: bool,
     ) -> int:
-        """Returns what `backward_bytes` does, for a layer in pieces of `piece` tokens."""
+        """Returns `backward_bytes` of a layer that is computed in pieces of `piece` tokens."""
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         pieces = self.layer_pieces(layer.name, compiled=compiled)
         assert pieces is not None
@@ -863,8 +872,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kept, early, freed = inner.kept, inner.early, inner.freed
             scores, longer = part.scores.compiled[1], 2 * tokens * row
 
-        def held(*some: Kept) -> int:
-            return max((each.bytes(width) for each in some), default=0)
+        def held(*states: Kept) -> int:
+            return max((state.bytes(width) for state in states), default=0)
 
         in_piece = (
             kept.bytes(width)
@@ -872,7 +881,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + 4 * row
         )
         parameters = elements_of(chain)
-        norms = tuple(each for each in part.early if each not in chain.early)
+        norms = tuple(state for state in part.early if state not in chain.early)
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
             width * layer.elements
@@ -902,8 +911,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return None
 
     def document_attention(self, dtype: Dtype) -> Literal["lengths", "mask"]:
-        """Returns how attention on a GPU separates the documents of a row: a fused kernel receives
-        their lengths, or the scores are masked.
+        """Returns how attention on a GPU separates the documents of a row: `lengths` if a fused
+        kernel receives their lengths, `mask` if the scores are masked.
         """
         return (
             "mask"
@@ -912,19 +921,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def window(self, layer: str) -> int:
-        """Returns the most tokens that a query of the decoder layer attends to, including itself.
-        0 means all tokens before it.
+        """Returns the most tokens that a query of the decoder layer attends to, including its own
+        token. 0 means that there is no limit.
         """
         return self._part(layer).window
 
     def mask_bytes(self, workload: Workload) -> int:
-        """Returns the bytes of attention masks. A mask is needed for documents. transformers also
-        makes one for a window that is not longer than a sequence.
+        """Returns the bytes of attention masks on the device. Documents need a mask, unless the
+        kernel receives their lengths. transformers also makes a mask for a window that is not
+        longer than a sequence, and for written-out scores. Linear attention has no mask.
 
-        With B rows of S tokens and b bytes per element, each type of attention has a boolean mask
-        of S S bytes, or B S S with documents or chunks. A layer that uses it also needs the mask in
-        the compute dtype, which is added to the scores: B S S b. Written-out scores always have
-        both. Linear attention and kernels that receive lengths have no mask.
+        With B rows of S tokens and b bytes per element, each kind of attention has a boolean mask
+        of S S bytes, or B S S with documents or chunks. The layer that uses a mask also needs it in
+        the compute dtype, to add it to the scores: B S S b. With written-out scores, each kind of
+        attention has this mask too.
         """
         masks, added = (
             dict[str, int](),
@@ -940,7 +950,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return sum(masks.values()) + (added if masks else 0)
 
     def _masked(self, layer: LayerSpec, workload: Workload) -> bool:
-        """Checks whether the layer's attention has a mask."""
+        """Returns whether the layer's attention has a mask."""
         if layer.attention == "linear_attention":
             return False
         if workload.documents:
@@ -951,29 +961,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def saved_mask_bytes(self, workload: Workload) -> int:
         """Returns the most bytes that a decoder layer saves in addition because a fused attention
-        kernel has a mask: those of `added_mask_bytes` and of `repeated_bytes`.
+        kernel has a mask: the sum of `added_mask_bytes` and `repeated_bytes`.
         """
         return self.added_mask_bytes(workload) + self.repeated_bytes(workload)
 
     def added_mask_bytes(self, workload: Workload) -> int:
         """Returns the bytes of the mask in the compute dtype that a fused attention kernel adds to
-        its scores. Each layer makes and saves one of its own. 0 without a mask.
+        its scores. Each layer makes and saves its own mask. 0 without a mask.
 
-        With B rows of S tokens and b bytes per element, they are B S S b.
+        With B rows of S tokens and b bytes per element, it is B S S b.
         """
         added = workload.tokens * workload.sequence * DTYPE_BYTES[workload.dtype]
         return added if self._masks_a_kernel(workload) else 0
 
     def repeated_bytes(self, workload: Workload) -> int:
         """Returns the bytes of the copies of keys and values that transformers makes for a fused
-        attention kernel with a mask: one for each query head that shares them. 0 without a mask.
+        attention kernel with a mask, if several query heads share a key. 0 without a mask.
         """
         heads, pairs, size = self.heads
         copied = 2 * (heads - pairs) * size * workload.tokens * DTYPE_BYTES[workload.dtype]
         return copied if self._masks_a_kernel(workload) else 0
 
     def _masks_a_kernel(self, workload: Workload) -> bool:
-        """Checks whether some layer has a fused attention kernel with a mask."""
+        """Returns whether some layer has a fused attention kernel with a mask."""
         return any(
             self._masked(layer, workload) and self._part(layer.name).scores.kept == Kept()
             for layer in self.decoders
@@ -988,8 +998,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         decoder layer, but at least `layers`.
         """
         signatures = [layer.signature for layer in self.decoders]
-        every = max(signatures.index(signature) for signature in dict.fromkeys(signatures)) + 1
-        return self.with_layers(max(layers, every))
+        last_new = max(signatures.index(signature) for signature in dict.fromkeys(signatures))
+        return self.with_layers(max(layers, last_new + 1))
 
     @classmethod
     def from_config(cls, config: Any, where: str, name: str = "") -> ModelSpec:
@@ -1010,19 +1020,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         path = model_file(source)
         name = path.parent.name if path.name == "config.json" else path.stem
-        return cls.from_config(read_json(path), str(path), name)
+        return cls.from_config(read_config(path), str(path), name)
 
 
 def library() -> dict[str, Path]:
-    """Returns the files of the library's models by name."""
+    """Returns name -> file of the library's models."""
     folder = Path(__file__).parents[1] / "library" / "models"
     return {file.stem: file for file in sorted(folder.glob("*.json"))}
 
 
 def model_file(source: str) -> Path:
-    """Returns the config.json that `source` means: a folder, a file, or a name (`base/names.py`).
+    """Returns the path of the config.json that `source` means: a folder, a file, or a name in the
+    library (`base/names.py`).
 
-    A path that exists is preferred to a name of the library. Raises UserError if there is neither.
+    A path that exists is preferred to a name. Raises UserError if there is neither.
     """
     path = Path(source)
     # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.

@@ -16,25 +16,25 @@ Dtype = Literal["bf16", "fp32"]
 Gradients = Literal["exact", "8bit"]
 Clipping = Literal["global", "layer", "update", "adagc", "none"]
 BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
-"""The kinds of clipping whose factors follow from one layer alone."""
+"""The kinds of clipping whose factors depend on one layer only."""
 BY_TENSOR: tuple[Clipping, ...] = ("update", "adagc")
-"""The kinds of clipping that have a factor for each tensor."""
+"""The kinds of clipping with one factor for each tensor."""
 DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
 _FP8 = "-fp8-"
 _PIECES = "-pieces"
 _MOST_PIECE = 2**24
 FP8_MULTIPLE = 16
-"""The sizes of fp8 matrix products are multiples of this."""
-
+"""The sizes of fp8 matrix products must be multiples of this number."""
 MOST_MICRO_BATCHES = 1024
-"""The most micro-batches in a step. A schedule has the ops of each. With 48 layers, this number
-gives half a million ops, which take half a minute to make."""
+"""The most micro-batches in a step. With 48 layers, the schedule of such a step has half a million
+ops, and making it takes half a minute."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is trained: everything that decides the arithmetic of a step. Two plans with the
-    same workload give the same bits.
+    same workload give the same bits. Raises UserError if a value, or a combination of values, is
+    not allowed.
     """
 
     batch: int
@@ -44,12 +44,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     sum_group: int = 1
-    """Micro-batches whose gradients are summed before they are added to those of earlier groups. A
-    divisor of `accumulation`. With 1, all are added in their order. Floating-point sums depend on
-    it. A plan for N GPUs gives groups to ranks in turn, so that each adds whole groups."""
+    """Micro-batches whose gradients are summed before the sum is added to that of earlier groups. A
+    divisor of `accumulation`. With 1, all gradients are added in the order of the micro-batches.
+    The bits of the sum depend on it. A plan for N GPUs gives whole groups to the ranks in turn."""
     dtype: Dtype = "bf16"
-    """The dtype that layers compute in, and the dtype of their gradients. Master weights are in
-    `state`."""
+    """The dtype that layers compute in, and the dtype of their gradients. `state` gives that of
+    master weights."""
     clipping: Clipping = "global"
     """How gradients are clipped:
 
@@ -63,37 +63,37 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fp8: Scaling | None = None
     """How the operands of fp8 matrix products are scaled (`runtime/layers/fp8_linear.py`). The
     linear layers of decoder layers then multiply in fp8, forward and backward, if their sizes and
-    the tokens of a micro-batch are multiples of `FP8_MULTIPLE`. All else is in `dtype`, which has
-    to be bf16. None means that all products are in `dtype`."""
+    the tokens of a micro-batch are multiples of `FP8_MULTIPLE`. Everything else is in `dtype`,
+    which must be bf16. None means that all products are in `dtype`."""
     compiled: bool = False
     """True if layers run through torch.compile. They are faster, save a third less activations, and
     round differently from eager layers."""
     attention: Literal["flash", "cudnn"] | None = None
-    """The attention kernel. Kernels round differently. None means the kernel that PyTorch's
+    """The attention kernel. Each kernel rounds differently. None means the kernel that PyTorch's
     `scaled_dot_product_attention` chooses."""
     loss_chunk: int = 1024
     """Tokens whose logits exist at one time. It changes the result, because the head's gradient is
     summed chunk by chunk."""
     token_piece: int | None = None
-    """Tokens of a micro-batch that the MLP of a decoder layer computes at one time, with the norms
-    before it and before attention (`runtime/layers/token_pieces.py`). It changes the result,
+    """Tokens of a micro-batch that the MLP of a decoder layer, the norm before it and the norm
+    before attention compute at one time (`runtime/layers/token_pieces.py`). It changes the result,
     because the gradients of their weights are summed piece by piece. None means all tokens."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
-    It is False by default, because not every model and kernel can do that
-    (`ModelSpec.documents_obstacle`). The commands set it for each model that can, so give
-    `documents=True` in Python to get the workload of the command line."""
+    It is False by default, because some models and kernels cannot do that
+    (`ModelSpec.documents_obstacle`). Commands set it to True for all models that can, so pass
+    `documents=True` in Python to get the same workload."""
     no_dropout: bool = False
-    """True if dropout and router noise in the model's config are ignored. Otherwise a model with
-    either is refused."""
-
+    """True if dropout and router noise in the model's config are ignored. If it is False, a model
+    with either is refused."""
     optimizer: str = ADAMW
-    """an optimizer's name, or the path of a `.py` file that defines one (`model/optimizer.py`)"""
+    """The name of an optimizer, or the path of a `.py` file that defines one
+    (`model/optimizer.py`)."""
     state: str = EXACT
-    """The format of master weights and moments (`model/state_format.py`)."""
+    """The name of the format of master weights and moments (`model/state_format.py`)."""
     gradients: Gradients = "exact"
-    """How gradients are stored that wait for the norm of all gradients: `exact` in the dtype in
-    which they are summed, or `8bit` in codes of 8 bits (`runtime/optimizer/coded_gradients.py`)."""
+    """How gradients are stored while they wait for the norm of all gradients: `exact` in the dtype
+    in which they are summed, or `8bit` in 8-bit codes (`runtime/optimizer/coded_gradients.py`)."""
 
     def __post_init__(self) -> None:
         if self.clipping == "update" and self.optimizer != ADAMW:
@@ -129,7 +129,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     def _refuse_state(self) -> None:
-        """Raises UserError if there is no such state format, or if it cannot be used here."""
+        """Raises UserError if the state format is unknown, or cannot be used with this workload."""
         if self.state not in FORMATS:
             raise UserError(
                 "workload: state",
@@ -150,7 +150,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
 
     def _refuse_gradients(self) -> None:
-        """Raises UserError if gradients in 8 bits cannot be used here."""
+        """Raises UserError if gradients in 8 bits cannot be used with this workload."""
         for field, found, only in (
             ("clipping", self.clipping, "global"),
             ("accumulation", self.accumulation, 1),
@@ -215,8 +215,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def token_rows(self) -> int:
-        """The int64 values copied to the device per token: input id, label and, with documents, the
-        document index.
+        """The number of int64 values that are copied to the device per token: input id, label, and
+        with documents the document index.
         """
         return 3 if self.documents else 2
 
@@ -227,8 +227,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def shape(self) -> str:
-        """The workload's part of `Op.shape`: everything that the duration of a compute op depends
-        on, such as `32x1024-bf16-documents`.
+        """The workload's part of `Op.shape`, such as `32x1024-bf16-documents`. It contains
+        everything in the workload that the duration of a compute op depends on.
         """
         fp8 = f"{_FP8}{self.fp8}" if self.fp8 else ""
         compiled, attention = (
@@ -242,12 +242,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def without_pieces(shape: str) -> str:
-    """Returns the shape of the same op whose tokens are not computed in pieces."""
+    """Returns `shape` without the suffix for pieces of tokens."""
     return re.sub(rf"{_PIECES}\d+", "", shape)
 
 
 def without_fp8(shape: str) -> str:
-    """Returns the shape of the same op without fp8 products."""
+    """Returns `shape` without the suffix for fp8 products."""
     for scaling in get_args(Scaling):
         shape = shape.replace(f"{_FP8}{scaling}", "")
     return shape

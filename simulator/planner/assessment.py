@@ -27,6 +27,7 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """The second-best plan."""
 
     policy: str
+    """Name of the policy."""
     knobs: Knobs | None = None
     """The knobs of the plan. None if only a lower bound of its step time is known."""
     step_seconds: float
@@ -123,9 +124,10 @@ def step_seconds(schedule: Schedule, costs: CostModel) -> float:
 
 
 def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
-    """Returns a schedule of `plan` with which `costs` gives the time of a step.
+    """Returns a schedule of `plan` that is complete enough for `costs` to predict its step time.
 
-    It has no ops and no buffers, unless the cost model looks at them.
+    Its ops and buffers may be missing if `costs` uses only `Schedule.sizes`, as the cost models of
+    this package do.
     """
     while isinstance(costs, ScaledCosts):
         costs = costs.costs
@@ -136,20 +138,20 @@ def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """Returns the memory of a plan's schedule under the plan's limits.
 
-    Sizes of activations and workspace are the measured ones if the machine was calibrated, and
-    estimates otherwise. They describe this project's runtime, so they are not used for the policies
-    of other systems, whose schedules list all that their ops allocate.
+    On a calibrated machine, the sizes of activations and workspace are measured. On other machines
+    they are estimated. Both describe this project's runtime, so they are not added for policies of
+    other systems. The schedules of those policies list everything that their ops allocate.
     """
     if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
-    found = costs.workspace(plan.model, plan.workload) or workspace_estimate(
+    op_workspace = costs.workspace(plan.model, plan.workload) or workspace_estimate(
         plan.model, plan.workload
     )
-    workspace = peak_workspace_bytes(found, schedule, activations)
+    workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if plan.workload.documents:
-        # Each micro-batch of a group has masks of its own. All of them exist during the head, too.
+        # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
         workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
     process = (
         {PROCESS: costs.process_bytes}
@@ -162,22 +164,23 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
 
 
 def activations_bytes(model: ModelSpec, workload: Workload, costs: CostModel) -> int:
-    """Returns the bytes of the saved activations of one decoder layer.
+    """Returns the bytes of the saved activations of one decoder layer for one micro-batch.
 
-    The number is measured if the machine was calibrated, and estimated by a formula otherwise.
+    The number is measured if the machine was calibrated, and otherwise `activations_estimate`.
     """
     return costs.activations_bytes(model, workload) or activations_estimate(model, workload)
 
 
 def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
-    """Returns `schedule` without the recompute slots whose memory saved layers have freed before.
+    """Returns `schedule` without the recompute slots that reuse memory of saved layers.
 
-    The framework allocates saved and recomputed activations from the same memory. All layers in
-    `saved_activations` hold theirs only at the end of the forward pass. When a block of layers is
-    recomputed, the layers above it have finished backward and freed their activations. So the peak
-    is the larger of two numbers: all saved layers, and for each recomputed block the saved layers
-    below it plus the block itself. On an H200, a step of a 3B model with 32 x 4,096 tokens took
-    13.6 % less memory than the sum of both.
+    The framework allocates saved and recomputed activations from the same memory. The activations
+    of all layers in `saved_activations` exist at once only at the end of the forward pass. When a
+    block of layers is recomputed, the layers above it have finished their backward pass and freed
+    their activations. So the peak is the larger of two numbers: the activations of all saved
+    layers, and the largest sum, over the recomputed blocks, of the block's activations and those of
+    the saved layers below it. On an H200, a step of a 3B model with 32 x 4,096 tokens took 13.6 %
+    less memory than with a slot for every recomputed layer.
     """
     saved = sorted([int(layer) for layer in plan.placed("saved_activations")])
     if not saved:
@@ -199,21 +202,24 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
 def with_knobs(
     plan: Plan, *, layers: int | None = None, groups: int | None = None, **knobs: Any
 ) -> Plan:
-    """Returns `plan` with other values for `knobs`.
+    """Returns `plan` with new values for the given knobs, and optionally shortened.
 
-    If `layers` or `groups` is given, the plan is shortened to at most so many decoder layers, or
-    groups of micro-batches. Groups are then shortened to two micro-batches, the fewest whose
-    gradients are summed.
+    Args:
+        plan: The plan to change.
+        layers: The most decoder layers of the result. None keeps all.
+        groups: The most groups of micro-batches of the result. Each group is then shortened to at
+            most two micro-batches, the fewest whose gradients are summed. None keeps all.
+        knobs: New values of fields of `Knobs`.
     """
     model, work = plan.model, plan.workload
     chosen = msgspec.structs.replace(plan.knobs, **knobs)
     if groups and work.accumulation > 1:
-        there, group = plan.micro_batches // chosen.micro_batch_group, chosen.micro_batch_group
-        group = min(group, 2)
+        group_count = plan.micro_batches // chosen.micro_batch_group
+        group = min(chosen.micro_batch_group, 2)
         chosen = msgspec.structs.replace(chosen, micro_batch_group=group)
         work = msgspec.structs.replace(
             work,
-            accumulation=min(groups, there) * group * plan.gpus,
+            accumulation=min(groups, group_count) * group * plan.gpus,
             sum_group=group if work.sum_group > 1 else 1,
         )
     return msgspec.structs.replace(
@@ -222,7 +228,11 @@ def with_knobs(
 
 
 def group_sizes(plan: Plan) -> list[int]:
-    """Returns the sizes that a group of micro-batches of `plan` may have, the smallest first."""
+    """Returns the sizes that a micro-batch group of `plan` may have, the smallest first.
+
+    They are the divisors of the gradient accumulation, or only 1 if the policy has no groups or the
+    model's embedding and head are tied.
+    """
     accumulation = plan.workload.accumulation
     if "micro_batch_group" not in policy_library.find(plan.policy).knobs or plan.model.tied:
         return [1]
@@ -230,19 +240,20 @@ def group_sizes(plan: Plan) -> list[int]:
 
 
 class InShortGroups(ScaledCosts):
-    """The cost model `costs` for a plan that `with_knobs` has shortened to groups of two.
+    """The cost model for a plan whose groups `with_knobs` has shortened to two micro-batches.
 
-    The ops of a micro-batch take as much longer as its group is shorter.
+    Ops that run once per micro-batch take longer, so a shortened group takes as long as a whole
+    one. With groups of 8, for example, they take four times as long as with `costs`.
     """
 
     def __init__(self, costs: CostModel, group: int) -> None:
-        """`group` is the number of micro-batches in a group that is not shortened."""
+        """`group` is the number of micro-batches in a whole group."""
         super().__init__(costs, lambda op: op)
-        self._longer = group / min(group, 2)
+        self._factor = group / min(group, 2)
 
     def duration_ns(self, op: Op) -> int:
-        each = op.lane == "compute" or op.kind in OFFLOADING
-        return math.ceil(self.costs.duration_ns(op) * (self._longer if each else 1))
+        per_micro_batch = op.lane == "compute" or op.kind in OFFLOADING
+        return math.ceil(self.costs.duration_ns(op) * (self._factor if per_micro_batch else 1))
 
 
 def memory_taken(choice: Choice) -> tuple[int, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Chooses the batch and the gradient accumulation for a given number of tokens per step.
 
-A larger micro-batch loads the weights fewer times per step, unless micro-batches go through the
-model in groups. A smaller one leaves more memory for weights and optimizer state. The search works
-in five steps:
+With larger micro-batches, the weights are loaded fewer times per step, unless micro-batches go
+through the model in groups. Smaller micro-batches leave more memory for weights and optimizer
+state. The search works in five steps:
 
 1. List every split of the step into equal micro-batches, from the largest batch to the smallest.
 2. Skip a split if its compute time alone is longer than the best step so far, with a margin of 5 %.
@@ -16,6 +16,7 @@ All splits compute the same sums for loss and gradient. They differ only in roun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -49,7 +50,6 @@ _CLOSE = 1.05  # a split is considered if its quick time is within this factor o
 # batch that is small enough can save the activations of every layer, and then is fast again.
 _PATIENCE = 5
 _MOST_MICRO_BATCHES = 64
-_PARTS = (0, 1)  # quick plans save activations of none, and of as many layers as fit
 
 
 def splits(workload: Workload, step_tokens: int) -> list[Workload]:
@@ -98,7 +98,7 @@ def best_split(
     The batch and accumulation of `workload` are ignored. With `choose_chunk`, the splits that are
     searched in full have the loss chunk that `with_loss_chunk` chooses for each. The other
     arguments are those of `candidates`. If no split fits in memory, the smallest batch is searched,
-    so that the result names what it lacks. Raises UserError as `candidates` and `splits` do.
+    so the result says how much memory is missing. Raises UserError as `candidates` and `splits` do.
     """
     tried = splits(workload, step_tokens)
     names = policy_library.sensible(
@@ -128,11 +128,9 @@ def best_split(
             )
             < _CLOSE * min(times)[0]
         ):
-            times += (
-                [(min(found), index)]
-                if (found := [_time(each, costs) for each in _quick(plan, costs)])
-                else []
-            )
+            quick_times = [_time_ns(quick, costs) for quick in _quick(plan, costs)]
+            if quick_times:
+                times.append((min(quick_times), index))
     chosen = [
         tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
     ] or [tried[-1]]
@@ -160,16 +158,16 @@ def best_split(
 def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
     """Yields a few simple plans that fit in memory.
 
-    For a policy that places state: plans that save the activations of none, and of as many layers
-    as fit, once for single micro-batches and once for the largest groups that fit. For other
-    policies: one plan for each checkpoint interval.
+    If the policy places state, these plans save the activations of no layer, or of as many layers
+    as fit, once with single micro-batches and once with the largest groups that fit. For other
+    policies, there is one plan for each checkpoint interval.
     """
     if policy_library.find(plan.policy).places_state:
         single, *larger = group_sizes(plan)
         yield from _quick_in_groups(plan, costs, single)
         for size in reversed(larger):
-            if found := list(_quick_in_groups(plan, costs, size)):
-                yield from found
+            if grouped := list(_quick_in_groups(plan, costs, size)):
+                yield from grouped
                 return
         return
     for interval in intervals(plan.model.layers):
@@ -193,28 +191,28 @@ def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
 
 
 def _quick_in_groups(plan: Plan, costs: CostModel, size: int) -> Iterator[Plan]:
-    """Yields simple plans that fit, for a policy that places state and one size of groups."""
+    """Yields simple plans that fit, with groups of `size` micro-batches.
+
+    The policy must place state.
+    """
     search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
     for base in (Placement(), Placement(offloaded_inputs="all")):
         most = search.filling.most_saved(search.plan, base)
         if most < 0:
             continue
-        for part in _PARTS:
-            placed = search.filling.filled(
-                search.plan,
-                msgspec.structs.replace(
-                    base, saved_activations=last(plan.model.layers, part * most)
-                ),
+        for saved in (0, most):
+            placement = msgspec.structs.replace(
+                base, saved_activations=last(plan.model.layers, saved)
             )
-            yield from [found for found, _ in zip(placed, range(1), strict=False)]
+            yield from itertools.islice(search.filling.filled(search.plan, placement), 1)
         return
 
 
-def _time(plan: Plan, costs: CostModel) -> int:
+def _time_ns(plan: Plan, costs: CostModel) -> int:
     """Returns the predicted step time in ns, without contention.
 
-    A layer is copied in one piece. Two groups of micro-batches are simulated. Each further one adds
-    the time of the second.
+    Each layer is copied in one piece. Two groups of micro-batches are timed, and each further group
+    adds the time of the second.
     """
     group = plan.knobs.micro_batch_group
     timing = InShortGroups(costs, group)

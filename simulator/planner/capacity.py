@@ -6,8 +6,8 @@ Step times are not considered. The algorithm:
    each checkpoint interval, because the best one depends on the tokens. If the policy can offload
    the inputs of layers, plans that offload some or all of them are also taken. If a step has
    several micro-batches, plans with all of them in one group are also taken (`_footprints`).
-2. Lower each plan once. The size of a pool either does not depend on the tokens of a micro-batch or
-   is proportional to them. So the memory for any number of tokens follows by scaling the pools.
+2. Lower each plan once. The size of each pool is either independent of the tokens of a micro-batch
+   or proportional to them. So the memory for any number of tokens follows by scaling the pools.
 3. If the host is too small and the policy can keep state on the device, move state there until the
    rest fits in the host (`MemoryFootprint`).
 4. Find the most tokens that fit by bisection on 2 and 3 (`largest_batch`, `longest_context`).
@@ -34,7 +34,8 @@ from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 PASSING = ("weights", "gradients")
-"""Classes of state that pass through slots of whole layers if they are not on the device."""
+"""Classes of state that are copied through slots of whole layers, unless they stay on the device.
+The other classes are copied in chunks."""
 
 
 class MemoryFootprint:
@@ -62,23 +63,24 @@ class MemoryFootprint:
             if buffer.place == "device"
             and not (buffer.persistent or buffer.dynamic or buffer.scales_with_tokens)
         )
-        """Bytes of the device that may be free once state has moved there."""
+        """Bytes of the slots on the device. Some of them become free when state moves there."""
 
         def needs_large_slots(buffer: Buffer) -> bool:
             return buffer.data in PASSING and plan.model.stack[buffer.key].kind != "decoder"
 
         self._orders = (
-            sorted(movable, key=lambda each: not needs_large_slots(each)),
-            sorted(movable, key=lambda each: (each.data not in PASSING, each.data != "weights")),
+            sorted(movable, key=lambda buffer: not needs_large_slots(buffer)),
+            sorted(
+                movable, key=lambda buffer: (buffer.data not in PASSING, buffer.data != "weights")
+            ),
         )
         """Buffers of layer state in host memory, in two orders in which they may move to the
-        device. In the first, weights and gradients of embedding and head are first: on the device
-        they need no slots, and their slots are as large as they are. In the second, all weights and
-        then all gradients are first: if no layer has any on the host, there are no slots at all."""
+        device. The first order begins with the weights and gradients of embedding and head, because
+        each of them frees a slot of its own size. The second begins with all weights, then all
+        gradients, because the slots disappear once the host holds none."""
 
     def account(self, workload: Workload | None = None, host_limit: int | None = None) -> Account:
-        """Returns the memory of the plan, after state that the host cannot hold has moved to the
-        device.
+        """Returns the memory of the plan. State that the host cannot hold is on the device.
 
         Args:
             workload: Replaces the plan's workload. It may differ in tokens and loss chunk.
@@ -88,49 +90,53 @@ class MemoryFootprint:
         plan = msgspec.structs.replace(
             self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes
         )
-        found = plan_account(plan, self._outline(new.tokens / old.tokens), self.costs)
-        return self._moved(plan, found)[1]
+        memory = plan_account(plan, self._outline(new.tokens / old.tokens), self.costs)
+        return self._moved(plan, memory)[1]
 
     def _outline(self, factor: float) -> Schedule:
-        """Returns a schedule with one buffer for each of `_merged`, with their size for `factor`
-        times the tokens of a micro-batch. It has no ops.
+        """Returns a schedule with the merged buffers, for `factor` times the tokens of the plan's
+        micro-batch. It has no ops.
         """
-        made = []
+        buffers = []
         for buffer, count in self._merged:
-            one = resized(buffer, factor) if factor != 1 else buffer
-            made.append(
-                one if count == 1 else msgspec.structs.replace(one, bytes=count * one.allocated)
-            )
-        return Schedule(policy=self.plan.policy, buffers=tuple(made), ops=())
+            if factor != 1:
+                buffer = resized(buffer, factor)
+            if count != 1:
+                buffer = msgspec.structs.replace(buffer, bytes=count * buffer.allocated)
+            buffers.append(buffer)
+        return Schedule(policy=self.plan.policy, buffers=tuple(buffers), ops=())
 
     def _moved(self, plan: Plan, account: Account) -> tuple[list[Buffer], Account]:
-        """Returns the buffers to move to the device so that the rest fits in the host, and the
-        memory after that. It is the first choice that fits, or the first one if none does.
+        """Returns buffers whose move to the device makes the rest fit in the host, and the memory
+        after the move.
+
+        Up to three choices of buffers are tried. The result is the first with which the plan fits,
+        or the first one if it fits with none.
         """
         excess = account.host_peak_bytes - account.host_limit_bytes
-        first, second = self._orders
-        found = self._with_moved(_enough(first, excess), plan, account)
-        if found[1].fits or not found[0]:
-            return found
-        for moved in (_enough(second, excess), _closest(second, excess)):
+        first_order, second_order = self._orders
+        first = self._with_moved(_enough(first_order, excess), plan, account)
+        if first[1].fits or not first[0]:
+            return first
+        for moved in (_enough(second_order, excess), _closest(second_order, excess)):
             other = self._with_moved(moved, plan, account)
             if other[1].fits:
                 return other
-        return found
+        return first
 
     def _with_moved(
-        self, moved: list[Buffer], plan: Plan, found: Account
+        self, moved: list[Buffer], plan: Plan, account: Account
     ) -> tuple[list[Buffer], Account]:
         """Returns `moved`, and the memory after these buffers have moved to the device."""
         if not moved:
-            return moved, found
-        pools, kinds = defaultdict(int, found.pools), dict(found.kinds)
+            return moved, account
+        pools, kinds = defaultdict(int, account.pools), dict(account.kinds)
         for buffer in moved:
-            there = f"device.{buffer.data}"
+            device_pool = f"device.{buffer.data}"
             pools[buffer.pool] -= buffer.allocated
-            pools[there] += buffer.allocated
-            kinds.setdefault(there, buffer)
-        after = msgspec.structs.replace(found, pools=dict(pools), kinds=kinds)
+            pools[device_pool] += buffer.allocated
+            kinds.setdefault(device_pool, buffer)
+        after = msgspec.structs.replace(account, pools=dict(pools), kinds=kinds)
         lacking = after.device_peak_bytes - after.device_limit_bytes
         if 0 < lacking <= self._slots and after.host_peak_bytes <= after.host_limit_bytes:
             # The sum above still counts the slots that the moved state no longer needs.
@@ -139,8 +145,9 @@ class MemoryFootprint:
         return moved, after
 
     def placed(self) -> Plan:
-        """Returns the plan with the largest copies that fit, and with a placement that keeps on the
-        device the state that the host cannot hold.
+        """Returns the plan with the largest copies that fit.
+
+        Its placement keeps on the device the state that the host cannot hold.
         """
         larger = (
             MemoryFootprint(with_knobs(self.plan, chunk_bytes=size), self.costs)
@@ -149,7 +156,7 @@ class MemoryFootprint:
         return next((footprint for footprint in larger if footprint.account().fits), self)._placed()
 
     def _placed(self) -> Plan:
-        """Returns the plan with its own size of copies, placed as `placed` describes."""
+        """Returns the plan as `placed` does, but with its own size of copies."""
         account = plan_account(self.plan, self._outline(1), self.costs)
         return self._with_on_device(self.plan, self._moved(self.plan, account)[0])
 
@@ -167,9 +174,10 @@ class MemoryFootprint:
 
 
 def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
-    """Returns the first buffers of `order` that have at least `excess` bytes together.
+    """Returns buffers from the front of `order` with a total of at least `excess` bytes.
 
-    The last one is the smallest of the rest that is large enough.
+    As soon as one buffer can cover the missing bytes, the smallest remaining buffer that covers
+    them is taken as the last one.
     """
     moved: list[Buffer] = []
     for index, buffer in enumerate(order):
@@ -184,32 +192,33 @@ def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
 
 
 def _closest(order: list[Buffer], excess: int) -> list[Buffer]:
-    """Returns buffers of `order` that have at least `excess` bytes together, and few bytes more.
+    """Returns buffers of `order` whose total is at least `excess` bytes, and little more.
 
-    Weights and gradients come first, as in `order`, and then the others, the largest first. A
-    buffer with more bytes than are left is skipped. The last one is the smallest that is enough.
+    Weights and gradients are tried first, in the order of `order`, and then the others, the largest
+    first. A buffer that is larger than the missing bytes is skipped. If bytes are still missing
+    after that, the smallest skipped buffer is added.
     """
     moved: list[Buffer] = []
     skipped: list[Buffer] = []
     passing = [buffer for buffer in order if buffer.data in PASSING]
     others = [buffer for buffer in order if buffer.data not in PASSING]
-    for buffer in (*passing, *sorted(others, key=lambda each: -each.allocated)):
+    for buffer in (*passing, *sorted(others, key=lambda buffer: -buffer.allocated)):
         if buffer.allocated <= excess:
             moved.append(buffer)
             excess -= buffer.allocated
         else:
             skipped.append(buffer)
     if excess > 0 and skipped:
-        moved.append(min(skipped, key=lambda each: each.allocated))
+        moved.append(min(skipped, key=lambda buffer: buffer.allocated))
     return moved
 
 
 def _merged(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
-    """Returns buffers that take as much as `buffers`, and how often each of them is there.
+    """Returns (buffer, count) pairs that take as much memory as `buffers`.
 
-    Those of a pool whose size does not depend on the tokens are one buffer. Those that are
-    proportional to the tokens are counted by size, because each is rounded to whole pages. Buffers
-    that the framework allocates are not merged, because their sizes may be measured.
+    In each pool, the buffers whose size does not depend on the tokens become one buffer. Buffers
+    that are proportional to the tokens are only counted by size, because each is rounded to whole
+    pages. Buffers that the framework allocates are not merged, because their sizes may be measured.
     """
     fixed: dict[str, int] = defaultdict(int)
     scaling: dict[tuple[str, int], int] = defaultdict(int)
@@ -236,25 +245,28 @@ def _merged(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
 
 
 def resized(buffer: Buffer, factor: float) -> Buffer:
-    """Returns `buffer` with its size for `factor` times the tokens of a micro-batch."""
+    """Returns `buffer` with the size that it has for `factor` times the tokens of a micro-batch.
+
+    Bytes are rounded up.
+    """
     if not buffer.scales_with_tokens:
         return buffer
     return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
 
 
 def least_memory_plans(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[MemoryFootprint]:
-    """Returns the plans that need the least memory, for each policy of `names`.
+    """Returns the footprints of the plans that need the least memory, for each policy of `names`.
 
     Model, workload and limits are those of `plan`. Policies of other systems are left out, because
-    they have no knobs. Policies that another one of `names` dominates are also left out, because
-    they need no less memory.
+    they have no knobs. A policy is also left out if a policy of `names` dominates it, because it
+    needs no less memory.
     """
     chosen = [name for name in names if not policy_library.find(name).prediction_only]
-    found = []
+    footprints = []
     for name in chosen:
         if policy_library.find(name).dominated_by not in chosen:
-            found += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
-    return found
+            footprints += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
+    return footprints
 
 
 def usable(
@@ -262,8 +274,8 @@ def usable(
 ) -> list[MemoryFootprint]:
     """Returns the `least_memory_plans` that make sense on this machine.
 
-    If the machine has one unified memory, only policies that copy nothing are used and nothing is
-    offloaded, because a copy would not free any memory.
+    On a machine with one unified memory, these are the plans that neither copy nor offload
+    anything, because a copy would not free any memory there.
     """
     names = policy_library.updating(names, plan.workload)
     footprints = least_memory_plans(
@@ -280,10 +292,10 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     """Yields the plans of one policy that may need the least memory.
 
     The first ones keep the layer inputs on the device, with each checkpoint interval. The others
-    offload the inputs of all layers or, if the policy places state, of the first 1/4, 2/4, 3/4 or
-    all but one, for a host that cannot hold them all. Each plan has the fewest slots that the
-    policy accepts. If the policy can take all micro-batches in one group, there is each plan with
-    and without that.
+    offload the inputs of all layers. If the policy places state, there are also plans that offload
+    the inputs of the first 1/4, 2/4 or 3/4 of the layers, or of all layers but one, for a host that
+    cannot hold them all. Each plan has the fewest slots that the policy accepts. If the policy
+    allows one group of all micro-batches, each plan is yielded without and with such a group.
     """
     model = plan.model
     decoders = [str(index) for index in range(model.layers)]
@@ -296,12 +308,15 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
         "all",
         *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True)),
     ]
-    # Gradients of one group need no sum in fp32, so a host may hold them that cannot hold the sum.
-    # Other sizes of groups take more of the device than 1, and no less of the host.
+    # With a single group, gradients need no fp32 sum in host memory. Groups of other sizes need as
+    # much host memory as groups of 1, and more device memory.
     groups = dict.fromkeys((1, group_sizes(plan)[-1]))
     for group, (interval, offloaded) in itertools.product(
         groups,
-        (*((each, "") for each in intervals(model.layers)), *((1, text) for text in offloads)),
+        (
+            *((interval, "") for interval in intervals(model.layers)),
+            *((1, layers) for layers in offloads),
+        ),
     ):
         for slots, staging in ((1, 0), (1, 1), (2, 0), (2, 1)):
             knobs = {
@@ -324,9 +339,9 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Returns the largest number from 1 to `most` that fits, or 0 if none does.
+    """Returns the largest number from 1 to `most` for which `fits` is true, or 0 if there is none.
 
-    If a number fits, all smaller ones must fit.
+    If `fits` is true for a number, it must be true for all smaller ones.
     """
     low, high = 0, 1
     while high <= most and fits(high):

@@ -4,15 +4,15 @@
 
 1. Start from a placement in which the last layers save their activations. The backward pass needs
    these first, so they hold memory for the shortest time.
-2. Make a second variant that saves the attention of as many recomputed layers as fit. It is made
-   only if attention takes at least a tenth of the recompute time. If it takes at least half, and
-   layer inputs are offloaded, a third variant offloads the attention that does not fit.
+2. If attention takes at least a tenth of the recompute time, make a second variant that saves the
+   attention output of as many recomputed layers as fit. If attention takes at least half, and layer
+   inputs are offloaded, a third variant offloads the attention outputs that do not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
    several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
    weights and gradients first. Layers come front to back, because the updates of the first layers
    are due first. The state of later layers can stream in during the forward pass.
-4. State that stays on the device needs no slots. So compute the memory again, and fill what has
-   become free.
+4. State that stays on the device needs no slots. So compute the memory again, and fill the memory
+   that has become free.
 5. Drop the plans that do not fit in device or host memory.
 """
 
@@ -42,6 +42,7 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 CLASSES: tuple[StateClass, ...] = ("weights", "gradients", "master_low", "moments")
 """Classes of layer state that may stay on the device."""
 GIB = 2**30
+"""Bytes of a GiB."""
 
 _TRIMMED: tuple[StateClass, ...] = ("moments", "master_low")  # classes that a plan gives up first
 # Saving attention is tried if it takes at least this share of the recompute time. With less, it
@@ -82,11 +83,13 @@ def last(decoders: int, count: int) -> str:
 def host_updating(plan: Plan, every: int = 1) -> Plan:
     """Returns `plan` with streamed layers updated on the host.
 
-    With `every` 1 these are all layers whose weights are streamed, with 2 every second of them.
-    Layers that only the device can update are left out.
+    Args:
+        plan: The plan to change.
+        every: 1 chooses all layers whose weights are streamed, and 2 every second of them. Layers
+            that only the device can update are never chosen.
     """
-    layers, others = list(plan.model.stack), plan.placed("weights") | whole_matrices(plan)
-    streamed = [layer for layer in layers if layer not in others]
+    layers, excluded = list(plan.model.stack), plan.placed("weights") | whole_matrices(plan)
+    streamed = [layer for layer in layers if layer not in excluded]
     return with_knobs(
         plan,
         placement=msgspec.structs.replace(
@@ -112,12 +115,11 @@ def updated_like(plan: Plan, other: Plan) -> Plan:
 
 def all_on_host(plan: Plan) -> str:
     """Returns the layers that the host can update, as the text of a placement."""
-    able = set(plan.model.stack) - whole_matrices(plan)
-    return "all" if len(able) == len(plan.model.stack) else ranges(list(plan.model.stack), able)
+    return ranges(list(plan.model.stack), set(plan.model.stack) - whole_matrices(plan))
 
 
 def classes_of(plan: Plan) -> list[StateClass]:
-    """Returns the classes of CLASSES that the plan has. With fp32 weights there is no low half."""
+    """Returns the classes of state that the plan has. With fp32 weights there is no low half."""
     return [name for name in CLASSES if state_bytes(plan, name, EMBEDDING)]
 
 
@@ -138,14 +140,14 @@ class Filling:
             for name in self.attention_layers
             if self._attention_share(plan, name) >= _LEAST_OFFLOADED
         }
-        """Those of these layers whose attention output may be kept in host memory."""
+        """The layers of `attention_layers` whose attention output may be kept in host memory."""
         layers = list(plan.model.stack)
-        ahead, state = CLASSES[:2], CLASSES[2:]
+        first, rest = CLASSES[:2], CLASSES[2:]
         self._orders = [
             [(name, layer) for name in CLASSES for layer in layers],
             [(name, layer) for layer in layers for name in CLASSES],
-            [(name, layer) for name in ahead for layer in layers]
-            + [(name, layer) for layer in layers for name in state],
+            [(name, layer) for name in first for layer in layers]
+            + [(name, layer) for layer in layers for name in rest],
         ]
         """The orders in which (class, layer) pairs receive memory."""
         if not self.defers_update:
@@ -155,10 +157,10 @@ class Filling:
         self._sizes = _state_bytes(plan, self.defers_update)
 
     def _attention_share(self, plan: Plan, layer: str) -> float:
-        """Returns the share of attention in the time of the layer's recompute, or 0 if its output
+        """Returns attention's share of the layer's recompute time, or 0 if the attention output
         cannot be saved.
         """
-        # The CUDA kernels that return what has to be saved do not support fp32.
+        # The CUDA kernels that return the tensors to save do not support fp32.
         if plan.workload.dtype != "bf16" or not plan.model.can_save_attention(layer):
             return 0.0
         kept, full = (
@@ -193,11 +195,11 @@ class Filling:
         """Returns how many of the last decoder layers can save their activations in the memory that
         `placement` leaves free.
 
-        Returns -1 if `placement` alone does not fit. The memory never decreases with the number of
-        saved layers, so each number that is tried excludes all smaller or all larger ones. The next
-        one follows from the bytes that one more layer takes.
+        Returns -1 if `placement` alone does not fit. The search is like bisection: memory never
+        decreases with the number of saved layers, so each tried number excludes all smaller or all
+        larger ones. The next number to try is extrapolated from the bytes of one saved layer.
         """
-        each = plan.knobs.micro_batch_group * activations_bytes(
+        layer_bytes = plan.knobs.micro_batch_group * activations_bytes(
             plan.model, plan.workload, self.costs
         )
         fits, least_not, count = -1, plan.model.layers + 1, 0
@@ -207,40 +209,41 @@ class Filling:
             )
             room = self.room(with_knobs(plan, placement=saving))
             fits, least_not = (count, least_not) if room >= 0 else (fits, count)
-            count = min(max(count + room // each, fits + 1), least_not - 1)
+            count = min(max(count + room // layer_bytes, fits + 1), least_not - 1)
         return fits
 
     def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
-        """Yields `placement`, and variants that also save the attention of recomputed layers.
+        """Yields `placement`, and variants that also save attention outputs of recomputed layers.
 
-        The first variant saves it for as many layers as fit, out of those where that pays. If layer
-        inputs are offloaded, the second one also offloads the attention of layers for which there
-        is no room on the device, as many as fit on the host.
+        The first variant saves the outputs of as many of the `attention_layers` as fit. The second
+        is yielded if layer inputs are offloaded. It also offloads outputs that do not fit on the
+        device, for as many layers as fit on the host.
         """
         yield placement
         held = with_knobs(plan, placement=placement)
         saved, work = held.placed("saved_activations"), plan.workload
         layers = [layer for layer in self.attention_layers if layer not in saved]
         if layers:
-            one = max(
+            output_bytes = max(
                 plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
             )
-            each = plan.knobs.micro_batch_group * (one + 256)
+            each_on_device = plan.knobs.micro_batch_group * (output_bytes + 256)
             names = [layer.name for layer in plan.model.decoders]
-            count = min(self.room(held) // each, len(layers))
+            count = min(self.room(held) // each_on_device, len(layers))
             if count > 0:
                 yield msgspec.structs.replace(
                     placement, saved_attention=ranges(names, set(layers[len(layers) - count :]))
                 )
-            # Two slots are for the attention that is copied.
-            here = max(self.room(held) // each - 2, 0)
+            # The copies of offloaded outputs need two slots on the device.
+            on_device = max(self.room(held) // each_on_device - 2, 0)
             account = self.account(held)
-            left = account.host_limit_bytes - account.host_peak_bytes
-            page = plan.knobs.micro_batch_group * (one + 4096)
-            moved = [layer for layer in layers[: len(layers) - here] if layer in self._offloadable]
-            moved = moved[max(len(moved) - max(left // page, 0), 0) :]
+            host_room = account.host_limit_bytes - account.host_peak_bytes
+            each_on_host = plan.knobs.micro_batch_group * (output_bytes + 4096)
+            others = layers[: len(layers) - on_device]
+            moved = [layer for layer in others if layer in self._offloadable]
+            moved = moved[max(len(moved) - max(host_room // each_on_host, 0), 0) :]
             if placement.offloaded_inputs and moved and count < len(layers):
-                kept = {*moved, *layers[len(layers) - here :]}
+                kept = {*moved, *layers[len(layers) - on_device :]}
                 yield msgspec.structs.replace(
                     placement,
                     saved_attention=ranges(names, kept),
@@ -251,8 +254,8 @@ class Filling:
         """Yields `plan` with `placement` and as much more state on the device as fits, once for
         each order.
 
-        The share of streamed layers that the host updates is that of `plan`. Not all results fit:
-        the host may be too small, or `placement` alone may exceed the device.
+        The host updates the same share of the streamed layers as in `plan`. A result may not fit:
+        the host may be too small, or `placement` alone may exceed the device's memory.
         """
         empty = with_knobs(plan, placement=placement)
         room = self.room(empty)
@@ -261,11 +264,11 @@ class Filling:
             # State that stays on the device needs no slots, so there may be room for more.
             filled, chosen = self._added(first, order, self.room(first), chosen)
             updated = updated_like(filled, plan)
-            # Layers updated on the host also need no slots. The freed memory goes to layers whose
-            # weights stay on the device, because the host updates none of those.
+            # Layers updated on the host need no state slots. The freed memory goes to layers whose
+            # weights stay on the device, because the device updates these.
             if updated.knobs.placement.host_updated:
-                own = [(name, layer) for name, layer in order if layer in chosen["weights"]]
-                updated, _ = self._added(updated, own, self.room(updated), chosen)
+                resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
+                updated, _ = self._added(updated, resident, self.room(updated), chosen)
             yield updated
 
     def _added(
@@ -302,9 +305,9 @@ class Filling:
         """Returns `plan` with all state of its embedding and of its first `count` decoder layers on
         the device, and all other layers updated on the host.
 
-        `fills` also keeps a part of the next layer's state on the device. The host does not update
-        such a layer, so its other state is copied to the device and back. Where the host updates
-        fast, fewer layers on the device may be better, too.
+        `fills` would also keep a part of the next layer's state on the device. The host does not
+        update such a layer, so the rest of its state would be copied to the device and back. If the
+        host updates fast, even fewer layers on the device may be better.
         """
         layers = list(plan.model.stack)
         kept = set(layers[: count + 1])
@@ -317,7 +320,7 @@ class Filling:
         )
 
     def whole_count(self, plan: Plan) -> int | None:
-        """Returns the `count` with which `whole` makes `plan` of itself, or None."""
+        """Returns the `count` for which `whole(plan, count)` equals `plan`, or None."""
         if not plan.placed("host_updated"):
             return None
         count = len(plan.placed("weights")) - 1
@@ -334,12 +337,12 @@ class Filling:
         """Yields plans that fit and differ little from `plan`.
 
         1. Plans that save activations for one layer fewer, as many layers, or one layer more.
-        2. The last two, filled to 1 GiB above the device's limit and then trimmed to it. State that
-           stays on the device may free the slots that it needed. A fill that stops at the limit
-           does not find such plans.
-        3. The plan with one more weight slot, and less state on the device.
-        4. For a plan that `whole` made, those with one layer fewer, with one layer more, and with
-           two weight slots more in place of one layer.
+        2. Plans that save as many layers or one more, filled to 1 GiB above the device's limit and
+           then trimmed to it. State that stays on the device may free its slots, and a fill that
+           stops at the limit does not find such plans.
+        3. The plan with one more weight slot and less state on the device.
+        4. If `whole` returned the plan: the same with one layer fewer, with one layer more, and
+           with one layer fewer and two more weight slots.
         """
         yield from self._saving(plan, -1)
         yield from self.wider(plan)
@@ -361,8 +364,8 @@ class Filling:
                         yield other
 
     def with_other_inputs(self, plan: Plan) -> Iterator[Plan]:
-        """Yields plans that fit and save as many layers as `plan`, with layer inputs in the other
-        memory: offloaded if `plan` keeps them on the device, and on the device otherwise.
+        """Yields plans that fit and save as many layers as `plan`. Their layer inputs are offloaded
+        if `plan` keeps its inputs on the device, and on the device otherwise.
         """
         placement = plan.knobs.placement
         yield from self.filled(
@@ -390,17 +393,17 @@ class Filling:
         yield from self._saving(plan, 1)
 
     def _trimmed(self, plan: Plan) -> Plan:
-        """Returns `plan` with less state on the device, so that it fits there.
+        """Returns `plan` with enough state moved to the host that it fits in device memory.
 
-        Each round moves the moments or the low half of one layer to the host. The candidates are
-        the last layers of both classes. The smaller one is taken if it frees enough, and otherwise
-        the larger one. If there is no state left to move, the result does not fit.
+        Each round moves the moments or the low half of one layer. The candidates are the last layer
+        of each class on the device. The smaller one is moved if that is enough, and otherwise the
+        larger one. If no such state is left, the result does not fit.
         """
         held = {
             name: [layer for layer in plan.model.stack if layer in plan.placed(name)]
             for name in _TRIMMED
         }
-        # Layers that leave the device may need slots, so the memory is computed in each round.
+        # A layer that leaves the device may need slots, so each round computes the memory again.
         while (lacking := -self.room(plan)) > 0:
             sizes = (
                 (self._sizes.get((name, layers[-1]), 0), name)
@@ -436,7 +439,10 @@ class Filling:
 
 
 def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str], int]:
-    """Returns the bytes on the device of each (class, layer) pair that can stay there or stream."""
+    """Returns the bytes on the device of each (class, layer) pair that can stay there or stream.
+
+    Bytes are rounded up to 256.
+    """
     sizes = dict[tuple[StateClass, str], int]()
     for layer, spec in plan.model.stack.items():
         state = layer_state(plan, layer)

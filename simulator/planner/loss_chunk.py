@@ -1,20 +1,22 @@
 """Chooses the loss chunk, the number of tokens whose logits exist at one time.
 
-A larger chunk reads the head's matrix, and sums its gradient, fewer times. Its logits take more
-device memory, which then holds less state and fewer saved activations. The choice is among powers
-of two from 1,024 to 16,384 and the whole micro-batch:
+With larger chunks, the head's matrix is read and its gradient summed fewer times. But their logits
+take more device memory, which leaves less for state and saved activations. The candidates are the
+powers of two from 1,024 to 16,384 and the whole micro-batch:
 
-1. Begin with 2,048 tokens, and go to the next larger chunk as long as that is faster. If it is not,
-   go to the next smaller one as long as that is faster. Few chunks are tried, because the time
-   falls and then rises with the chunk.
-2. The time of a chunk is that of the plan from which the search of placements would go on
-   (`PlacementSearch.first_ns`). It considers both the time of the head and its memory. For policies
-   that do not place state, it is the step time that their search finds.
-3. If no plan fits with any of these chunks, take the largest smaller chunk with which one does.
+1. Begin with 2,048 tokens. Go to the next larger chunk as long as that is faster, and then to the
+   next smaller one as long as that is faster. Few chunks have to be tried, because the step time
+   first falls and then rises as the chunk grows.
+2. The time of a chunk is the step time of the plan from which the search of placements would
+   continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
+   For policies that do not place state, it is the step time that their search finds.
+3. If no plan fits with any of these chunks, take the largest of 512, 256 and 128 tokens with which
+   a plan fits.
 
-A calibrated machine has measured the head with some chunks. The time with another chunk is derived
-(`costs/calibrated.py`), so it is taken only if it is faster by 1 % or more, or if nothing else
-fits. A calibration that does not say what chunk it measured cannot be scaled, so the default stays.
+The calibration of a machine measures the head with some chunks. The times of other chunks are
+derived from these (`costs/calibrated.py`), so another chunk is chosen only if it is faster by 1 %
+or more, or if no plan fits otherwise. If a calibration does not say what chunk it measured, no time
+can be derived, and the default chunk is kept.
 
 The chosen chunk is not the best in every case, because whole searches are not compared.
 """
@@ -45,8 +47,8 @@ _FIRST = 2048
 _USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
 """Chunks that are tried only if no plan fits with the usual ones, the largest first."""
-_WHOLE = 2**31  # as many tokens as a loss chunk may have
-_DERIVED = 1.01  # a chunk that was not measured has to be faster by this factor
+_WHOLE = 2**31  # the most tokens of a loss chunk
+_DERIVED = 1.01  # a chunk that was not measured must be faster by this factor
 
 
 def with_loss_chunk(
@@ -60,9 +62,9 @@ def with_loss_chunk(
 ) -> Workload:
     """Returns `workload` with the loss chunk that the planner chooses.
 
-    The loss chunk of `workload` is kept in these cases: no plan fits with any chunk, the machine
-    has no costs for the workload, its calibration does not say what chunk it measured, or all
-    policies are those of other systems. The arguments are those of `candidates`.
+    The loss chunk of `workload` is kept in four cases: no plan fits with any chunk, the machine has
+    no costs for the workload, its calibration does not say what chunk it measured, or all policies
+    are only for prediction. The arguments are those of `candidates`.
 
     Raises UserError for an unknown policy, as `candidates` does.
     """
@@ -89,12 +91,12 @@ def with_loss_chunk(
 
 
 def least_chunks(workload: Workload, hardware: HardwareSpec) -> tuple[Workload, ...]:
-    """Returns `workload` with the loss chunks that may need the least memory of all that the
-    planner may choose: the smallest, and one as large as any micro-batch.
+    """Returns two copies of `workload`, with the loss chunks that may need the least memory.
 
-    One chunk can need less than several, because gradients of several are summed in fp32. On a
-    calibrated machine only `workload` is returned, because the bytes of other chunks were not
-    measured.
+    The first has the smallest chunk that the planner may choose. The second has one chunk for the
+    whole micro-batch, which can need less memory because the gradients of several chunks are summed
+    in fp32. On a calibrated machine only `workload` is returned, because the bytes of other chunks
+    were not measured.
     """
     if hardware.costs and hardware.costs.compute.get("head"):
         return (workload,)
@@ -104,12 +106,16 @@ def least_chunks(workload: Workload, hardware: HardwareSpec) -> tuple[Workload, 
 
 
 def _measured(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> set[int]:
-    """Returns the chunks with which the machine's head was measured. 0 is an unknown one."""
+    """Returns the loss chunks with which the head of `model` was measured on the machine.
+
+    The set has 0 if the calibration does not say its loss chunk, and is empty if the machine was
+    not calibrated.
+    """
     return measured_chunks(hardware.costs, model, workload) if hardware.costs else set()
 
 
 class _ChunkSearch:
-    """Compares loss chunks for one workload, which may be planned by any policy of `plans`."""
+    """Compares loss chunks for one workload. `plans` has one plan for each allowed policy."""
 
     def __init__(self, plans: list[Plan], hardware: HardwareSpec, measured: set[int]) -> None:
         placing = [plan for plan in plans if policy_library.find(plan.policy).places_state]
@@ -118,7 +124,7 @@ class _ChunkSearch:
         self._times: dict[int, float] = {}
 
     def best(self) -> int:
-        """Returns the chosen chunk, or that of the workload if no plan fits with any."""
+        """Returns the chosen chunk, or the chunk of the workload if no plan fits with any."""
         work = self._plans[0].workload
         below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
         whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
@@ -140,8 +146,8 @@ class _ChunkSearch:
         return next(itertools.chain(fast, filter(self._fits, (*chunks, *_SMALLER))))
 
     def _time(self, chunk: int, limit: float = math.inf) -> float:
-        """Returns a step time in ns to compare chunks by. Infinity if no plan was found to fit, or
-        if none comes near `limit`.
+        """Returns a step time in ns to compare chunks by. Returns infinity if no plan was found to
+        fit, or if no plan comes near `limit`. Results are cached.
         """
         if chunk not in self._times:
             derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
@@ -155,8 +161,11 @@ class _ChunkSearch:
         return self._times[chunk]
 
     def _may_fit(self, chunk: int) -> bool:
-        """Returns whether the search of placements finds a plan with this chunk. It takes less time
-        than to compare chunks. If not, the chunk has its time, so that no plans are compared.
+        """Returns whether the search of placements finds a plan with this chunk, or False if the
+        policy does not place state.
+
+        This takes less time than timing the chunk. If the search shows that no plan fits, the time
+        of the chunk is also stored as infinity, so `_time` need not compare plans.
         """
         plan = self._fastest[0]
         work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
@@ -167,25 +176,28 @@ class _ChunkSearch:
             return False
         if PlacementSearch(plan, costs).may_fit():
             return True
-        if len(group_sizes(plan)) == 1:  # larger groups of micro-batches may fit otherwise
+        if len(group_sizes(plan)) == 1:  # larger groups of micro-batches might fit
             self._times[chunk] = math.inf
         return False
 
     def _fits(self, chunk: int) -> bool:
-        """Returns whether a plan that needs the least memory fits with this chunk."""
+        """Returns whether any of the plans that need the least memory fits with this chunk."""
         first = self._plans[0]
         work = msgspec.structs.replace(first.workload, loss_chunk=chunk)
         costs = cost_model(self._hardware, first.model, work)
         names = [plan.policy for plan in self._plans]
         plan = msgspec.structs.replace(first, workload=work)
-        return any(each.account().fits for each in usable(plan, self._hardware, costs, names))
+        footprints = usable(plan, self._hardware, costs, names)
+        return any(footprint.account().fits for footprint in footprints)
 
 
 def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
-    """Returns a step time of the policy of `plan` in ns. Infinity as in `_ChunkSearch._time`."""
+    """Returns a step time of the policy of `plan` in ns. Returns infinity if no plan was found to
+    fit, or if no plan comes near `limit`.
+    """
     if not policy_library.find(plan.policy).places_state:
-        found = SlotSearch(plan, costs).best()
-        return found.step_seconds * 1e9 if found.feasible else math.inf
+        choice = SlotSearch(plan, costs).best()
+        return choice.step_seconds * 1e9 if choice.feasible else math.inf
     sizes, best = group_sizes(plan), math.inf
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)

@@ -1,8 +1,8 @@
 """Computes lower bounds of a plan's step time without lowering the plan.
 
 A search computes these bounds first, and lowers only the plans that may be faster than the best one
-so far. There are two bounds. `compute_ns` is the sum of all compute ops. `step_ns` is tighter and
-is computed in six steps (`_EarliestTimes`):
+so far. There are two bounds. `compute_ns` is the total duration of all compute ops. `step_ns` is
+tighter and is computed in six steps (`_EarliestTimes`):
 
 1. Go through the step in the policy's order: the forward pass of each layer, the head, and the
    backward pass of each block of layers. Do this for at most two groups of micro-batches.
@@ -17,10 +17,10 @@ is computed in six steps (`_EarliestTimes`):
    Compute cannot run before the traffic of the copies that it waits for.
 6. Return the latest of these times.
 
-If there are more than two groups, the compute time of those between the first and the last one is
-added to the compute lane after the first.
+If there are more than two groups, the compute time of the groups between the first and the last is
+added to the compute lane after the first group.
 
-The result is a lower bound, because a lane never waits for a free gradient or state slot, and lanes
+The result is a lower bound because a lane never waits for a free gradient or state slot, and lanes
 do not slow each other.
 """
 
@@ -46,14 +46,15 @@ from megatrain.simulator.schedule.plan import Plan
 
 _CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
 _Size = tuple[float, float, float]
-"""Times of several ops of one lane, in ns: the duration of all ops, the duration of the last one,
-and the time that host memory needs for the traffic of all of them."""
+"""Three times in ns, for several ops of one lane: the duration of all ops, the duration of the last
+op, and the time that host memory needs for the traffic of all ops."""
 
 
 class LowerBound:
-    """Lower bounds of the step time for one model and workload, under any placement."""
+    """Computes lower bounds of the step time for one model and workload, under any placement."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
+        """`plan` has the model and the workload. Its knobs are not used."""
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
@@ -79,7 +80,7 @@ class LowerBound:
         return _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
 
     def _micro_batch_ns(self, plan: Plan) -> int:
-        """Returns the durations of all compute ops of one micro-batch."""
+        """Returns the total duration of all compute ops of one micro-batch."""
         saved, saved_attention = plan.placed("saved_activations"), plan.placed("saved_attention")
         total = self.duration_ns("head", "")
         for layer in self._plan.model.decoders:
@@ -140,12 +141,11 @@ class LowerBound:
             all_ns = last_ns = host_ns = 0.0
             for size, count in ((chunk, whole), (rest, 1)):
                 if size and count:
-                    count_of = size if parameters else 0
                     op = Op(
                         id=f"{code}{layer}",
                         lane=lane,
                         bytes=int(size * per_parameter),
-                        parameters=count_of,
+                        parameters=size if parameters else 0,
                         flops=flops,
                     )
                     last_ns = self._costs.duration_ns(op) + self._costs.dispatch_ns.get(lane, 0)
@@ -165,19 +165,20 @@ class LowerBound:
 class _EarliestTimes:
     """Earliest times, in ns, at which each lane can have finished the ops added so far.
 
-    Ops are added in the policy's order. Some are added later than the policy issues them, never
-    earlier. Compute then waits for fewer of them, so the result is still a lower bound.
+    Ops are added in the order in which the policy issues them, or later, but never earlier. If an
+    op is added later, compute waits for fewer ops, so the result is still a lower bound.
     """
 
     def __init__(self, bounds: LowerBound, plan: Plan, groups: int) -> None:
         self.bounds, self.plan, self.stack, self.groups = bounds, plan, plan.model.stack, groups
         self.group = plan.knobs.micro_batch_group
-        self.compute = self.up = self.down = self.updates = self.cores = 0.0
+        self.compute = self.loads = self.stores = self.updates = self.host_updates = 0.0
+        """Time of each lane: compute, copies to the device, copies from it, updates on the device,
+        and updates on the host's cores."""
         self.host = 0.0
         """Time that host memory needs for all copies and updates added so far."""
         self.host_awaited = 0.0
-        """Time that host memory needs for those copies and updates that finish before the next one
-        that compute waits for."""
+        """The part of `host` for ops that must finish before any copy that compute waits for."""
         self.offloaded_at: dict[str, float] = {}
         """For each layer, the time at which its offloaded input is in host memory."""
         self.width = DTYPE_BYTES[plan.workload.dtype]
@@ -201,11 +202,14 @@ class _EarliestTimes:
         """Layers whose deferred update has been added."""
         self.pending = ""
         """Layer whose update is added after the next layer's weights. Empty if there is none."""
+        self.complete = 0.0
+        """Time at which the gradient of the pending layer is complete."""
         hidden = plan.workload.tokens * plan.model.carried * self.width
-        self.hidden = [
+        self.inputs = [
             bounds.chunks_ns(code, "0", lane, hidden, hidden, 1, parameters=False)
             for code, lane in (("PL", "h2d"), ("P", "d2h"))
         ]
+        """Times of copying a layer's input of one micro-batch to the device, and from it."""
 
     def end_ns(self, further_ns: float) -> float:
         """Returns the earliest end of the step in ns.
@@ -222,14 +226,16 @@ class _EarliestTimes:
             for block in reversed(blocks):
                 self._backward(block)
             self._gradient(EMBEDDING, 0.0)
-        self._settle()
-        return max(self.compute, self.up, self.down, self.updates, self.cores, self.host)
+        self._update_pending()
+        return max(
+            self.compute, self.loads, self.stores, self.updates, self.host_updates, self.host
+        )
 
     def _forward(self, blocks: Iterable[list[int]]) -> None:
         """Adds the forward pass of one group, and the head's forward and backward pass."""
         bounds, head = self.bounds, self.plan.model.head
         first = {str(block[0]) for block in blocks}
-        self._weights(EMBEDDING)
+        self._wait_for_weights(EMBEDDING)
         for layer in self.plan.model.decoders:
             offloads = (
                 layer.name in self.offloaded
@@ -238,16 +244,16 @@ class _EarliestTimes:
             )
             computed = self.compute
             if offloads:
-                # The inputs of earlier micro-batches may be copied before the last one is computed.
-                self._down(self.hidden[1], computed if self.group == 1 else 0.0)
-                self.offloaded_at[layer.name] = self.down
-            self._weights(layer.name)
+                # The inputs of earlier micro-batches may be copied before the last is computed.
+                self._store(self.inputs[1], computed if self.group == 1 else 0.0)
+                self.offloaded_at[layer.name] = self.stores
+            self._wait_for_weights(layer.name)
             if offloads:
-                # All but the first follow the copies that the layer's weights need.
+                # All inputs but the first follow the copies that the layer's weights need.
                 for left in reversed(range(self.group - 1)):
-                    self._down(self.hidden[1], 0.0 if left else computed)
+                    self._store(self.inputs[1], 0.0 if left else computed)
             self.compute += self.group * bounds.duration_ns("forward", layer.name)
-        self._weights(head)
+        self._wait_for_weights(head)
         self._gradient(head, self.group * bounds.duration_ns("head", ""))
 
     def _backward(self, block: list[int]) -> None:
@@ -255,77 +261,65 @@ class _EarliestTimes:
         names = [str(index) for index in block]
         if names[0] not in self.saved_layers:
             if names[0] in self.offloaded:
-                # With several micro-batches, only the last input may have been saved just before.
-                # The copies of a pending update may come before this one, and they wait for no
-                # input.
+                # This copy waits for the input only if the group has one micro-batch. In a larger
+                # group, only the last input may have been saved just before. If an update is
+                # pending, its copies may come first, and they wait for no input.
                 waits = self.group == 1 and not self.pending
-                self._up(self.hidden[0], self.offloaded_at[names[0]] if waits else 0.0)
-                self._wait(self.up)
+                self._load(self.inputs[0], self.offloaded_at[names[0]] if waits else 0.0)
+                self._wait_until(self.loads)
             for name in names:
-                self._weights(name)
+                self._wait_for_weights(name)
                 kept = name in self.saved_attention
                 self.compute += self.group * self.bounds.duration_ns("recompute", name, kept=kept)
         for name in reversed(names):
-            self._weights(name)
+            self._wait_for_weights(name)
             self._gradient(name, self.group * self.bounds.duration_ns("backward", name))
         if names[0] in self.offloaded and names[0] not in self.saved_layers:
             # The inputs of the other micro-batches follow the weights and the stored gradients.
             for _ in range(self.group - 1):
-                self._up(self.hidden[0])
+                self._load(self.inputs[0])
 
     def _size(
         self, code: str, layer: str, lane: str, per_parameter: float, *, parameters: bool = True
     ) -> _Size:
-        """Returns the times of the ops `code` on all elements of `layer`, in chunks. If the chunks
-        are whole matrices, the time of one op is taken for all of them, and none for the last.
-        """
-        if layer in self.matrices:
-            whole = self.bounds.chunks_ns(
-                code,
-                layer,
-                lane,
-                self.stack[layer].elements,
-                self.stack[layer].elements,
-                per_parameter,
-                parameters=parameters,
-            )
-            return whole[0], 0.0, whole[2]
-        return self.bounds.chunks_ns(
-            code,
-            layer,
-            lane,
-            self.stack[layer].elements,
-            self.chunk,
-            per_parameter,
-            parameters=parameters,
-        )
+        """Returns the times of the ops `code` on all elements of `layer`, in chunks.
 
-    def _up(self, size: _Size, after: float = 0.0) -> None:
+        If the chunks are whole matrices, one op for all elements is timed instead, and the last op
+        takes no time.
+        """
+        elements, by_matrix = self.stack[layer].elements, layer in self.matrices
+        chunk = elements if by_matrix else self.chunk
+        all_ns, last_ns, host_ns = self.bounds.chunks_ns(
+            code, layer, lane, elements, chunk, per_parameter, parameters=parameters
+        )
+        return all_ns, 0.0 if by_matrix else last_ns, host_ns
+
+    def _load(self, size: _Size, after: float = 0.0) -> None:
         """Adds copies to the device. The last one starts at `after` or later."""
-        self.up, self.host = max(self.up + size[0], after + size[1]), self.host + size[2]
+        self.loads, self.host = max(self.loads + size[0], after + size[1]), self.host + size[2]
         # Copies of a lane run in order, so compute that waits for a later copy waits for these.
         self.host_awaited += size[2]
 
-    def _down(self, size: _Size, after: float, last_after: float = 0.0) -> None:
+    def _store(self, size: _Size, after: float, last_after: float = 0.0) -> None:
         """Adds copies from the device. All start at `after` or later, the last one at `last_after`
         or later.
         """
-        self.down, self.host = (
-            max(max(self.down, after) + size[0], last_after + size[1]),
+        self.stores, self.host = (
+            max(max(self.stores, after) + size[0], last_after + size[1]),
             self.host + size[2],
         )
 
-    def _wait(self, time: float) -> None:
-        """Makes compute wait until `time`, and for the host memory traffic of the copies before."""
+    def _wait_until(self, time: float) -> None:
+        """Makes compute wait until `time`, and for the traffic in `host_awaited`."""
         self.compute = max(self.compute, time, self.host_awaited)
 
-    def _weights(self, layer: str) -> None:
-        """Makes compute wait for the layer's weights, with the copies and updates that they need.
+    def _wait_for_weights(self, layer: str) -> None:
+        """Adds the copies and updates that the layer's weights need, and makes compute wait.
 
         There are four cases:
 
-        1. Weights that are resident wait only for the layer's deferred update, if there is one.
-        2. Weights that are still in a slot need nothing.
+        1. If the weights are resident, compute waits only for the layer's deferred update, if any.
+        2. If the weights are still in a slot, compute does not wait.
         3. If a deferred update runs on the device, it loads the weights with the rest of the state.
         4. Otherwise the weights are copied, after a deferred update on the host if there is one.
         """
@@ -333,36 +327,36 @@ class _EarliestTimes:
         self.updated.add(layer)
         if layer in self.resident["weights"]:
             if deferred:
-                self._apply(layer)
-                self._wait(self.updates)
-            self._settle()
+                self._update(layer)
+                self._wait_until(self.updates)
+            self._update_pending()
             return
         decoder = self.stack[layer].kind == "decoder"
         loaded = self.loaded[decoder]
         if layer in loaded:
             loaded.remove(layer)
             loaded.append(layer)
-            self._settle()
+            self._update_pending()
             return
         if len(loaded) == (self.plan.knobs.weight_slots if decoder else 1):
             loaded.pop(0)
         loaded.append(layer)
         if deferred and layer not in self.on_host:
-            self._apply(layer)
-            self._wait(self.updates)
+            self._update(layer)
+            self._wait_until(self.updates)
             return
         if deferred:
-            self._apply_on_host(layer, 0.0)
+            self._update_on_host(layer, 0.0)
         weights = self._size("W", layer, "h2d", self.width, parameters=False)
-        self._up(weights, self.cores if deferred else 0.0)
-        self._wait(self.up)
-        self._settle()
+        self._load(weights, self.host_updates if deferred else 0.0)
+        self._wait_until(self.loads)
+        self._update_pending()
 
-    def _apply(self, layer: str, after: float = 0.0) -> None:
-        """Adds the layer's AdamW update on the device, and the copies of its state.
+    def _update(self, layer: str, after: float = 0.0) -> None:
+        """Adds the layer's update on the device, and the copies of its state.
 
         The gradient is complete at `after`. A deferred update also loads the weights if they are
-        not resident. Otherwise they are in a slot already.
+        not resident. For an update that is not deferred, they are in a slot already.
         """
         state = self.state[layer]
         streams = [
@@ -372,7 +366,7 @@ class _EarliestTimes:
         if self.defers_update and layer not in self.resident["gradients"]:
             up += state["gradients"].bytes
         if up:
-            self._up(self._size("L", layer, "h2d", up))
+            self._load(self._size("L", layer, "h2d", up))
         elements = self.stack[layer].elements
         size = self.bounds.chunks_ns(
             "U",
@@ -387,26 +381,29 @@ class _EarliestTimes:
         if layer in self.matrices:
             size = (size[0], 0.0, size[2])
         self.updates = max(
-            self.updates + size[0], after + size[0], (self.up if up else 0.0) + size[1]
+            self.updates + size[0], after + size[0], (self.loads if up else 0.0) + size[1]
         )
         if streams:
-            self._down(
+            self._store(
                 self._size("S", layer, "d2h", sum([state[name].bytes for name in streams])),
                 0.0,
                 self.updates,
             )
 
-    def _apply_on_host(self, layer: str, after: float) -> None:
-        """Adds the layer's AdamW update on the host's cores. The last part of the gradient is in
-        host memory at `after`.
+    def _update_on_host(self, layer: str, after: float) -> None:
+        """Adds the layer's update on the host's cores. The last part of the gradient is in host
+        memory at `after`.
         """
         size = self._size("UC", layer, "cpu", 0)
-        self.cores, self.host = max(self.cores + size[0], after + size[1]), self.host + size[2]
+        self.host_updates, self.host = (
+            max(self.host_updates + size[0], after + size[1]),
+            self.host + size[2],
+        )
         self.host_awaited += size[2] if self.defers_update else 0.0
 
     def _gradient(self, layer: str, duration: float) -> None:
-        """Adds the compute op that produces a gradient of the layer, and the copies and the update
-        that follow it. `duration` is that of the compute ops of the group, in ns.
+        """Adds the compute ops that produce a gradient of the layer, and the copies and the update
+        that follow. `duration` is the total duration of these compute ops for the group, in ns.
         """
         self.arrived[layer] += 1
         last = (
@@ -416,21 +413,25 @@ class _EarliestTimes:
         on_device, streams = layer not in self.on_host, layer not in self.resident["gradients"]
         per_parameter = self.state[layer]["gradients"].bytes
         if streams and self.arrived[layer] > 1:
-            self._up(self._size("GL", layer, "h2d", per_parameter, parameters=False))
-            self._wait(self.up)
+            self._load(self._size("GL", layer, "h2d", per_parameter, parameters=False))
+            self._wait_until(self.loads)
         self.compute += duration
         if last and on_device and not self.defers_update:
-            self._settle()
+            self._update_pending()
             self.pending = layer
             self.complete = self.compute
             return
         if streams:
-            self._down(self._size("G", layer, "d2h", per_parameter, parameters=False), self.compute)
+            self._store(
+                self._size("G", layer, "d2h", per_parameter, parameters=False), self.compute
+            )
         if last and not self.defers_update:
-            self._apply_on_host(layer, self.down)
+            self._update_on_host(layer, self.stores)
 
-    def _settle(self) -> None:
-        """Adds the pending update, now that the copy of the next layer's weights has been added."""
+    def _update_pending(self) -> None:
+        """Adds the pending update, if there is one. It is called after the copy of the next layer's
+        weights has been added.
+        """
         if self.pending:
             layer, self.pending = self.pending, ""
-            self._apply(layer, self.complete)
+            self._update(layer, self.complete)

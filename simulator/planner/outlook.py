@@ -1,10 +1,10 @@
-"""Outlook: what is known of the best plan before it is searched.
+"""Outlook: tells whether any plan fits, without searching for the fastest one.
 
-Whether a plan fits follows from memory alone, and a search takes most of its time to compare step
-times. So the outlook is known in a fraction of that time:
+A search spends most of its time on comparing step times, but whether a plan fits depends on memory
+alone. So the outlook takes a fraction of the time of a search:
 
-* If a plan fits, the outlook is one that does, with a lower bound of every plan's step time.
-* If none fits, the outlook is the plan that `candidates` reports, with its memory.
+* If any plan fits, the outlook is one that fits, with a lower bound of every plan's step time.
+* If no plan fits, the outlook is the plan that `candidates` would report, with its memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def outlook(
     host_limit: int | None = None,
     policies: list[str] | None = None,
 ) -> Choice | None:
-    """Returns a choice that fits if the first of `candidates` does, and otherwise its plan.
+    """Returns a choice that fits if the first of `candidates` fits, and otherwise that candidate.
 
-    The arguments are those of `candidates`. Of the result only this is right:
+    The arguments are those of `candidates`. Only these fields of the result are valid:
 
-    * `feasible`, and `step_seconds`, which is at most that of every plan that fits;
-    * if it is not feasible, `plan` without its digest, and `account` without its advice.
+    * `feasible`.
+    * `step_seconds`, which is a lower bound for all plans that fit.
+    * If the result is not feasible, `plan` without its digest, and `account` without its advice.
 
-    Returns None if only a search can tell, and for the policies of other systems.
-
-    Raises UserError as `candidates` does.
+    Returns None if only a search can tell whether a plan fits, and if a policy is only for
+    prediction. Raises UserError as `candidates` does.
     """
     plans = plans_of(
         model,
@@ -62,12 +62,14 @@ def outlook(
     for footprint in usable(plans[0], hardware, costs, names):
         if (memory := footprint.account()).fits:
             return _choice(footprint.plan, memory, costs)
-    found = []
+    misses = []
     for plan in plans:
         if policy_library.find(plan.policy).places_state:
             search: PlacementSearch | SlotSearch = PlacementSearch(plan, costs)
-            grouped = (with_knobs(plan, micro_batch_group=size) for size in group_sizes(plan))
-            possible = any(PlacementSearch(each, costs).may_fit() for each in grouped)
+            possible = any(
+                PlacementSearch(with_knobs(plan, micro_batch_group=size), costs).may_fit()
+                for size in group_sizes(plan)
+            )
         else:
             search = SlotSearch(plan, costs)
             possible = search.may_fit()
@@ -75,12 +77,12 @@ def outlook(
             return None
         missed = search.nearest_miss()
         memory = plan_account(missed, policy_library.outline(missed), costs)
-        found.append(_choice(missed, memory, costs))
-    return min(found, key=rank)
+        misses.append(_choice(missed, memory, costs))
+    return min(misses, key=rank)
 
 
 def _choice(plan: Plan, memory: Account, costs: CostModel) -> Choice:
-    """Returns `plan` with `memory`, and with the time of all layers without any recompute."""
+    """Returns `plan` with `memory`. Its step time is the compute time without any recompute."""
     saved = with_knobs(plan, placement=Placement(saved_activations="all"))
     least = LowerBound(saved, costs).compute_ns(saved)
     return Choice(

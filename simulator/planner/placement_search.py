@@ -1,42 +1,42 @@
 """Searches for the fastest placement: what each layer keeps on the device.
 
-Device memory can hold different things, which save different work per byte:
+Device memory can be used in three ways, which save different work per byte:
 
 * Each byte of resident weights saves 3 bytes of copies per step: two loads (for update and
   backward) and one store. A byte of gradients, low half of the master or moments saves 2 bytes.
-* Saved activations save the layer's recompute, for many bytes.
+* Saved activations of a layer save its recompute. They take many bytes.
 * A saved attention output saves the part of the recompute that grows with the square of the
-  sequence length, for few bytes.
+  sequence length. It takes few bytes.
 
-Which of them pays most depends on the lane that limits the step. So the search enumerates, and then
-improves the best plan:
+Which use is best depends on the lane that limits the step. So the search compares many candidates,
+and then improves the best one:
 
-1. Build candidates (`_candidates`). The layers that save activations go from none to all that fit,
-   in eight steps. `filling.py` gives the rest of the memory to layer state, in several orders. If
-   the inputs of recomputed layers and the attention outputs worth saving do not both fit on the
-   device, candidates that offload the inputs are added.
+1. Build candidates (`_candidates`). The number of layers that save activations goes from none to as
+   many as fit, in eight steps. `filling.py` gives the rest of the memory to layer state, in several
+   orders. If the inputs of recomputed layers and the attention outputs worth saving do not fit on
+   the device together, candidates that offload the inputs are added.
 2. If the policy defers the update, add each candidate with its streamed layers updated on the host.
-3. Rank the candidates (`_ranked`), all with few large copies, and keep the best two. Lower bounds
-   are computed first, so that few plans have to be simulated.
+3. Rank the candidates (`_ranked`) and keep the best two. All are timed with few large copies. Lower
+   bounds are computed first, so few plans have to be simulated.
 4. Refine the best plan (`_refined`): try host updates of all, half or none of the streamed layers,
    and another size of copies.
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
-   layer, one weight slot, or in where layer inputs are.
-6. Give the second-best plan the same refinements, and host updates of its own. If it is faster
-   now, continue from it.
+   layer, by one weight slot, or in the memory that holds the layer inputs.
+6. Refine the second-best plan in the same way, and try host updates for it, too. If it is faster
+   than the best plan now, continue with it.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
-9. Try plans that save no activations, with as many weight slots in their place as fit
-   (`_with_many_slots`), and climb.
+9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
+   climb.
 10. If the host updates all streamed layers, try every second one, and the reverse
-    (`_with_other_share`), and climb. The steps before have changed which layers are streamed.
+    (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
 
-With clipping by update, the search is done twice: with state slots that hold a whole layer, and
-with the usual ones.
+With clipping by update, there are two searches, one with state slots that hold a whole layer and
+one with the usual slots. The faster result is returned.
 
-If nothing fits, the search starts again with fewer slots. If nothing fits then, the result is the
-plan that exceeds its limits by the fewest bytes.
+If nothing fits, the search starts again with fewer slots. If nothing fits with the fewest slots,
+there is no plan, and `nearest_miss` returns the one that exceeds its limits by the fewest bytes.
 """
 
 from __future__ import annotations
@@ -82,21 +82,22 @@ _FINALISTS = 2  # plans that `_ranked` returns, at most
 # Simulated plans in a row that may be no better than the best before a ranking ends. All plans that
 # remain have higher lower bounds.
 _PATIENCE = 8
-_CHUNKS = 8  # copies of the largest decoder layer, at most
+_CHUNKS = 8  # the most copies of the largest decoder layer
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
-_STATE_SHARE = 1 / 16  # share of the device's memory for state slots, at most
+_STATE_SHARE = 1 / 16  # the largest share of the device's memory for state slots
 _CLASSES_BYTES = 8  # bytes of a state slot, for all classes, per byte of weights in a chunk
 # One chunk is loaded, one updated, one stored, and one is spare. With 2 slots, a step of a 14B
 # model on an H200 is predicted 2 % slower and takes 0.9 GiB less.
 _STATE_SLOTS = 4
 # With more ops than this, larger copies are tried instead of smaller ones. Smaller copies gain a
-# few per cent, but simulating so many ops takes 0.1 s for each try.
+# few per cent, but a simulation of so many ops takes 0.1 s.
 _MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
 _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
-# The speed of a host varies more than that of a device. So the host updates more layers only if
-# that is faster by this factor. Below 1.005, so that more memory makes no plan slower by 0.5 %.
+# The speed of a host varies more than the speed of a device. So the host updates more layers only
+# if that is faster by this factor. It is below 1.005 because a tested property is that more memory
+# never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
@@ -112,11 +113,13 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 class _Run:
     """A lowered plan with at most two groups of micro-batches, and its predicted times.
 
-    `group` is the number of micro-batches in each, and `more` is the number of further groups of a
-    step. Each adds the time of the second.
+    Each further group of the step adds the time of the second group.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, group: int, more: int) -> None:
+        """`group` is the number of micro-batches in a group of `schedule`. `more` is the number of
+        groups that a step has in addition to two.
+        """
         self._schedule, self._costs, self._group, self._more = schedule, costs, group, more
         self.ops = len(schedule.compiled.lanes)
         """The number of ops."""
@@ -125,15 +128,17 @@ class _Run:
 
     @functools.cached_property
     def _alone_ns(self) -> tuple[int, int]:
-        """The time of the schedule without contention, and that of a further group."""
+        """The time of the schedule and the time of a further group, both in ns and without
+        contention.
+        """
         return two_groups_ns(self._schedule, self._costs, self._group)
 
     @functools.cached_property
     def _step_ratio(self) -> float:
-        """The time of a step with all groups, divided by that of the schedule.
+        """The time of a step with all groups, divided by the time of the schedule.
 
-        The ratio differs between plans. The update is done once per step, but weights are copied
-        for each group, so the best plan for two groups may not be the best for many.
+        The ratio differs between plans, because updates run once per step but weights are copied
+        for each group. So the best plan for two groups may not be the best for many.
         """
         if self._more <= 0:
             return 1.0
@@ -142,12 +147,12 @@ class _Run:
 
     @functools.cached_property
     def bound_ns(self) -> float:
-        """Step time without contention, in ns: a lower bound of `step_ns`."""
+        """Step time without contention, in ns. It is a lower bound of `step_ns`."""
         return self._alone_ns[0] * self._step_ratio
 
     @functools.cached_property
     def step_ns(self) -> float:
-        """Step time in ns. It is simulated at the first access."""
+        """Step time in ns, from the engine. The first access runs the simulation."""
         return makespan_ns(self._schedule, self._costs) * self._step_ratio
 
 
@@ -185,21 +190,25 @@ class PlacementSearch:
         self._runs: dict[Knobs, _Run] = {}
 
     def best(self, limit_ns: float = math.inf) -> Estimate | None:
-        """Returns the fastest plan that fits, or None if none does.
+        """Returns the fastest plan that fits, or None if none fits.
 
-        Plans that cannot come near a step time of `limit_ns` are left out.
+        Plans that are slower than a step time of `limit_ns` by more than `_MOST_REFINED` are
+        skipped.
         """
         usual = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
-        found = [
+        estimates = [
             estimate
             for fitting in (*map(self._fitting, self._whole_layers()), usual)
             if (estimate := self._best_of(fitting, limit_ns))
         ]
-        return min(found, key=lambda estimate: estimate.step_seconds, default=None)
+        return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
     def rough_ns(self) -> float:
-        """Returns the lowest bound, in ns, of plans that save the activations of no layer, or of as
-        many as fit, and hold as much state on the device as fits. Infinity if none of them fits.
+        """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
+        few plans that fit.
+
+        These plans save the activations of no layer or of as many as fit, and then hold as much
+        state on the device as fits. Returns infinity if none of them fits.
         """
         layers, plans = self.plan.model.layers, list[Plan]()
         for base in (Placement(), Placement(offloaded_inputs="all")):
@@ -213,19 +222,19 @@ class PlacementSearch:
         )
 
     def first_ns(self, limit_ns: float = math.inf) -> float:
-        """Returns the step time, in ns, of the fastest plan that `best` refines. Infinity if none
-        fits, or if none comes near `limit_ns`.
+        """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
+        infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """
         fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
         ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
         return min(map(self.time, ranked), default=math.inf)
 
     def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
-        """Returns the candidates with these slots and bytes of a copy. All of them fit."""
+        """Returns the candidates that have `knobs` and fit."""
         candidates = list(dict.fromkeys(self._candidates(with_knobs(self.plan, **knobs))))
         if policies.find(self.plan.policy).defers_update(self.plan):
             # Updates on the host copy no optimizer state over the link, so they delay the first
-            # forward pass less. These plans may be much faster.
+            # forward pass less. Plans with them may be much faster.
             candidates += [
                 other
                 for other in dict.fromkeys(map(host_updating, candidates))
@@ -234,8 +243,8 @@ class PlacementSearch:
         return candidates
 
     def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Estimate | None:
-        """Returns the best of the candidates, refined. None if there are none, or if none comes
-        near a step time of `limit_ns`.
+        """Returns the best of the candidates, refined. Returns None if there are none, or if all of
+        them are skipped because of `limit_ns`.
         """
         finals = [
             (self.time(plan), plan) for plan in self._ranked(candidates, _MOST_REFINED * limit_ns)
@@ -245,7 +254,7 @@ class PlacementSearch:
         (time, plan), *others = sorted(finals, key=lambda entry: entry[0])
         time, plan = self._climbed(*self._refined(time, plan))
         if not plan.placed("host_updated"):
-            # The number of saved layers may have changed, so updates on the host may pay now.
+            # The number of saved layers may have changed, so host updates may be faster now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
         second: tuple[float, Plan] | None = None
@@ -253,22 +262,23 @@ class PlacementSearch:
             second = self._refined_like(*others[0], plan)
             if second[0] < time:
                 second, (time, plan) = (time, plan), self._climbed(*second)
-        for further in (
+        for improved in (
             self.with_whole_layers,
             self._with_fewer_slots,
             self._with_many_slots,
             self._with_other_share,
         ):
-            faster, other = further(time, plan)
+            faster, other = improved(time, plan)
             if faster < time:
                 second, (time, plan) = (time, plan), self._climbed(faster, other)
         if second is None:
             return self._estimate(plan)
         slower, other = second
         best = self._estimate(plan)
-        runner_up_seconds = best.step_seconds * (slower / time)  # not less, whatever rounding does
+        runner_up_seconds = best.step_seconds * (slower / time)  # rounding cannot make it smaller
         if plan.workload.accumulation > 2:
-            # The times above are extended from two groups of micro-batches. The engine's decide.
+            # The times above are extrapolated from two groups of micro-batches. The order is
+            # decided by simulating the whole step.
             rival = self._estimate(other)
             best, rival = (rival, best) if rival.step_seconds < best.step_seconds else (best, rival)
             other, runner_up_seconds = rival.plan, rival.step_seconds
@@ -278,7 +288,7 @@ class PlacementSearch:
     def _estimate(self, plan: Plan) -> Estimate:
         """Returns the memory of `plan`, and the time of a step with all its micro-batches."""
         run = self._run(plan)
-        if with_knobs(plan, groups=2) == plan:  # the run has all of them
+        if with_knobs(plan, groups=2) == plan:  # the run has all micro-batches
             seconds = (run.step_ns + self.costs.step_overhead_ns) / 1e9
         else:
             seconds = step_seconds(schedule_to_time(plan, self.costs), self.costs)
@@ -305,8 +315,9 @@ class PlacementSearch:
     def least_ns(self) -> float:
         """Returns a lower bound, in ns, of the step time of every plan that fits.
 
-        It is the time of the compute ops if all state is on the host, as many layers as fit save
-        their activations, and all others save their attention output where that pays.
+        It is the time of the compute ops of an ideal plan. All state is on the host, as many layers
+        as fit save their activations, and the others save their attention output if that is worth
+        its memory.
         """
         lean, layers = (
             with_knobs(self.plan, **_FEWER_SLOTS[-1], chunk_bytes=_LEAST_CHUNK),
@@ -332,9 +343,8 @@ class PlacementSearch:
         """Returns knobs with which the state slots hold a whole layer and one chunk more.
 
         They are used only with clipping by update. If all chunks of a layer are in slots, the layer
-        is clipped and updated without loading its state twice. The further slot lets the next
-        layer's state arrive meanwhile. Larger chunks are faster in some plans, and smaller ones in
-        others, so both are tried.
+        is clipped and updated without loading its state twice. The additional slot lets the next
+        layer's state arrive meanwhile. Two sizes of chunks are tried, because either may be faster.
         """
         if self.plan.workload.clipping != "update":
             return []
@@ -349,9 +359,10 @@ class PlacementSearch:
         ]
 
     def _ranked(self, candidates: Sequence[Plan], limit_ns: float = math.inf) -> list[Plan]:
-        """Returns the fastest two of `candidates`, the fastest first, all with few large copies.
+        """Returns the fastest two of `candidates`, the fastest first.
 
-        Candidates that take more than `limit_ns` are left out. The ranking is a best-first search:
+        They are timed with few large copies. Candidates that then take more than `limit_ns` are
+        left out. The ranking is a best-first search:
 
         1. Put all candidates into a priority queue, ordered by a lower bound of their step time.
         2. Take the candidate with the lowest bound. Replace its bound by the next tighter one, and
@@ -392,9 +403,10 @@ class PlacementSearch:
         return [candidates[index] for _, index in best]
 
     def _coarse(self, candidate: Plan) -> _Run:
-        """Returns the candidate lowered with few large copies, whether or not that fits.
+        """Returns the candidate, lowered with few large copies, even if it does not fit that way.
 
-        All candidates are ranked this way, which is quick and compares them under equal conditions.
+        Candidates are ranked with these copies because they are simulated quickly, and because all
+        candidates then have copies of the same size.
         """
         return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
 
@@ -420,8 +432,8 @@ class PlacementSearch:
             for others in (self.filling.neighbours, self.filling.with_other_inputs):
                 nearby = [other for other in dict.fromkeys(others(plan)) if other not in tried]
                 tried.update(nearby)
-                found = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
-                time, plan = found or (time, plan)
+                better = self.faster(time, plan, nearby) or self._with_another_slot(time, plan)
+                time, plan = better or (time, plan)
                 if time * _LEAST_STEP <= before:
                     break
             else:
@@ -430,46 +442,48 @@ class PlacementSearch:
     def _with_another_slot(self, time: float, plan: Plan) -> tuple[float, Plan] | None:
         """Returns `plan` with one more weight slot and its time, or None if it is not faster.
 
-        It is timed with the plan's own size of copies, because large copies hide the gain.
+        It is timed with the plan's own size of copies, because large copies would hide the gain.
         """
         other = self.filling.with_another_slot(plan)
-        if (
-            other is None
-            or self.lower_bound.step_ns(other) * _TIE >= time
-            or self.time(other) * _TIE >= time
-        ):
-            return None
-        return self.time(other), other
+        return (self.time(other), other) if other and self._is_faster(other, time) else None
 
     def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
         """Returns the fastest of `others` and its time in ns, or None if none is faster than
         `plan`, whose step takes `time` ns.
 
-        If the plan has many ops, only the first of the ranking is timed with its own copies.
+        The first two plans of the ranking are timed with their own size of copies. If `plan` has
+        many ops, only the first is.
         """
         if not others:
             return None
         ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)[
             : 1 if self._has_many_ops(plan) else _FINALISTS
         ]
-        found = min(
-            ((self.time(other), index, other) for index, other in enumerate(ranked)), default=None
-        )
-        return (found[0], found[2]) if found and found[0] < time else None
+        times = [(self.time(other), other) for other in ranked]
+        fastest = min(times, key=lambda entry: entry[0], default=None)
+        return fastest if fastest and fastest[0] < time else None
+
+    def _is_faster(self, plan: Plan, time: float) -> bool:
+        """Returns whether a step of `plan` takes less than `time` ns, by more than `_TIE`.
+
+        The plan is simulated only if its lower bound is low enough.
+        """
+        return self.lower_bound.step_ns(plan) * _TIE < time and self.time(plan) * _TIE < time
 
     def _has_many_ops(self, plan: Plan) -> bool:
+        """Returns whether the plan has more than `_MANY_COARSE_OPS` ops with few large copies."""
         return self._coarse(plan).ops > _MANY_COARSE_OPS
 
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
 
-        Two groups of micro-batches are simulated. Each further one adds the time of the second.
+        Two groups of micro-batches are simulated. Each further group adds the time of the second.
         Results are cached.
         """
         return self._run(plan).step_ns
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
-        """Yields the plans to rank, all of which fit. Step 1 of the module describes them."""
+        """Yields the plans to rank. All of them fit. See step 1 in the module's docstring."""
         decoders, filling = plan.model.layers, self.filling
         for base in (Placement(), Placement(offloaded_inputs="all")):
             most = filling.most_saved(plan, base)
@@ -493,13 +507,12 @@ class PlacementSearch:
                 return
 
     def _refined_like(self, time: float, plan: Plan, best: Plan) -> tuple[float, Plan]:
-        """Returns `plan` with the refinements of `best`, if it fits and is faster with them, and
-        its time.
+        """Returns a step time and a plan: `plan` with the refinements of `best` if it fits and is
+        faster with them, and otherwise `plan`.
 
         The refinements are the share of host updates, the bytes of a copy, and the weight slots.
-        If the host then updates no layer, updates of every second or of all streamed layers are
-        tried, too.
-        `time` is the step time of `plan` in ns.
+        If the host updates no layer of the result, host updates of every second or of all streamed
+        layers are tried, too. `time` is the step time of `plan` in ns.
         """
         alike = with_knobs(
             updated_like(plan, best),
@@ -510,8 +523,8 @@ class PlacementSearch:
             time, plan = min((time, plan), (self.time(alike), alike), key=lambda entry: entry[0])
         if plan.placed("host_updated"):
             return time, plan
-        # It may stream other layers than `best`, so updates on the host may pay although they do
-        # not there.
+        # The plan may stream other layers than `best`, so host updates may make it faster even if
+        # they make `best` slower.
         limit = min(time, self.time(best)) / _LEAST_HOST_GAIN
         for other in (host_updating(plan, every=2), host_updating(plan)):
             if (
@@ -525,8 +538,8 @@ class PlacementSearch:
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns `plan` with other host updates and other copies, if it is faster with them by
-        more than a tie, and its time.
+        """Returns a step time and a plan: `plan` with other host updates and another size of
+        copies, where these make it faster by more than `_TIE`.
 
         `time` is the step time of `plan` in ns.
         """
@@ -534,28 +547,31 @@ class PlacementSearch:
         knobs = plan.knobs
         many = self._has_many_small_ops(plan)
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
-        # Smaller copies are tried only if the present ones were faster than large ones.
+        # Smaller copies are tried only if the plan's own size is faster than large copies.
         if many or self._coarse(plan).step_ns > _TIE * time:
             changed = with_knobs(plan, chunk_bytes=chunk)
-            if changed.knobs != knobs and self.filling.account(changed).fits:
-                found = self.time(changed)
-                if found * _TIE < time:
-                    plan, time = changed, found
+            if (
+                changed.knobs != knobs
+                and self.filling.account(changed).fits
+                and self.time(changed) * _TIE < time
+            ):
+                time, plan = self.time(changed), changed
         return time, plan
 
     def _has_many_small_ops(self, plan: Plan) -> bool:
         """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
-        # Two micro-batches have no more ops than all of them, and are often enough to know.
+        # The run has at most two groups of micro-batches. Often they alone have enough ops.
         return self._run(plan).ops > _MANY_OPS or (
             plan.workload.accumulation > 2
             and len(schedule_to_time(plan, self.costs).compiled.lanes) > _MANY_OPS
         )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the fastest of `plan` and its variants with host updates, and its time.
+        """Returns the step time and the plan of the fastest of `plan` and its variants with host
+        updates.
 
-        In the variants, the host updates all streamed layers or every second one. Those where it
-        updates all are also filled again in every order, because another order may be best then.
+        In the variants, the host updates all streamed layers or every second one. If it updates
+        all, the device is also filled again in every order, because another order may be best then.
         `time` is the step time of `plan` in ns.
         """
         updated = with_knobs(plan, placement=Placement(host_updated=all_on_host(plan)))
@@ -579,18 +595,18 @@ class PlacementSearch:
             if other.knobs != plan.knobs and self.filling.account(other).fits
         ]
         for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
-            if self.lower_bound.step_ns(changed) * _TIE < time:
-                found = self.time(changed)
-                if found * _TIE < time:
-                    plan, time = changed, found
+            if self._is_faster(changed, time):
+                time, plan = self.time(changed), changed
         return time, plan
 
     def _with_many_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the fastest of `plan` and plans with as many weight slots as fit, and its time.
+        """Returns the step time and the plan of the fastest of `plan` and plans with as many weight
+        slots as fit.
 
-        The slots are in place of all saved activations, or of these and of the moments and low
-        halves on the device. A climb adds a single slot or layer at a time. It does not find such a
-        plan if many slots are faster, but one slot is not. `time` is the step time of `plan` in ns.
+        The slots take the memory of all saved activations, or also that of the moments and low
+        halves on the device. Climbing adds one slot or layer at a time, so it finds no plan for
+        which many more slots are faster but one more slot is not. `time` is the step time of `plan`
+        in ns.
         """
         base, slots, usual = plan, plan.knobs.weight_slots, plan.knobs.placement
         streamed = sum(
@@ -606,26 +622,22 @@ class PlacementSearch:
         ):
             lean = with_knobs(base, placement=placement, chunk_bytes=size)
             room = self.filling.room(lean)
-            each = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
-            more = min(room // each, streamed - slots) if each > 0 else 0
+            slot_bytes = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
+            more = min(room // slot_bytes, streamed - slots) if slot_bytes > 0 else 0
             if placement == usual or more <= 0:
                 continue
             other = with_knobs(lean, weight_slots=slots + more)
-            if (
-                self.filling.account(other).fits
-                and self.lower_bound.step_ns(other) * _TIE < time
-                and self.time(other) * _TIE < time
-            ):
+            if self.filling.account(other).fits and self._is_faster(other, time):
                 time, plan = self.time(other), other
         return time, plan
 
     def _with_other_share(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the faster of `plan` and the same plan whose host updates every second streamed
-        layer in place of all, or the reverse, and its time. A plan without host updates is returned
-        as it is.
+        """Returns the step time and the plan of the faster of two plans.
 
-        If the other one does not fit, it keeps no more than whole weights on the device.
-        `time` is the step time of `plan` in ns.
+        One is `plan`. In the other, the host updates every second streamed layer if it updates all
+        of them in `plan`, or the reverse. If this one does not fit, its gradients, low halves and
+        moments are moved to the host. If `plan` has no host updates, it is returned. `time` is the
+        step time of `plan` in ns.
         """
         if not plan.placed("host_updated"):
             return time, plan
@@ -637,32 +649,33 @@ class PlacementSearch:
             if (
                 other.knobs != plan.knobs
                 and self.filling.account(other).fits
-                and self.lower_bound.step_ns(other) * _TIE < time
-                and self.time(other) * _TIE < time
+                and self._is_faster(other, time)
             ):
                 time, plan = self.time(other), other
         return time, plan
 
     def with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the fastest of `plan` and plans that update all streamed layers on the host and
-        keep the whole state of the others on the device (`Filling.whole`), and its time.
+        """Returns the step time and the plan of the fastest of `plan` and plans of `Filling.whole`,
+        which update all streamed layers on the host and keep the whole state of the others on the
+        device.
 
-        These differ in the number of layers on the device, and in where the inputs of layers are.
-        As many layers as then fit save their activations. Every eighth number is tried first, and
-        then the numbers near the best one. `time` is the step time of `plan` in ns.
+        These plans differ in the number of layers on the device and in the memory that holds layer
+        inputs. As many layers as fit save their activations. Evenly spaced numbers of layers are
+        tried first, and then the numbers near the best one. `time` is the step time of `plan` in
+        ns.
         """
         limit, placement = time / _LEAST_HOST_GAIN, plan.knobs.placement
         for offloaded in dict.fromkeys((placement.offloaded_inputs, "", "all")):
             inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
-            if found := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
-                time, plan = found
+            if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
+                time, plan = faster
                 limit = time / _TIE
         return time, plan
 
     def _with_fewer_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the fastest of `plan` and plans with fewer slots, and its time.
+        """Returns the step time and the plan of the fastest of `plan` and plans with fewer slots.
 
-        The memory of these slots holds more state: as `Filling.wider` gives it, or whole layers.
+        The memory of these slots holds more state, chosen by `Filling.wider` or by whole layers.
         Slots that take only a small share of the device's memory are kept. `time` is the step time
         of `plan` in ns.
         """
@@ -683,7 +696,7 @@ class PlacementSearch:
                     None, (self._whole_layers_plan(other, whole + more, time) for more in (0, 1))
                 )
             for wider in near:
-                # Large copies would hide how many slots matter, so the plan's own are timed.
+                # Large copies would hide the effect of slots, so the plan's own size is timed.
                 if (
                     self.lower_bound.step_ns(wider) * _LEAST_HOST_GAIN < time
                     and self._run(wider).bound_ns * _LEAST_HOST_GAIN < time
@@ -693,23 +706,23 @@ class PlacementSearch:
         return time, plan
 
     def _fastest_whole(self, limit_ns: float, base: Plan) -> tuple[float, Plan] | None:
-        """Returns the fastest plan of `with_whole_layers` with the layer inputs of `base`, and its
-        time, or None if all take `limit_ns` or more.
+        """Returns the step time and the plan of the fastest plan of `with_whole_layers` that keeps
+        layer inputs where `base` does. Returns None if all take `limit_ns` or more.
         """
         layers, tried = base.model.layers, set[int]()
         best: tuple[float, int, Plan] | None = None
         size = max(layers // _STEPS, 1)
         while size:
             near = (best[1] - size, best[1] + size) if best else range(0, layers + 1, size)
-            found = [best] if best else []
+            measured = [best] if best else []
             for count in sorted(set(near) - tried):
                 tried.add(count)
                 other = (
                     self._whole_layers_plan(base, count, limit_ns) if 0 <= count <= layers else None
                 )
                 if other and self.lower_bound.step_ns(other) < limit_ns:
-                    found.append((self.time(other), count, other))
-            fastest = min(found, default=None, key=lambda entry: entry[:2])
+                    measured.append((self.time(other), count, other))
+            fastest = min(measured, default=None, key=lambda entry: entry[:2])
             if fastest is None or fastest[0] >= limit_ns:
                 break
             if fastest is best:
@@ -718,9 +731,10 @@ class PlacementSearch:
         return (best[0], best[2]) if best else None
 
     def _whole_layers_plan(self, plan: Plan, count: int, limit_ns: float) -> Plan | None:
-        """Returns `Filling.whole` of `plan` with as many saved layers as fit. None if it does not
-        fit, streams no layer that the host can update, or takes `limit_ns` or more even if all
-        layers save their activations.
+        """Returns `Filling.whole` of `plan`, with as many layers as fit saving their activations.
+
+        Returns None if it does not fit, if it streams no layer that the host can update, or if it
+        would take `limit_ns` or more even if all layers saved their activations.
         """
 
         def saving(layers: int) -> Plan:
@@ -741,7 +755,7 @@ class PlacementSearch:
         return chosen if self.filling.account(chosen).fits else None
 
     def may_fit(self) -> bool:
-        """Returns whether `best` finds a plan. It takes less time than to find it."""
+        """Returns whether `best` finds a plan, in less time than `best` takes."""
         return any(map(self._fitting, [*self._whole_layers(), *_FEWER_SLOTS]))
 
     def nearest_miss(self) -> Plan:

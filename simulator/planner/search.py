@@ -49,7 +49,7 @@ from megatrain.simulator.planner.slot_search import (
 from megatrain.simulator.policies.policy import PolicyWarning
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
-_LEAST_GAIN = 1.01  # groups of micro-batches are searched if they may gain this factor
+_LEAST_GAIN = 1.01  # a size of groups is searched only if it may be faster by this factor
 
 _Found = TypeVar("_Found", bound=Estimate)
 
@@ -69,9 +69,9 @@ def search(
 ) -> list[Choice]:
     """Returns the best plan of each policy.
 
-    Plans that fit come first, the fastest before the others. Plans that do not fit follow, the
-    nearest miss first. A machine with unified memory has nothing to stream, so only policies
-    that copy nothing are searched there, and the lower of both limits holds for the one memory.
+    Plans that fit come first, the fastest at the front. Plans that do not fit follow, ordered by
+    the bytes that they lack. A machine with unified memory has nothing to stream. Only policies
+    that copy nothing are searched there, and the lower of the two limits applies to its memory.
 
     Args:
         model: The model to train.
@@ -81,8 +81,9 @@ def search(
         hardware_name: Name or file of the machine, for the plans. The default is its name.
         device_limit: Device memory in bytes. The default is the machine's.
         host_limit: Host memory in bytes. The default is the machine's.
-        policies: Policies to search. The default is all that the runtime can execute and that may
-            be the fastest. A policy that is only for prediction has no knobs to search.
+        policies: Names of the policies to search. The default is every policy that the runtime can
+            execute and that may be the fastest. A policy that is only for prediction has no knobs,
+            so it is assessed and not searched.
 
     Raises UserError for an unknown policy, and for costs that were not measured.
     """
@@ -144,8 +145,8 @@ def plans_of(
 def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
     """Returns the best choice for each of `plans`, which differ in their policies.
 
-    If there are several, a policy that raises UserError is left out with a PolicyWarning. Raises
-    the first error if no policy is left.
+    A policy whose search raises UserError is left out, with a PolicyWarning. If no policy is left,
+    the first of these errors is raised.
     """
     choices: list[Choice] = []
     refused: list[UserError] = []
@@ -168,31 +169,31 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         return assess(plan, costs)
     if not policy.places_state:
         return SlotSearch(plan, costs).best()
-    found = _best_placed(plan, costs)
-    if found is None:
+    best = _best_placed(plan, costs)
+    if best is None:
         return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
-    return msgspec.structs.replace(assess(found.plan, costs), runner_up=found.runner_up)
+    return msgspec.structs.replace(assess(best.plan, costs), runner_up=best.runner_up)
 
 
 def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
     """Returns the fastest plan that fits, with its runner-up, for a policy that places state.
 
-    None if no plan fits. Sizes of groups with which no plan can take less than `most_ns` are left
-    out.
+    Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
+    takes `most_ns` or longer.
     """
     searches = [
         PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
         for size in group_sizes(plan)
     ]
     if len(searches) > 1:
-        # The most promising first. It then excludes most plans of the others by their bounds.
+        # The most promising size comes first, so its step time excludes most plans of the others.
         searches.sort(key=PlacementSearch.rough_ns)
-    found: list[Estimate] = []
+    bests: list[Estimate] = []
     for search in searches:
-        limit = min((entry.step_seconds * 1e9 for entry in found), default=math.inf)
+        limit = min((entry.step_seconds * 1e9 for entry in bests), default=math.inf)
         if search.least_ns() < min(limit / _LEAST_GAIN, most_ns) and (best := search.best(limit)):
-            found.append(best)
-    return _with_runner_up(sorted(found, key=rank), []) if found else None
+            bests.append(best)
+    return _with_runner_up(sorted(bests, key=rank), []) if bests else None
 
 
 def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:
@@ -225,19 +226,18 @@ def candidates(
 ) -> list[Choice]:
     """Returns the best plan of each policy, as `search` does, and the runner-up of the best one.
 
-    It adds two things to `search`:
+    There are two other differences from `search`:
 
-    1. If `policies` is None, the policies that place state, and those that copy nothing, are
-       searched first. Each other policy is skipped if it would be slower even with copies that
-       take no time. This halves the time of the search.
-    2. If no plan that was found fits, the plans that need the least memory (`capacity.py`) are
-       tried.
+    1. If `policies` is None, the policies that place state or copy nothing are searched first. Any
+       other policy is skipped if it would be slower than the best plan even with copies that take
+       no time. This halves the time of the search.
+    2. If no plan of `search` fits, the plans that need the least memory (`capacity.py`) are tried.
 
     Raises UserError as `search` does.
     """
     names = policy_library.contenders() if policies is None else policies
 
-    def found_by(chosen: list[str]) -> list[Choice]:
+    def best_of(chosen: list[str]) -> list[Choice]:
         return search(
             model,
             hardware,
@@ -251,7 +251,7 @@ def candidates(
 
     bounded: list[RunnerUp] = []
     if hardware.unified or names != policy_library.contenders():
-        found = found_by(names)
+        choices = best_of(names)
     else:
         later = [
             name
@@ -263,28 +263,31 @@ def candidates(
             (name for name in names if name not in later),
             key=lambda name: policy_library.find(name).places_state,
         )
-        found = found_by(first)
-        if found[0].feasible:
+        choices = best_of(first)
+        if choices[0].feasible:
             bounded = [
                 RunnerUp(
                     policy=name,
-                    step_seconds=_least_seconds(name, found[0], hardware),
+                    step_seconds=_least_seconds(name, choices[0], hardware),
                     at_least=True,
                 )
                 for name in later
             ]
-            bounded = [entry for entry in bounded if entry.step_seconds >= found[0].step_seconds]
+            bounded = [entry for entry in bounded if entry.step_seconds >= choices[0].step_seconds]
         if hopeful := [name for name in later if name not in [entry.policy for entry in bounded]]:
-            found = sorted([*found, *found_by(hopeful)], key=rank)
+            choices = sorted([*choices, *best_of(hopeful)], key=rank)
     own = [
-        choice for choice in found if not policy_library.find(choice.plan.policy).prediction_only
+        choice for choice in choices if not policy_library.find(choice.plan.policy).prediction_only
     ]
     if own and not own[0].feasible:
         costs = cost_model(hardware, model, workload)
         if least := _least(own[0].plan, hardware, costs, names):
             choice = assess(least, costs)
-            found = [choice, *(other for other in found if other.plan.policy != choice.plan.policy)]
-    return [_with_runner_up(found, bounded), *found[1:]]
+            choices = [
+                choice,
+                *(other for other in choices if other.plan.policy != choice.plan.policy),
+            ]
+    return [_with_runner_up(choices, bounded), *choices[1:]]
 
 
 def best_estimate(
@@ -299,9 +302,9 @@ def best_estimate(
 ) -> Estimate | None:
     """Returns the memory and the time of the first of `candidates`, or None if it does not fit.
 
-    The arguments are those of `candidates`. With one policy, which places state, the plan is not
-    lowered in full, which saves time. A step that takes `most_seconds` or longer is of no interest:
-    the result may then be None, or another plan that takes as long. Raises UserError as
+    The arguments are those of `candidates`, and `most_seconds`: if every plan takes that many
+    seconds per step or longer, the result may be None or any such plan. With a single policy that
+    places state, the plan is not lowered in full, which saves time. Raises UserError as
     `candidates` does.
     """
     if not policies or len(policies) > 1 or not policy_library.find(policies[0]).places_state:
@@ -323,16 +326,16 @@ def best_estimate(
         policies=policies,
     )
     costs = cost_model(hardware, model, workload)
-    if found := _best_placed(plan, costs, most_seconds * 1e9):
-        return found
+    if placed := _best_placed(plan, costs, most_seconds * 1e9):
+        return placed
     least = _least(PlacementSearch(plan, costs).nearest_miss(), hardware, costs, policies)
     return estimate(least, costs) if least else None
 
 
 def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> Plan | None:
-    """Returns the first of the plans that need the least memory that fits, or None if none does.
+    """Returns the first plan that fits among those that need the least memory, or None.
 
-    Model, workload and limits are those of `plan`.
+    `names` are the policies. Model, workload and limits are those of `plan`.
     """
     footprints = usable(plan, hardware, costs, names)
     fitting = (footprint for footprint in footprints if footprint.account().fits)
@@ -342,8 +345,9 @@ def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str
 def _with_runner_up(found: list[_Found], bounded: list[RunnerUp]) -> _Found:
     """Returns the first of `found` with its runner-up.
 
-    The runner-up is the fastest of the other choices that fit, the runner-up of the same policy,
-    and the policies of `bounded`, which were skipped because of a lower bound.
+    The runner-up is the fastest entry among three kinds: the other choices that fit, the present
+    runner-up of the first choice, and the policies of `bounded`, which were skipped because of a
+    lower bound.
     """
     best, *others = found
     tried = [
@@ -373,9 +377,9 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
     """Returns a lower bound, in seconds, of the step time of policy `name` with any knobs.
 
     Model and workload are those of `best`. The bound is the evaluator's time of at most two
-    micro-batches, with the most slots that a search tries and with copies that take no time. It is
-    the smaller one of the times with and without gradient staging. Each further micro-batch adds
-    its compute time.
+    micro-batches, with the most slots that a search tries and with copies that take no time. Each
+    further micro-batch adds its compute time. The times with and without gradient staging are
+    computed, and the smaller one is the bound. It is 0 if the policy accepts neither.
     """
     costs = cost_model(hardware, best.plan.model, best.plan.workload)
     free, least = ScaledCosts(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
@@ -395,9 +399,11 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
             # The policy accepts only one value of some knob, or it sums gradients in staging
             # buffers and so cannot do without them.
             continue
-        one = sum(free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1"))
+        micro_batch_ns = sum(
+            free.duration_ns(op) for op in schedule.lanes["compute"] if op.id.endswith(".m1")
+        )
         least.append(
             uncontended_makespan_ns(schedule, free)
-            + max(best.plan.workload.accumulation - 2, 0) * one
+            + max(best.plan.workload.accumulation - 2, 0) * micro_batch_ns
         )
     return min(least, default=0) / 1e9

@@ -1,11 +1,15 @@
-"""shared_step: the plan for several GPUs of one host that is made from a plan for one.
+"""shared_step: makes a plan for several GPUs of one host from a plan for one GPU.
 
-Each GPU trains as many micro-batches as the plan has, so a step of N GPUs has N times the tokens.
-All state is in host memory, in parts. No search finds this plan: it has the saved activations, the
-micro-batch and the copies of the one it is made from. Only the groups of micro-batches whose
-gradients are summed before they are exchanged, the number of slots, and whether no inputs of
-layers, half of them or the same are offloaded, are tried. If nothing of this fits, all layers
-recompute their activations.
+Each GPU trains as many micro-batches as the given plan has, so a step of N GPUs has N times the
+tokens. All state is in host memory, and each GPU owns a part of each layer. The saved activations,
+the batch of a micro-batch and the bytes of a copy are those of the given plan. Only a few variants
+are compared. They differ in three things:
+
+* the micro-batch groups, whose gradients are summed before they are exchanged,
+* the number of slots,
+* the layers whose inputs are offloaded: the same as in the given plan, none, or the first half.
+
+If none of these variants fits, they are tried once more with all layers recomputed.
 """
 
 from __future__ import annotations
@@ -26,34 +30,35 @@ from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
 from megatrain.simulator.schedule.plan import Plan
 
 _SLOTS = 2
-"""Slots of weights and gradients with which a collective runs during compute."""
+"""The fewest weight and gradient slots with which a collective can run during compute."""
 
 
 def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
     """Returns the fastest plan for `gpus` GPUs that fits, or one that does not fit if none does.
 
     Args:
-        plan: a plan for one GPU.
-        hardware: the machine of the plan.
-        gpus: the number of GPUs. Each may use the device memory of the plan, and all share its host
-            memory, unless each has host memory of its own.
+        plan: A plan for one GPU.
+        hardware: The machine of the plan.
+        gpus: The number of GPUs. Each may use the device memory of the plan. They share its host
+            memory, unless each GPU of the machine has its own.
 
     Raises UserError if the policy of the plan cannot share the step, or if the step would have too
     many micro-batches.
     """
-    each_gpu = plan.workload.accumulation
-    if each_gpu * gpus > MOST_MICRO_BATCHES:
+    per_gpu = plan.workload.accumulation
+    if per_gpu * gpus > MOST_MICRO_BATCHES:
         raise UserError(
             "gpus",
-            found=f"{each_gpu:,} micro-batches on each of {gpus} GPUs",
+            found=f"{per_gpu:,} micro-batches on each of {gpus} GPUs",
             allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
             fix="lower --accumulation, or raise --batch",
         )
     tried: list[Choice] = []
     for recomputes in (False, True):
-        for each in _shared(plan, hardware, gpus, recomputes=recomputes):
+        for variant in _variants(plan, hardware, gpus, recomputes=recomputes):
             try:
-                tried.append(assess(each, cost_model(hardware, each.model, each.workload, gpus)))
+                costs = cost_model(hardware, variant.model, variant.workload, gpus)
+                tried.append(assess(variant, costs))
             except UserError:
                 if not shares(plan, gpus):
                     raise
@@ -64,20 +69,20 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
 
 
 def shares(plan: Plan, gpus: int) -> bool:
-    """Returns whether the step of `plan`, which is for one GPU, can be shared among `gpus`."""
+    """Returns whether `gpus` GPUs can share the step of `plan`, which is for one GPU."""
     if plan.workload.accumulation * gpus > MOST_MICRO_BATCHES:
         return False
-    for each in _shared(plan, None, 2):
+    for variant in _variants(plan, None, 2):
         with contextlib.suppress(UserError):
-            policy_library.lower(each)
+            policy_library.lower(variant)
             return True
     return False
 
 
-def _shared(
+def _variants(
     plan: Plan, hardware: HardwareSpec | None, gpus: int, *, recomputes: bool = False
 ) -> Iterator[Plan]:
-    """Yields the plans to try. `recomputes` saves no activations of any layer."""
+    """Yields the plans to try. With `recomputes`, all layers recompute their activations."""
     work, knobs = plan.workload, plan.knobs
     saved = {"saved_activations": "", "saved_attention": ""} if recomputes else dict[str, str]()
     own_memory = hardware is not None and has_own_memory(hardware)

@@ -4,9 +4,9 @@ gradient slots, gradient staging, and bytes of a copy.
 The search has three rounds. Each uses the smallest schedule that can distinguish its candidates:
 
 1. Try every pair of a checkpoint interval and a number of weight slots. Each is lowered for the
-   whole model, with one copy per layer, and timed with the evaluator, that is without contention.
+   whole model, with one copy per layer. The evaluator predicts its step time without contention.
    Pairs that cannot fit in memory are left out.
-2. For the best pairs, fastest first, take a model of a few layers. Choose the number of gradient
+2. For each pair, the fastest first, take a model of a few layers. Choose the number of gradient
    slots and staging buffers with the evaluator, then the bytes of a copy with the engine.
 3. Simulate the complete plans with the engine, with contention, until two that fit are found. The
    fastest wins. If both are within 0.1 %, the one that needs fewer bytes wins.
@@ -36,14 +36,18 @@ from megatrain.simulator.planner.assessment import (
 from megatrain.simulator.schedule.plan import Plan
 
 WEIGHT_SLOTS = (1, 2, 3, 4, 8)
+"""The numbers of weight slots that a search tries."""
 GRADIENT_SLOTS = (1, 2, 3)
+"""The numbers of gradient slots that a search tries."""
 GRADIENT_STAGING = (0, 1, 2, 4)
+"""The numbers of staging buffers that a search tries."""
 CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
+"""The bytes of a copy that a search tries."""
 ONE_COPY = 2**40
-"""Bytes of a copy with which every layer is copied in one piece."""
-_SHORT = 6  # decoder layers of the model of round 2, at least
+"""Bytes of a copy that are enough to copy every layer in one piece."""
+_SHORT = 6  # the fewest decoder layers of the model of round 2
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
-_PAIRS = 2  # plans that fit to compare in round 3
+_PAIRS = 2  # how many plans that fit round 3 compares
 
 
 def intervals(layers: int) -> tuple[int, ...]:
@@ -87,13 +91,13 @@ class SlotSearch:
             with contextlib.suppress(UserError):
                 policy_library.lower(plan)
                 return plan
-        return plans[0]  # the policy refuses something else, which the search of its knobs finds
+        return plans[0]  # the number of layers is not the problem, so the search raises the error
 
     def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the values of `knob` that the policy accepts and that make a difference.
 
-        If all accepted values lead to the same schedule, only one is returned, the default if it is
-        accepted. Raises UserError if the policy accepts none.
+        If all accepted values lead to the same schedule, only one value is returned, preferably the
+        default. Raises UserError if the policy accepts no value.
         """
         if knob not in self.knobs:
             return (getattr(self.plan.knobs, knob),)
@@ -116,22 +120,24 @@ class SlotSearch:
         """Returns the bytes on (device, host) for each pair of gradient slots and staging buffers,
         relative to the first pair.
 
-        They are computed for a model of few layers, because a slot has the same size at any depth.
+        They are computed for a model of few layers, because the size of a slot does not depend on
+        the number of layers.
         """
-        found: dict[tuple[int, int], tuple[int, int]] = {}
+        peaks: dict[tuple[int, int], tuple[int, int]] = {}
         for slots, staging in itertools.product(self.gradient_slots, self.gradient_staging):
             plan = with_knobs(
                 self.tiny, **self.least, gradient_slots=slots, gradient_staging=staging
             )
             memory = plan_account(plan, policy_library.outline(plan), self.costs)
-            found[slots, staging] = (memory.device_peak_bytes, memory.host_peak_bytes)
-        device, host = next(iter(found.values()))
-        return {path: (sizes[0] - device, sizes[1] - host) for path, sizes in found.items()}
+            peaks[slots, staging] = (memory.device_peak_bytes, memory.host_peak_bytes)
+        device, host = next(iter(peaks.values()))
+        return {path: (sizes[0] - device, sizes[1] - host) for path, sizes in peaks.items()}
 
     def _excess(self, pair: tuple[int, int], path: tuple[int, int]) -> int:
-        """Returns the bytes by which a plan exceeds the limits of device and host together.
+        """Returns by how many bytes a plan exceeds its limits, added up for device and host.
 
-        `pair` is its interval and weight slots, `path` its gradient slots and staging buffers.
+        `pair` is its checkpoint interval and number of weight slots. `path` is its number of
+        gradient slots and of staging buffers.
         """
         device, host = (
             size + more for size, more in zip(self.sizes[pair], self.paths[path], strict=True)
@@ -141,7 +147,9 @@ class SlotSearch:
         )
 
     def best(self) -> Choice:
-        """Returns the fastest plan that fits, or the one that exceeds its limits by the least."""
+        """Returns the fastest plan that fits. If none fits, returns the plan that exceeds its
+        limits by the fewest bytes.
+        """
         finals: list[Choice] = []
         for interval, slots in self._first_round():
             choice = assess(
@@ -160,8 +168,8 @@ class SlotSearch:
     def _first_round(self) -> list[tuple[int, int]]:
         """Returns the pairs of checkpoint interval and weight slots that can fit, fastest first.
 
-        They are timed with the most gradient slots and staging buffers. A pair can fit if it does
-        with any number of them. Raises UserError if the policy accepts no pair.
+        They are timed with the most gradient slots and staging buffers. A pair is kept if it fits
+        with any number of these. Raises UserError if the policy accepts no pair.
         """
         times: dict[tuple[int, int], int] = {}
         refused: UserError | None = None
@@ -199,8 +207,8 @@ class SlotSearch:
         return sorted(times, key=lambda pair: (times[pair], self.sizes[pair], pair))
 
     def _second_round(self, interval: int, slots: int) -> dict[str, int]:
-        """Returns all knobs for a checkpoint interval and a number of weight slots: with the best
-        gradient slots, staging buffers and bytes of a copy.
+        """Returns `interval` and `slots` with the best gradient slots, staging buffers and bytes of
+        a copy for them, as values of knobs.
         """
         short = with_knobs(
             self.plan,
@@ -237,11 +245,13 @@ class SlotSearch:
         return {**chosen[3], "checkpoint_interval": interval, "weight_slots": slots}
 
     def may_fit(self) -> bool:
-        """Returns whether `best` may find a plan that fits. If not, it finds none."""
+        """Returns False only if `best` finds no plan that fits."""
         return bool(self._first_round())
 
     def nearest_miss(self) -> Plan:
-        """Returns the plan that exceeds its limits by the fewest bytes, after `may_fit`."""
+        """Returns the plan that exceeds its limits by the fewest bytes. Call `may_fit` or `best`
+        first, which compute the sizes.
+        """
         pair, path = min(
             itertools.product(self.sizes, self.paths),
             key=lambda candidate: (self._excess(*candidate), candidate),
@@ -267,7 +277,7 @@ class SlotSearch:
         )
 
     def _smaller_batch(self, choice: Choice) -> str:
-        """Returns the advice to use a smaller batch, the largest with which this plan fits.
+        """Returns advice to use a smaller batch with which this plan fits.
 
         The batch is halved until the plan fits. Returns an empty text if halving does not help, or
         if the plan exceeds the host's memory.

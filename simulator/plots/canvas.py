@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from megatrain.simulator.base.files import write_bytes
 
 WIDTH_PIXELS, DPI = 1600, 150
+"""Width of every picture, and its pixels per inch."""
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
@@ -33,16 +34,20 @@ STYLE: Any = {
     "grid.color": "#d9dee3",
     "grid.linewidth": 0.6,
 }
+"""matplotlib's settings for every picture."""
 SWATCHES: Any = {"handlelength": 1.1, "handleheight": 1.0, "borderaxespad": 0}
+"""Arguments of legends whose entries are small squares of a colour."""
 INK, MUTED, ALARM, ROW = "#1f2933", "#66727f", "#b3261e", "#f3f5f7"
+"""Colours of text, of less important text, of errors, and of the background of a row."""
 LEFT_INCHES = 0.95
-"""Distance of a panel from the left edge of the picture. The names of its rows stand there."""
+"""Distance of a panel from the left edge of the picture, in inches. The names of the panel's rows
+are in this space."""
 
 
 def new_figure(height_inches: float, title: str, subtitle: str) -> Figure:
-    """Returns an empty figure with title and subtitle at the top left.
+    """Returns a figure that has only a title and a subtitle, at the top left.
 
-    Their distance from the top edge does not depend on the height.
+    Their distance from the top edge does not depend on the height of the figure.
     """
     figure = Figure(figsize=(WIDTH_PIXELS / DPI, height_inches), dpi=DPI)
     for text, down, size, weight, colour in (
@@ -67,8 +72,8 @@ def add_axes(
 ) -> Axes:
     """Adds axes to the figure and returns them.
 
-    They are `height` tall, `base` above the lower edge, and `left` and `right` away from the other
-    edges, all in inches.
+    All arguments are in inches. `height` is the height of the axes, `base` is their distance from
+    the lower edge, and `left` and `right` are their distances from the left and the right edge.
     """
     width, total = WIDTH_PIXELS / DPI, figure.get_figheight()
     return figure.add_axes((left / width, base / total, 1 - (left + right) / width, height / total))
@@ -101,7 +106,7 @@ def add_heading(axes: Axes, name: str, text: str, colour: str = INK) -> None:
 
 
 def add_column_names(axes: Axes, columns: Mapping[str, float]) -> None:
-    """Adds names of columns of text to the right of a panel, each aligned to the right.
+    """Adds the names of text columns to the right of a panel. Each name is aligned to the right.
 
     `columns` maps a name to the distance of the column's right edge from the panel, as a multiple
     of the panel's width.
@@ -128,7 +133,7 @@ def make_plain(axes: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the figure as PNG. The same figure gives the same bytes.
+    """Writes the figure as PNG. Equal figures give equal bytes.
 
     Raises UserError if `path` cannot be written.
     """

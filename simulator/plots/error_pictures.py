@@ -52,7 +52,7 @@ def errors_png(path: Path, report: ErrorReport, title: str) -> None:
 
 
 def _summary(report: ErrorReport) -> str:
-    """Returns two lines: the error of the step, and what it is made of."""
+    """Returns two lines of text: the error of the step, and its two parts if they are known."""
     predicted, measured = (
         format_seconds(seconds) for seconds in (report.predicted_seconds, report.measured_seconds)
     )
@@ -110,7 +110,7 @@ def _parts(axes: Axes, report: ErrorReport) -> None:
     )
     _seconds(axes)
     canvas.add_heading(axes, "what the step consists of", "")
-    found = [
+    rows = [
         [
             format_seconds(part.predicted_seconds),
             format_seconds(part.measured_seconds),
@@ -118,7 +118,7 @@ def _parts(axes: Axes, report: ErrorReport) -> None:
         ]
         for part in report.parts
     ]
-    _numbers(axes, {"predicted": 0.22, "measured": 0.42, "difference, of the step": 0.75}, found)
+    _numbers(axes, {"predicted": 0.22, "measured": 0.42, "difference, of the step": 0.75}, rows)
     _legend(axes)
 
 
@@ -156,25 +156,25 @@ def _tick(percent: float, _: object = None) -> str:
 def _spread(
     axes: Axes, errors: Sequence[KindError | LaneErrors], totals: Sequence[float | None]
 ) -> None:
-    """Writes errors next to each row: that of the sum, and the median, the P95 and the worst of
-    single ops.
+    """Writes errors to the right of each row: the error of the sum (`totals`), and the median, the
+    95th percentile and the worst of the errors of single ops.
     """
-    found = [
+    rows = [
         [
             signed_percent(total),
-            signed_percent(each.median_error),
-            signed_percent(each.p95_abs_error).removeprefix("+"),
-            signed_percent(each.worst_error),
+            signed_percent(entry.median_error),
+            signed_percent(entry.p95_abs_error).removeprefix("+"),
+            signed_percent(entry.worst_error),
         ]
-        for each, total in zip(errors, totals, strict=True)
+        for entry, total in zip(errors, totals, strict=True)
     ]
     columns = {"error, all": 0.18, "median": 0.36, "95 % below": 0.54, "worst": 0.72}
-    _numbers(axes, columns, found)
-    for row, each in enumerate(errors):
+    _numbers(axes, columns, rows)
+    for row, entry in enumerate(errors):
         axes.text(
             1.75,
             row,
-            each.worst_op,
+            entry.worst_op,
             transform=axes.get_yaxis_transform(),
             va="center",
             color=canvas.MUTED,
@@ -183,7 +183,7 @@ def _spread(
 
 
 def _numbers(axes: Axes, columns: dict[str, float], rows: list[list[str]]) -> None:
-    """Writes columns of text to the right of the panel, each aligned to the right.
+    """Writes columns of text to the right of the panel. Each column is aligned to the right.
 
     `columns` maps a column's name to the distance of its right edge from the panel, as a multiple
     of the panel's width.

@@ -36,12 +36,12 @@ def loss_png(
         steps: Number of each step.
         losses: Loss of each step.
         rates: Learning rate of each step.
-        norms: Gradient norm of each step; the panel is left out if all are None.
-        tokens_per_second: Speed of each step.
+        norms: Gradient norm of each step. If all are None, the panel is left out.
+        tokens_per_second: Tokens per second of each step.
         title: Title of the picture.
         subtitle: Text below the title.
         evaluations: Step and loss of each evaluation, drawn as points.
-        window: Number of steps of the running mean of the loss; 0 for none.
+        window: Number of steps of the running mean of the loss. 0 draws no running mean.
 
     Raises ValueError if there are no steps or if the sequences differ in length, and UserError if
     `path` cannot be written.

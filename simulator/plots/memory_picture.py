@@ -1,4 +1,4 @@
-"""Draws the memory of a step: what is held in each place over time, against its limit."""
+"""Draws the memory that a step uses in each place over time, with the limit."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NAMES: dict[str, str] = {
     "ratio_sums": "sums for the size of an update",
     "workspace": "workspace of running operations",
 }
-"""Class of data -> its name in the legend. Names that are the class's own are left out."""
+"""Class of data -> its name in the legend. The name of any other class is the class itself."""
 _OFFLOADED = {"hidden": "layer inputs, offloaded", "attention": "attention outputs, offloaded"}
-"""Class of data in host memory -> its name in the legend."""
+"""Class of data in host memory -> its name in the legend, if it differs from `_NAMES`."""
 _SLOTS = {"weights": "weights, streamed", "gradients": "gradients of running layers"}
-"""Class of data in slots, which hold one layer after the other -> its name in the legend."""
+"""Class of data in slots on the device -> its name in the legend, if it differs from `_NAMES`."""
 _OTHER = "other"
 _OTHER_COLOUR = "#dfe3e7"
 _LEGEND_INCHES = 0.193  # height of a legend's line in 9 point type
@@ -66,8 +66,8 @@ def memory_png(
         fixed: Pool -> bytes, for pools whose bytes do not change, such as `device.workspace`.
         subtitle: Text below the title.
         step_ns: End of the step, if it is later than the last change.
-        kinds: Pool -> one of its buffers, for name, order and colour. A pool that is left out has
-            the name of the pool and comes last.
+        kinds: Pool -> one of its buffers, which decides the name, the order and the colour. A pool
+            that is not in `kinds` has its own name and comes last.
 
     Raises ValueError if no pool holds anything over time, and UserError if `path` cannot be
     written.
@@ -119,8 +119,8 @@ def _stack(
 ) -> None:
     """Draws the pools of one place as stacked areas, with heading, limit and legend.
 
-    Pools with the same name in the legend are one area. Both places have the same order: that of
-    `DATA_COLOURS` from below, with streamed weights where staging buffers are.
+    Pools with the same name in the legend are one area. From bottom to top, areas have the order of
+    `DATA_COLOURS`, but streamed weights are next to staging buffers.
     """
     times = sorted({0, end_ns, *(time for points in pools.values() for time, _ in points)})
     held: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
@@ -211,7 +211,7 @@ def _stack(
 
 
 def held_name(buffer: Buffer) -> str:
-    """Returns what `buffer` holds, as the legend names it.
+    """Returns the name, in the legend, of the data that `buffer` holds.
 
     >>> held_name(Buffer(id="device.slots:0", bytes=8, data="weights", dtype="bf16"))
     'weights, streamed'
@@ -225,14 +225,14 @@ def held_name(buffer: Buffer) -> str:
 
 
 def _is_slot(buffer: Buffer) -> bool:
-    """Checks whether the buffer holds one layer after the other during a step."""
+    """Returns whether the buffer is a slot, which layers take turns in."""
     return not (buffer.persistent or buffer.dynamic)
 
 
 def _held_at(
     points: Sequence[tuple[int, int]], times: Sequence[int]
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the bytes held at each of `times`: int64 [times]."""
+    """Returns the bytes held at each of `times`, as an int64 array of the same length."""
     starts, values = (
         np.array([time for time, _ in points], dtype=np.int64),
         np.array([0, *(held for _, held in points)], dtype=np.int64),
@@ -241,8 +241,9 @@ def _held_at(
 
 
 def _colours(data: Mapping[str, str]) -> dict[str, str]:
-    """Returns the colour of each area by the data that it holds. A further area of the same data is
-    darker.
+    """Returns the colour of each area. `data` is name of an area -> class of data that it holds.
+
+    If several areas hold the same class, each is darker than the one before.
     """
     colours: dict[str, str] = {}
     for name in sorted(data, key=len):

@@ -1,11 +1,11 @@
 """Writes timelines as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
-* Each timeline is a process, so prediction and measurement are one above the other.
+* Each timeline is a process, so prediction and measurement are shown one above the other.
 * Each lane is a thread, with the same name in all timelines.
 * Each op is a slice, named by its id. If there is a timeline named `measured`, slices of the other
-  timelines contain the errors of their duration and start.
-* An arrow leads to an op from the op of another lane that it waited for. It is drawn only if the
-  lane was idle until that op ended, so arrows show the critical dependencies and not all.
+  timelines have the errors of their duration and start.
+* If an op's lane was idle until an op of another lane ended, an arrow leads from that op to the
+  first one. Other dependencies have no arrow, so arrows show only critical dependencies.
 * A counter for each place (device, host) shows the bytes of the slots in use. Persistent buffers
   are left out, because they do not change.
 """
@@ -24,14 +24,15 @@ from megatrain.simulator.schedule import LANES, Op, Schedule
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
 Event = dict[str, Any]
+"""One event of a Chrome trace."""
 
 
 def perfetto(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, Any]:
-    """Returns the trace of `timelines`, all of `schedule`, as a JSON object.
+    """Returns the trace of `timelines`, which all belong to `schedule`, as a JSON object.
 
     Times are in microseconds with nanosecond precision. Measured ops of one lane may overlap
-    slightly, but slices of a thread must nest. So a slice ends where the next one begins, and its
-    `overlap_ns` is the time that was cut off.
+    slightly, but slices of a thread must not. So a slice ends where the next one begins at the
+    latest, and its `overlap_ns` is the time that was cut off.
 
     Raises ValueError for a timeline of another schedule, or with an unknown op.
     """
@@ -157,7 +158,9 @@ def _arguments(op: Op) -> dict[str, object]:
 
 
 def _arrows(process: int, timeline: Timeline, schedule: Schedule) -> Iterator[Event]:
-    """Yields flow events to each op whose lane was idle until its last dependency ended, from that
+    """Yields the flow events of arrows.
+
+    An arrow leads to each op whose lane was idle until its last dependency ended, from that
     dependency.
     """
     spans = timeline.by_op

@@ -1,9 +1,9 @@
-"""Draws timelines as PNG files 1600 pixels wide, and has the colours of all pictures.
+"""Draws timelines as PNG files 1600 pixels wide, and defines the colours of all pictures.
 
-Op kinds are coloured by what they do: blue for compute, green for copies to the device, orange for
-copies from it, purple for updates, and grey for norms and clipping. These colours can be told apart
-with every common colour blindness. Kinds of one colour differ in lightness, so that they also
-differ when printed in grey.
+The colour of an op kind says what it does: blue for compute, green for copies to the device, orange
+for copies from it, purple for updates, and grey for norms and clipping. People with any common
+colour blindness can distinguish these colours. Kinds of one colour differ in lightness, so they
+also differ when printed in grey.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ DATA_COLOURS = {
 }
 """Data that a pool holds -> colour. `staging` is for data that only passes through the pool."""
 UNKNOWN = "#c9b27c"
+"""The colour of any other op kind."""
 DOTS = (0, (1, 1.5))
+"""The dotted line style of matplotlib for the end of the measured step."""
 _ROW_INCHES, _RIGHT_INCHES = 0.34, 0.75
 _GLYPH_PIXELS = 12.0  # width per character of an id in 8 point type, including its margins
 
@@ -146,7 +148,7 @@ def timeline_png(path: Path, timelines: Sequence[Timeline], title: str, subtitle
 
 
 def time_unit(end_ns: float) -> tuple[float, str]:
-    """Returns the best unit to write `end_ns` in, as (units per nanosecond, name of the unit)."""
+    """Returns the best unit for times up to `end_ns`, as (units per ns, name of the unit)."""
     return (1e-9, "s") if end_ns >= 2e9 else (1e-6, "ms") if end_ns >= 2e6 else (1e-3, "us")
 
 
@@ -191,25 +193,25 @@ def _bars(axes: Axes, timeline: Timeline, lanes: Sequence[str], scale: float) ->
     Bars of a kind are one pixel apart if they are wide enough. Otherwise, bars that touch are
     joined.
     """
-    # Pixels per nanosecond.
-    pixels = axes.get_position().width * canvas.WIDTH_PIXELS / (axes.get_xlim()[1] / scale)
+    pixels_per_ns = axes.get_position().width * canvas.WIDTH_PIXELS / (axes.get_xlim()[1] / scale)
     kinds: dict[str, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_ns):
         kinds.setdefault(span.kind, []).append(span)
     corners, colours = [], []
     for kind, spans in kinds.items():
         apart, colour = (
-            statistics.median(span.duration_ns for span in spans) * pixels >= 8,
+            statistics.median(span.duration_ns for span in spans) * pixels_per_ns >= 8,
             KIND_COLOURS.get(kind, UNKNOWN),
         )
         bars: list[tuple[float, float, int]] = []
         for span in spans:
             start, end, row = (
                 float(span.start_ns),
-                span.end_ns - apart / pixels,
+                span.end_ns - apart / pixels_per_ns,
                 lanes.index(span.lane),
             )
-            if bars and not apart and row == bars[-1][2] and start - bars[-1][1] < 0.2 / pixels:
+            touches = bars and row == bars[-1][2] and start - bars[-1][1] < 0.2 / pixels_per_ns
+            if touches and not apart:
                 start = bars.pop()[0]
             bars.append((start, max(start, end), row))
         corners += [
@@ -229,7 +231,7 @@ def _bars(axes: Axes, timeline: Timeline, lanes: Sequence[str], scale: float) ->
                 (
                     parts
                     for length, parts in lengths
-                    if length * _GLYPH_PIXELS <= span.duration_ns * pixels
+                    if length * _GLYPH_PIXELS <= span.duration_ns * pixels_per_ns
                 ),
                 None,
             )

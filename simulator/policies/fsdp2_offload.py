@@ -1,19 +1,19 @@
 """The policy `fsdp2_offload`: PyTorch FSDP2 (`fully_shard`) with CPUOffloadPolicy on one GPU.
 
-Prediction only. Read in the source of `fully_shard` and measured with PyTorch 2.11, with one
-parameter group per decoder layer and one for the rest, bf16 compute and reduction, and pinned
-memory. Numbers in parentheses are bytes read + bytes written per parameter.
+Prediction only. It follows the source of `fully_shard`, and was compared with measurements with
+PyTorch 2.11, one parameter group per decoder layer and one for the rest, bf16 compute and
+reduction, and pinned memory. Numbers in parentheses are bytes read + bytes written per parameter.
 
 * A layer's fp32 parameters are copied to the device (4 bytes per parameter), cast to bf16 (4 + 2)
-  and copied once (2 + 2), all on the compute stream. Nothing is prefetched, whatever the settings:
-  with one rank, `unshard` leaves the copy to `wait_for_unshard`, which does it at once (read in
-  2.13; pytorch PR 178861 of March 2026 describes the same and proposes a fix). A layer is freed
-  after forward and gathered again for backward, so that 8 bytes per parameter are copied to the
-  device. Embedding and head are gathered together at the start and stay.
+  and copied once (2 + 2), all on the compute stream. Nothing is prefetched with any settings: with
+  one rank, `unshard` leaves the copy to `wait_for_unshard`, which runs just before the layer
+  (source of PyTorch 2.13; pytorch PR 178861 of March 2026 describes this and proposes a fix). A
+  layer is freed after forward and gathered again for backward, so 8 bytes per parameter are copied
+  to the device. Embedding and head are gathered together at the start and stay.
 * A gradient is copied into the buffer of the reduction (2 + 2), copied again (2 + 2), cast to fp32
   (2 + 4) and copied to the host (4 bytes per parameter) during the next layer's backward.
 * After backward, PyTorch's fused AdamW runs on the CPU, all in fp32. Clipping fails with this
-  offload, so it is left out, whatever the workload has.
+  offload, so it is left out even if the workload clips.
 
 Host bytes per parameter:
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, rounding
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.plan import Plan
@@ -57,16 +58,14 @@ class _Sharded(Gathered):
         rounding(builder, "gradients", blocks)
 
     def on_device(self, layer: str, phase: str, micro: int) -> str:
-        found = super().on_device(layer, phase, micro)
+        slot = super().on_device(layer, phase, micro)
         if layer == EMBEDDING and self.plan.model.head not in self.kept:
             super().on_device(self.plan.model.head, phase, micro)
-        return found
+        return slot
 
     def fetch(self, layer: str, phase: str, micro: int, slot: str) -> None:
         elements = self.stack[layer].elements
-        shard = self.builder.acquire(
-            "device.shards" if self.stack[layer].kind == "decoder" else "device.shards_vocabulary"
-        )
+        shard = self.builder.acquire(pool_of("device.shards", self.stack[layer]))
         self.builder.op(
             OpId("load_weights", layer, phase, micro, 0),
             "h2d",

@@ -1,15 +1,16 @@
 """The policy `megatrain_code`: the paper's published code as it runs on one GPU.
 
-Prediction only. The code (arXiv 2604.05091, April 2026) was read and executed. It differs from the
-paper's description, which is the policy `double_buffer`. Numbers in parentheses are bytes read +
-bytes written per parameter.
+Prediction only. It follows the code (arXiv 2604.05091, April 2026) and was compared with runs of
+it. The code differs from the paper's description, which is the policy `double_buffer`. Numbers in
+parentheses are bytes read + bytes written per parameter.
 
 * Embedding, norm and head live on the device with their gradients. A decoder layer is copied into
   one of two flat device buffers, then tensor by tensor into one of two template layers, which frees
   the flat buffer. The next layer can therefore load while this one computes.
-* Every 4th layer is a checkpoint, whatever the knobs are. In backward, each block first runs all
+* Every 4th layer is a checkpoint, independent of the knobs. In backward, each block first runs all
   its layers forward without gradients. Then each layer is loaded again, run forward a third time
-  and run backward: 10 N FLOPs per token, and 6 bytes per parameter copied to the device.
+  and run backward. For N parameters, this takes 10 N FLOPs per token, and copies 6 bytes per
+  parameter to the device.
 * The loss is computed in chunks of 128 positions, with one backward at the end. The log-softmax of
   every chunk stays until then (2 bytes per logit). During backward there are also two gradients of
   a chunk of logits, and the head's gradient twice.
@@ -18,8 +19,8 @@ bytes written per parameter.
 * After backward, these run one after the other while the GPU is idle: clipping, Adam (bf16 weights
   and fp32 moments, 22 bytes), a copy of decoder weights to their pinned copies (2 + 2), a copy of
   the other weights to the device, zeroing of gradients (2), and returning their pages to the
-  system. The copy to the device is from pageable memory: 10.6 GB/s (measured on an H200,
-  2026-11-21), the rate of one thread that reads at 13 GB/s followed by the link.
+  system. The copy to the device is from pageable memory: one thread copies to pinned memory at 13
+  GB/s, and then the link copies to the device. Together they reach 10.6 GB/s (H200, 2026-11-21).
 
 Host bytes per parameter:
 
@@ -28,8 +29,8 @@ Host bytes per parameter:
 * moments: 8, pageable
 * second copy of decoder layers: 2, pinned
 
-The pinned staging buffers come on top: 12 of a decoder layer's size and 2 more, one of the head's
-size, and one of the embedding's.
+The pinned staging buffers are needed in addition: 14 of a decoder layer's size, of which gradients
+use 12, and 2 of the size of the embedding or the head, whichever is larger.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import NamedTuple
 
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import rounding, workspace
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
@@ -52,7 +54,7 @@ _FREE_SHARE = 0.41
 
 
 class Ablation(NamedTuple):
-    """What the paper's ablations change, and what differs between versions of its code.
+    """Settings that the paper's ablations change, or that differ between versions of its code.
 
     The defaults are those of the code of April 2026.
     """
@@ -65,13 +67,14 @@ class Ablation(NamedTuple):
     """Decoder layers per checkpoint."""
     copies: bool = True
     """Whether every decoder layer has a second copy in pinned memory. Versions before 2026-04-17
-    (commit 5cf47ac) packed each layer into one of two pinned buffers before every load instead,
-    with all threads, while the layer before it computed. The paper's host memory fits them: it
-    grows by 10 bytes per parameter in Figure 5, which was measured after gradients are freed."""
+    (commit 5cf47ac) instead packed each layer into one of two pinned buffers before every load,
+    with all threads, while the layer before it computed. The paper's host memory agrees with those
+    versions: in Figure 5, which was measured after gradients are freed, it grows by 10 bytes per
+    parameter."""
     packs: bool = False
-    """Whether one thread packs each layer (2 + 2) when its flat device buffer is free, and only
-    then copies it. That version packs in its Python thread, and how many threads PyTorch's copies
-    take there is not known. One is the slowest reading."""
+    """Whether one thread packs each layer (2 + 2) when its flat device buffer is free, and copies
+    it afterwards. Versions before 2026-04-17 pack in their Python thread. The number of threads of
+    PyTorch's copies there is not known, and one is the slowest case."""
 
 
 class _Code:
@@ -177,7 +180,9 @@ class _Code:
         return self.width * self.stack[layer].elements
 
     def load(self, layer: str, phase: str, micro: int) -> str:
-        """Loads the layer and returns the template that holds it. The caller releases it."""
+        """Emits the copies of the layer to the device. Returns the template that holds it, which
+        the caller releases.
+        """
         size = self.device_bytes(layer)
         flat = self.builder.acquire("device.flats")
         template = self.builder.acquire("device.templates")
@@ -216,15 +221,11 @@ class _Code:
         )
 
     def save(self, layer: str, phase: str, micro: int, gradient: str) -> None:
-        """Copies a gradient into a staging buffer, and from there to the host's gradients by one
-        thread.
+        """Emits the copy of a gradient into a staging buffer, and the pass in which one thread
+        moves it to the host's gradients.
         """
         size, target = self.device_bytes(layer), self.host["gradients", layer]
-        staging = self.builder.acquire(
-            "host.gradient_staging"
-            if self.stack[layer].kind == "decoder"
-            else "host.gradient_staging_vocabulary"
-        )
+        staging = self.builder.acquire(pool_of("host.gradient_staging", self.stack[layer]))
         self.builder.op(
             OpId("save_gradients", layer, phase, micro, 0), "d2h", [gradient], [staging], bytes=size
         )

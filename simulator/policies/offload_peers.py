@@ -2,22 +2,24 @@
 
 Their compute is `training_step.compute` with a checkpoint at every decoder layer. The classes here
 say where they keep weights, gradients and optimizer state. The bytes of the loss and of host memory
-follow from what PyTorch does. They are not fitted.
+are derived from PyTorch's code and not fitted to measurements.
 
-* The loss of transformers makes the logits of the whole micro-batch in bf16, copies them to fp32
-  and applies cross-entropy. The fp32 log-softmax (4 bytes per logit) is kept until backward, which
-  also needs the gradients of its output and of its input (4 + 4). The sum is LOGIT_BYTES.
-* The loss reads and writes, in bytes per logit: forward, the cast to fp32 2 + 4 and log-softmax
-  4 + 4; backward, zeros with the picked entries 4, log-softmax 4 + 4 + 4 and the cast 4 + 2.
+* The loss of transformers computes the logits of the whole micro-batch in bf16, copies them to fp32
+  and applies cross-entropy. The fp32 log-softmax (4 bytes per logit) is kept until the backward
+  pass, which also needs the gradients of its output and of its input (4 + 4). The sum is
+  LOGIT_BYTES.
+* The bytes per logit that the loss reads + writes are, in the forward pass: the cast to fp32 2 + 4,
+  log-softmax 4 + 4. In the backward pass: the gradient of the log-softmax's output, which is zero
+  except for the labels, 4; log-softmax 4 + 4 + 4; the cast 4 + 2.
 * PyTorch's allocator of pinned memory rounds each block up to a power of two (`host.rounding`) and
   keeps blocks that were freed (`host.initial`).
 * PyTorch's allocator of device memory reuses blocks. Logits are never live at the same time as a
   layer's activations and gradients. `device.logits` therefore holds only the bytes that the logits
-  need beyond those of the others. The memory account treats the head's workspace in the same way.
+  need in addition. The memory account treats the head's workspace in the same way.
 
-The pools differ in name from those of our policies, whose slots are set by a plan's knobs, since no
-knob makes a peer fit. The process itself (interpreter, CUDA, libraries) is not counted: 1.5 GiB
-with PyTorch alone, some 3 GiB with DeepSpeed.
+Pools have other names than those of our policies, because a plan's knobs do not change the size of
+a peer's pools. The memory of the process itself (interpreter, CUDA, libraries) is not counted: 1.5
+GiB with PyTorch alone, some 3 GiB with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import msgspec
 
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import SlotCache, pool_of
 from megatrain.simulator.policies.building.training_step import compute
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.schedule import BufferDtype, DataClass, OpId, Schedule
@@ -51,7 +53,7 @@ _HOST_DATA: dict[str, tuple[DataClass, BufferDtype]] = {
     "gradients_fp32": ("gradients", "fp32"),
     "moments": ("moments", "fp32"),
 }
-"""A peer's own name of data in host memory -> its class of data and dtype."""
+"""A peer's name for data in host memory -> its class of data and dtype."""
 _BUCKET = 500_000_000
 """Parameters of DeepSpeed's default gradient bucket, which has the compute dtype."""
 
@@ -152,9 +154,8 @@ class Offload:
         )
 
     def host_pass(self, bytes_: int, reads: Collection[str], writes: Collection[str]) -> None:
-        """Emits an elementwise pass over the whole model by all threads of the host.
-
-        `bytes_` are read and written per parameter.
+        """Emits an elementwise pass over the whole model by all threads of the host. `bytes_` is
+        the number of bytes read and written per parameter.
         """
         self.builder.op(
             OpId("host_pass", chunk=next(self.passes)),
@@ -186,14 +187,7 @@ class Offload:
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         if layer == EMBEDDING and self.held:
             return self.held, True
-        return (
-            self.builder.acquire(
-                "device.layer_gradients"
-                if self.stack[layer].kind == "decoder"
-                else "device.layer_gradients_vocabulary"
-            ),
-            False,
-        )
+        return self.builder.acquire(pool_of("device.layer_gradients", self.stack[layer])), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         if phase == "h":
@@ -231,13 +225,13 @@ class Offload:
             self.gradient_arrived(layer)
 
     def gradient_arrived(self, layer: str) -> None:
-        """Runs once the layer's gradient of the whole step is in host memory."""
+        """Called once the layer's gradient of the whole step is in host memory."""
 
     def losses_written(self, losses: list[str]) -> None:
         """Does nothing: the peers clip by gradients alone."""
 
     def update(self) -> None:
-        """Clips and updates, when every gradient of the step is in host memory."""
+        """Clips and updates. Called once every gradient of the step is in host memory."""
         raise NotImplementedError
 
     def all(self, name: str) -> list[str]:
@@ -245,7 +239,7 @@ class Offload:
         return [self.host[name, layer] for layer in self.stack]
 
     def adam(self, reads: list[str], writes: list[str]) -> None:
-        """Emits AdamW over the whole model in one call. It reads every gradient, so that it cannot
+        """Emits AdamW over the whole model in one op. The op reads every gradient, so it cannot
         overlap with the backward pass.
         """
         self.builder.op(
@@ -274,14 +268,14 @@ class Gathered(Offload):
         """Makes the buffers.
 
         `slots` is the number of slots for decoder layers. A layer that is still in a slot is not
-        loaded again, unless layers are `freed` after the forward pass. The other arguments are
-        those of `Offload`.
+        loaded again, unless layers are `freed` after the forward pass. For the other arguments see
+        `Offload`.
         """
         super().__init__(builder, plan, host_bytes, landing_bytes)
         self.freed = freed
         self.loaded = SlotCache(builder, "device.gathered", slots)
         self.kept: dict[str, str] = {}
-        """Slots of embedding and head, which stay from their first use to the end of the step."""
+        """Embedding or head -> its slot, which stays from the first use to the end of the step."""
         builder.slots(
             "device.gathered", slots, self.width * self.decoder, "weights", plan.workload.dtype
         )
@@ -300,9 +294,9 @@ class Gathered(Offload):
                 self.fetch(layer, phase, micro, slot)
             return self.kept[layer]
         key = f"{layer}{phase == 'f'}{micro}" if self.freed else layer
-        found = self.loaded.find(key)
-        if found is not None:
-            return found
+        held = self.loaded.find(key)
+        if held is not None:
+            return held
         slot = self.loaded.take(key)
         self.fetch(layer, phase, micro, slot)
         return slot
@@ -337,7 +331,7 @@ def bucket(builder: Builder, plan: Plan) -> None:
 
 
 class PeerPolicy(Policy):
-    """The policy of another system. Every decoder layer is a checkpoint, whatever the knobs are."""
+    """The policy of another system. Every decoder layer is a checkpoint with any knobs."""
 
     prediction_only = True
     step: ClassVar[type[Offload]]

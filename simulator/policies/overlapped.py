@@ -18,12 +18,12 @@ With clipping by the global norm (`clipping = "global"`), a step is:
 
 The coefficient depends on every gradient, so no update can start before the backward pass is over.
 A step therefore defers its update to the next step, which updates each layer just before its
-forward pass. Every forward pass reads updated weights: nothing is stale. `flush_update` applies
-the update that the last step deferred.
+forward pass. Every forward pass reads updated weights, never stale ones. `flush_update` applies the
+update that the last step deferred.
 
 If gradients are stored in 8 bits (`gradients = "8bit"`), `encode_gradients` comes between the norm
-and the copy of a gradient. Copies and homes of gradients hold codes then, and the deferred update
-reads them.
+and the copy of a gradient. The gradient is copied and stored in codes, and the deferred update
+reads these codes.
 
 With any other clipping, a layer is updated inside the backward pass, as soon as its gradient is
 complete. The gradient of a layer that the device updates never leaves the device.
@@ -32,16 +32,17 @@ complete. The gradient of a layer that the device updates never leaves the devic
   the state slots hold all chunks of the layer, its state is loaded once. In a larger layer, the
   second moments are loaded first, and all state again for the update.
 * `weights_ahead` changes the order on the `h2d` lane. Compute waits for the weights of the next
-  layer, but not for the state of the layer before it. With 1, these weights are loaded first.
+  layer, but not for the state of the layer before it. With `weights_ahead = 1`, these weights are
+  loaded before that state.
 
 With several micro-batches in a group (`micro_batch_group`), the weights of a layer are loaded once
-for all of them, and the sum of their gradients stays in its slot until the last of them has added
-its own. So the copies of a step do not grow with the accumulation, only with the number of groups.
-With `checkpoint_interval` above 1, the gradients of each micro-batch are copied.
+for the whole group, and the sum of the group's gradients stays in its slot until it is complete. So
+the copies of a step grow with the number of groups, not with the number of micro-batches. With
+`checkpoint_interval` above 1, the gradients of each micro-batch are copied.
 
 Layers in `host_updated` are updated by the CPU at the same point of the program (`cpu_update`).
 Their gradients are copied to the host and only their weights are copied back, each chunk as soon as
-it is updated. This saves the copies of their state and costs host memory bandwidth.
+it is updated. This avoids the copies of their state but uses host memory bandwidth.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.sharded import ShardedStore
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
@@ -73,7 +74,7 @@ from megatrain.simulator.schedule.update_layout import update_layout
 
 
 def _refuse_groups(plan: Plan) -> None:
-    """Raises UserError if the sums of groups of micro-batches (`sum_group`) cannot be added."""
+    """Raises UserError if the plan cannot sum groups of micro-batches first (`sum_group`)."""
     group, knobs = plan.workload.sum_group, plan.knobs
     for where, found, only in (
         ("workload: clipping", plan.workload.clipping, "global"),
@@ -91,25 +92,23 @@ def _refuse_groups(plan: Plan) -> None:
             )
 
 
-class _OverlappedStore:
-    """The `ParameterStore` of one step: buffers of resident layers, slots for streamed ones.
+class _OverlappedStore(ChunkedStore):
+    """The `ParameterStore` of one step: buffers for resident layers, slots for streamed layers.
 
-    `compute` asks it for weights and gradient buffers, layer by layer, and it emits the copies and
-    updates that have to come first.
+    `compute` asks the store for weights and gradient buffers, layer by layer. The store emits the
+    copies and updates that have to come first.
     """
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
-        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
-        self.width = DTYPE_BYTES[plan.workload.dtype]
+        super().__init__(builder, plan)
         self.defers = plan.workload.clipping == "global"
         self.encodes = plan.workload.gradients == "8bit"
-        """Whether a complete gradient is stored in codes. It is the only one of its layer then."""
+        """Whether a complete gradient is stored in codes. A layer then has only one gradient in a
+        step, because the workload does not accumulate."""
         self.grouped = 1 < plan.workload.sum_group < plan.workload.accumulation
         """Whether groups of micro-batches are summed before they are added to earlier ones."""
         if self.grouped:
             _refuse_groups(plan)
-        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        """Parameters of a chunk."""
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
         """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
@@ -117,8 +116,8 @@ class _OverlappedStore:
         """Layers that are cut between matrices only."""
         self.state = stack_state(plan)
         self.home: dict[tuple[StateClass, str], str] = {}
-        """(class, layer) -> the persistent buffer, on the device or the host, that keeps it. A
-        gradient that is used up inside the backward pass has none."""
+        """(class, layer) -> the persistent buffer, on the device or the host, that keeps this data.
+        A gradient that the update reads inside the backward pass has no such buffer."""
         self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
         """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
@@ -130,12 +129,12 @@ class _OverlappedStore:
         for name in STATE:
             resident = plan.placed(name) - self.on_host
             placed = resident | self.on_host
-            may_be_used_up = name == "gradients" and not self.defers
+            may_be_temporary = name == "gradients" and not self.defers
             on_device, on_host, streamed = f"device.{name}", f"host.{name}", self.streamed[name]
             for layer, spec in self.stack.items():
                 part = self.state[layer][name]
                 if not part.bytes or (
-                    may_be_used_up and layer not in placed and sums_on_device(plan, layer)
+                    may_be_temporary and layer not in placed and sums_on_device(plan, layer)
                 ):
                     continue
                 self.home[name, layer] = builder.persistent(
@@ -147,15 +146,9 @@ class _OverlappedStore:
                 )
                 if layer not in resident:
                     streamed.append(layer)
-        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
-        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
-        self.updated: set[str] = set()
-        """Layers whose deferred update this step has applied."""
-        self.summing: dict[str, str] = {}
-        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
         self.pending: tuple[str, str] | None = None
         """(layer, gradient buffer) of an update that waits until the copies of the next layer's
         weights are emitted."""
@@ -185,8 +178,8 @@ class _OverlappedStore:
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
         streamed, home = set(self.streamed["weights"]), self.home
-        # Layers that are alike need the same slots, so one of them is enough.
-        alike = {
+        # Layers with the same key need the same slots, so one of them is enough.
+        distinct = {
             (
                 spec.kind,
                 spec.elements,
@@ -196,7 +189,7 @@ class _OverlappedStore:
             ): layer
             for layer, spec in self.stack.items()
         }
-        for layer in alike.values():
+        for layer in distinct.values():
             spec = self.stack[layer]
             decoder = spec.kind == "decoder"
             if layer in streamed:
@@ -210,7 +203,7 @@ class _OverlappedStore:
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
             resident = self.home.get(("gradients", layer), "").startswith("device.")
             count = self.plan.knobs.gradient_slots if decoder else 1
-            if self.grouped:  # the sum of a group, and that of earlier ones
+            if self.grouped:  # one slot for the sum of a group, one for the sum of earlier groups
                 count = max(count, 2)
             part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
             if not resident:
@@ -220,11 +213,11 @@ class _OverlappedStore:
             if self.encodes:
                 kind = (self._gradient_pool(layer), "gradients", self.plan.workload.dtype, knob)
                 pools.setdefault(kind, []).append((count, self.width * spec.elements))
-        for (pool, name, dtype_, knob), wanted in pools.items():
+        for (pool, name, dtype_, knob), needs in pools.items():
             self.builder.slots(
                 pool,
-                max(count for count, _ in wanted),
-                max(size for _, size in wanted),
+                max(count for count, _ in needs),
+                max(size for _, size in needs),
                 name,
                 dtype_,
                 knob=knob,
@@ -233,22 +226,15 @@ class _OverlappedStore:
     def _gradient_pool(self, layer: str) -> str:
         """Returns the pool of slots for the layer's gradient.
 
-        Single gradients and fp32 sums of several have different dtypes, hence separate pools.
+        Single gradients and fp32 sums of several gradients have different dtypes, so they have
+        separate pools.
         """
         name = "sums" if self.contributions[layer] > 1 else "gradients"
-        return (
-            f"device.streamed_{name}"
-            if self.stack[layer].kind == "decoder"
-            else f"device.streamed_{name}_vocabulary"
-        )
+        return pool_of(f"device.streamed_{name}", self.stack[layer])
 
     def _coded_pool(self, layer: str) -> str:
         """Returns the pool of slots for the codes of the layer's gradient, on their way out."""
-        return (
-            "device.coded_gradients"
-            if self.stack[layer].kind == "decoder"
-            else "device.coded_gradients_vocabulary"
-        )
+        return pool_of("device.coded_gradients", self.stack[layer])
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the layer's chunks: (number, first parameter, number of parameters)."""
@@ -274,8 +260,8 @@ class _OverlappedStore:
         """Returns a device buffer with the layer's weights, updated if an update was deferred.
 
         Emits the deferred update at the layer's first use in the step, and the copy of streamed
-        weights that are not in a slot. An update on the device writes the new weights into the slot
-        itself, so that they need no copy.
+        weights that are not in a slot. An update on the device writes the new weights into the
+        slot, so they need no copy.
         """
         deferred = self.defers and layer not in self.updated
         self.updated.add(layer)
@@ -285,10 +271,10 @@ class _OverlappedStore:
             self.emit_pending_update()
             return self.home["weights", layer]
         cache = self._cache(layer)
-        found = cache.find(layer)
-        if found is not None:
+        slot = cache.find(layer)
+        if slot is not None:
             self.emit_pending_update()
-            return found
+            return slot
         if self.pending and self.pending[0] == cache.next_to_leave():
             # The pending update reads its old weights from the slot that is about to be reused.
             self.emit_pending_update()
@@ -304,35 +290,10 @@ class _OverlappedStore:
             self.emit_pending_update()
         return slot
 
-    def _cache(self, layer: str) -> SlotCache:
-        """Returns the slots that the layer's weights stream through."""
-        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-
-    def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
-    ) -> None:
-        """Copies a layer's buffer to or from the host, chunk by chunk.
-
-        `width` is in bytes per parameter. Each op names only its own chunk of the host's buffer, so
-        that it waits for that chunk alone.
-        """
-        up = source.startswith("host.")
-        lane, add = "h2d" if up else "d2h", self.builder.op
-        for number, first, count in self._chunks(layer):
-            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            add(
-                OpId(kind, layer, phase, micro, number),
-                lane,
-                (read,),
-                (written,),
-                offset=int(width * first),
-                bytes=int(width * count),
-            )
-
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         """Returns a device buffer for the layer's gradient, and whether the op adds to its content.
 
-        The sum of earlier contributions is loaded if it lives in host memory.
+        Emits the copy of the sum of earlier contributions if it is in host memory.
         """
         home = self.home.get(("gradients", layer), "")
         adding = self.arrived[layer] > 0
@@ -355,8 +316,9 @@ class _OverlappedStore:
         """Takes over the gradient in `buffer`.
 
         A complete gradient, with all contributions, is measured for clipping. If updates are not
-        deferred, its layer is then updated: at once, or with `weights_ahead` after the copies of
-        the next layer's weights. A gradient that is needed later is copied to its home.
+        deferred, the layer is then updated: at once, or with `weights_ahead` after the copies of
+        the next layer's weights. A gradient that is needed later is copied to its persistent
+        buffer.
         """
         self.arrived[layer] += 1
         group = self.plan.workload.sum_group
@@ -375,8 +337,8 @@ class _OverlappedStore:
         home = self.home.get(("gradients", layer), "")
         knobs = self.plan.knobs
         if (micro + 1) % knobs.micro_batch_group and knobs.checkpoint_interval == 1:
-            # The next op on this layer is that of the next micro-batch. A block of several layers
-            # would hold as many slots.
+            # The next micro-batch of the group adds to this slot. With a checkpoint interval above
+            # 1, each layer of a block would need such a slot.
             if buffer != home:
                 self.summing[layer] = buffer
             return
@@ -390,8 +352,8 @@ class _OverlappedStore:
             self.apply_on_host(layer)
 
     def _added(self, layer: str, phase: str, micro: int, buffer: str) -> str:
-        """Adds the sum of a group of micro-batches, in `buffer`, to that of earlier groups. Returns
-        the slot with the result.
+        """Emits the op that adds the sum of a group of micro-batches, in `buffer`, to the sum of
+        earlier groups. Returns the slot with the result.
         """
         total = self.builder.acquire(self._gradient_pool(layer))
         home, width = self.home["gradients", layer], self.state[layer]["gradients"].bytes
@@ -407,8 +369,8 @@ class _OverlappedStore:
         return total
 
     def _encoded(self, layer: str, gradient: str, home: str) -> str:
-        """Encodes the gradient and releases its slot. Returns the buffer with the codes: `home` if
-        that is on the device, or a slot.
+        """Emits the op that encodes the gradient, and releases the gradient's slot. Returns the
+        buffer with the codes: `home` if it is on the device, otherwise a slot.
         """
         resident = home.startswith("device.")
         coded = home if resident else self.builder.acquire(self._coded_pool(layer))
@@ -425,7 +387,8 @@ class _OverlappedStore:
     def apply_on_host(self, layer: str) -> None:
         """Emits AdamW on `layer` by the CPU, from a gradient in host memory.
 
-        It runs chunk by chunk, so that copying the new weights can start before all are updated.
+        The update runs chunk by chunk, so copies of the new weights can start before all chunks are
+        updated.
         """
         chunks = self._chunks(layer)
         if self.clipping.kind == "update":
@@ -470,9 +433,10 @@ class _OverlappedStore:
             self.builder.release(gradient)
 
     def _measure_in_chunks(self, layer: str, gradient: str) -> None:
-        """Sums g^2 / v of a layer whose chunks do not all fit in the state slots.
+        """Emits the sums of g^2 / v of a layer whose chunks do not all fit in the state slots.
 
-        Loads the second moments alone, since the update of any chunk needs the sums of all.
+        Only the second moments are loaded for this. The update loads them again, because it can
+        start only after the sums of all chunks.
         """
         rows = self.clipping.rows(layer)
         for chunk in self._chunks(layer):
@@ -505,10 +469,10 @@ class _OverlappedStore:
             layer: The layer to update.
             gradient: The buffer with its gradient, on the device or the host.
             copy_to: A weight slot that receives a copy of the new weights.
-            source: A weight slot that holds the old weights, so that they are not loaded.
-            measured: Whether the ops that find the layer's clip factor have been emitted. If not,
-                they are emitted here. The moments are then in one buffer, or the state slots hold
-                all chunks.
+            source: A weight slot that holds the old weights, which are then not loaded.
+            measured: Whether the ops that compute the layer's clip factor have been emitted. If
+                not, they are emitted here. The moments must then be in one buffer, or the state
+                slots must hold all chunks.
         """
         streamed = [
             name
@@ -540,7 +504,9 @@ class _OverlappedStore:
             self.clipping.finish()
 
     def update(self) -> None:
-        """Ends the step. With a global norm it computes the clip coefficient for the next step."""
+        """Ends the step. With clipping by the global norm, it emits the op that computes the clip
+        coefficient for the next step.
+        """
         self.emit_pending_update()
         self.decoders.clear()
         self.vocabulary.clear()
@@ -549,7 +515,7 @@ class _OverlappedStore:
 
 
 class _DeviceUpdate:
-    """AdamW on one layer by the device: emits the ops of each of its chunks."""
+    """Emits the ops of an update of one layer on the device, chunk by chunk."""
 
     def __init__(
         self,
@@ -575,7 +541,7 @@ class _DeviceUpdate:
             sum([store.state[layer][name].bytes for name in names])
             for names in (self.loaded, self.saved)
         )
-        """Bytes per parameter of one load, and of one save, without moments that only some tensors
+        """Bytes per parameter of a load and of a save, without moments that only some tensors
         keep."""
         self.layout = update_layout(store.plan.workload.optimizer, store.stack[layer])
         # The operands of an update that are the same for all chunks.
@@ -584,9 +550,9 @@ class _DeviceUpdate:
         self.also_written = [*([copy_to] if copy_to else []), *store.workspace[layer]]
 
     def load(self, chunk: Chunk) -> dict[StateClass, str]:
-        """Loads the chunk's streamed data and returns its slots by class of data.
+        """Emits the copy of the chunk's streamed data, and returns its slots by class of data.
 
-        Weights get a slot but no copy if the update reads them from `source`.
+        If the update reads the weights from `source`, they have a slot but are not copied.
         """
         number, first, count = chunk
         slots = {name: self.builder.acquire(pool) for name, pool in self.pools.items()}
@@ -616,7 +582,9 @@ class _DeviceUpdate:
         return int(count * per_parameter + more)
 
     def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
-        """Updates the chunk, saves its streamed data to the host and releases its slots."""
+        """Emits the update of the chunk and the copy of its streamed data to the host, and releases
+        its slots.
+        """
         number, first, count = chunk
         flops = update_flops(self.store.plan, self.layer, first, count) if self.layout else {}
         self.builder.op(

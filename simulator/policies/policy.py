@@ -9,7 +9,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 class PolicyWarning(UserWarning):
-    """Warns that a search leaves a policy out."""
+    """The warning that a search leaves out a policy."""
 
 
 class Policy:
@@ -28,17 +28,16 @@ class Policy:
     """Whether this is the policy of another system. Such a policy is simulated and compared. It is
     never executed or searched."""
     updates_on_host: ClassVar[bool] = False
-    """Whether the CPU updates every layer, so that an optimizer that multiplies matrices cannot be
-    used. The search then skips this policy, unless it is the only one."""
+    """Whether the CPU updates every layer. Such a policy cannot be used with an optimizer that
+    multiplies matrices. The search then skips it, unless it is the only one."""
     streams: ClassVar[bool] = True
     """Whether a step copies data between host and device memory. A machine with unified memory has
     nothing to copy, so only policies without copies are used there."""
     shards: ClassVar[bool] = False
-    """Whether it can share a step among several GPUs (`Plan.gpus`)."""
+    """Whether the policy can share a step among several GPUs (`Plan.gpus`)."""
     dominated_by: ClassVar[str] = ""
-    """A policy that can do all that this one can. The search then skips this one, unless it is
-    named."""
-
+    """The name of a policy that can do everything that this one can, or empty. The search skips a
+    dominated policy, unless it is named."""
     goes_layer_by_layer: ClassVar[bool] = False
     """Whether each micro-batch visits the layers in order, forward and backward, and streamed
     weights always reuse the least recently used slot. For such a policy, the search computes a
@@ -52,19 +51,19 @@ class Policy:
         raise NotImplementedError
 
     def lower_for_timing(self, plan: Plan) -> Schedule:
-        """Returns a schedule with `compiled` and `sizes` of `lower`. Its ops and buffers may be
-        missing.
+        """Returns a schedule with the `compiled` and `sizes` of the one that `lower` returns. Its
+        ops and buffers may be missing.
 
-        Override this method if the times are known faster than by lowering, since the search calls
-        it often.
+        The search calls this method often. Override it if this is faster than lowering.
         """
         return self.lower(plan)
 
     def buffers(self, plan: Plan, *, merged: bool = False) -> Schedule:
-        """Returns a schedule with the buffers of `lower`. Its ops may be missing.
+        """Returns a schedule with the buffers of the one that `lower` returns. Its ops may be
+        missing.
 
-        With `merged`, the buffers of a pool may be merged into one of the same total size. Override
-        this method if the buffers are known without lowering, since the search calls it often.
+        With `merged`, the buffers of a pool may be merged into one of the same total size. The
+        search calls this method often. Override it if the buffers are known without lowering.
         """
         return self.lower(plan)
 

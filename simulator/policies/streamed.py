@@ -13,7 +13,7 @@ from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import SlotCache, pool_of
 from megatrain.simulator.policies.building.training_step import state, update_operands
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import contributions
@@ -74,9 +74,6 @@ class Streamed:
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
 
-    def _pool(self, name: str, layer: str) -> str:
-        return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
-
     def _chunks(self, layer: str) -> list[tuple[int, int]]:
         """Returns (offset, bytes) of each copy of the layer in the compute dtype."""
         total, chunk = self.width * self.stack[layer].elements, self.plan.knobs.chunk_bytes
@@ -84,9 +81,9 @@ class Streamed:
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
         cache = self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-        found = cache.find(layer)
-        if found is not None:
-            return found
+        slot = cache.find(layer)
+        if slot is not None:
+            return slot
         slot = cache.take(layer)
         for chunk, (offset, size) in enumerate(self._chunks(layer)):
             self.builder.op(
@@ -100,12 +97,12 @@ class Streamed:
         return slot
 
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
-        return self.builder.acquire(self._pool("device.gradients", layer)), False
+        return self.builder.acquire(pool_of("device.gradients", self.stack[layer])), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
         target, elements = self.host["gradients", layer], self.stack[layer].elements
         staging = (
-            self.builder.acquire(self._pool("host.gradient_staging", layer))
+            self.builder.acquire(pool_of("host.gradient_staging", self.stack[layer]))
             if self.plan.knobs.gradient_staging
             else target
         )

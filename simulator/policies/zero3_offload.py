@@ -1,12 +1,12 @@
 """The policy `zero3_offload`: DeepSpeed ZeRO-3 with parameters and optimizer on the host.
 
-Prediction only, on one GPU. Read in the source of stage3.py and measured with version 0.19.8,
-overlap_comm, pinned memory, recompute of every layer, and clipping. Numbers in parentheses are
-bytes read + bytes written per parameter.
+Prediction only, on one GPU. It follows the source of stage3.py (DeepSpeed 0.19.8), and was compared
+with measurements with overlap_comm, pinned memory, recompute of every layer, and clipping. Numbers
+in parentheses are bytes read + bytes written per parameter.
 
 * A layer's bf16 weights are gathered ahead of their use, in forward and again in backward, while at
   most 2e9 parameters (stage3_max_live_parameters) are on the device. Weights that are used again
-  within that distance are not released.
+  before that many other parameters are not released.
 * A gradient is copied to a pinned bf16 buffer. The CPU computes its norm (reads 2) and converts it
   to fp32 (2 + 4).
 * After backward, these run one after the other while the GPU is idle: scaling of the fp32 gradients
@@ -69,7 +69,9 @@ class _Stage3(Gathered):
         self.clipped = plan.workload.clipping == "global"
 
     def _subgroups(self) -> list[int]:
-        """Returns the parameters of each subgroup. A subgroup is closed once it has `_SUBGROUP`."""
+        """Returns the number of parameters of each subgroup. Tensors are added to a subgroup until
+        it has at least `_SUBGROUP` parameters.
+        """
         sizes = [0]
         for layer in self.stack.values():
             for tensor in layer.tensors:

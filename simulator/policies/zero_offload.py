@@ -1,7 +1,7 @@
 """The policy `zero_offload`: DeepSpeed ZeRO-Offload (stage 2, optimizer on the host) on one GPU.
 
-Prediction only. Read in the source of stage_1_and_2.py (0.19.8), not measured here. Numbers in
-parentheses are bytes read + bytes written per parameter.
+Prediction only. It follows the source of stage_1_and_2.py (DeepSpeed 0.19.8) and was not compared
+with measurements. Numbers in parentheses are bytes read + bytes written per parameter.
 
 * bf16 weights stay on the device. During backward, each layer's gradient is cast to fp32 on the
   device, its norm is computed there, and it is copied into a pinned fp32 buffer on the host

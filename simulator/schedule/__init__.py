@@ -6,7 +6,7 @@ ended. An op names the buffers that it reads and writes, in the order that its k
 below). It also names the buffers that it acquires and releases: a buffer is in use from the start
 of the op that acquires it to the end of the op that releases it. An op has sizes, never a duration.
 
-Kinds of ops, their lane where it is fixed, and their operands:
+Kinds of ops, their operands, and their lane if it is always the same:
 
 * `load_weights` (h2d): host weights -> weight slot
 * `embed`: embedding weights, tokens -> hidden
@@ -21,14 +21,14 @@ Kinds of ops, their lane where it is fixed, and their operands:
 * `accumulate_gradients` (cpu): staging buffer -> host gradient
 * `load_second_moment` (h2d): host moments -> a chunk of moments; copies only the second moment
 * `norm`: gradient -> the layer's sum of squares, or one for each of its tensors
-* `encode_gradients`: gradient -> the same in codes of 8 bits, which updates read
+* `encode_gradients`: gradient -> the gradient in 8-bit codes, which updates read
 * `update_ratios`: gradient, moments -> sums of g^2 / v over 64 elements each, where v is the second
   moment after this step
 * `clip`: every sum of squares, every loss -> the clip coefficient, or NaN if a value that it read
   is not finite
 * `clip` of one layer: the layer's sum of squares or its sums of g^2 / v, every loss -> the layer's
   coefficient or its tensors' factors, or NaN if a value that it read is not finite. With clipping
-  by `adagc` it also reads the moving norms of the layer's tensors, and writes those after this step
+  by `adagc` it also reads the moving norms of the layer's tensors and writes their new values
 * `update`, `cpu_update`: gradient, clip coefficient or factors[, weights] -> weights[, low half of
   the master][, moments][, weight slot][, workspace]
 * `load_state` (h2d), `save_state` (d2h): one buffer for each class of data -> buffers of the same
@@ -36,6 +36,16 @@ Kinds of ops, their lane where it is fixed, and their operands:
 * `load_gradients` (h2d): host gradient -> device gradient
 * `save_activations` (d2h), `load_activations` (h2d): hidden -> hidden
 * `save_attention` (d2h), `load_attention` (h2d): attention -> attention
+
+Plans for several GPUs also have collectives. A *part* is what one rank owns of a layer:
+
+* `gather_weights` (exchange): slot with the rank's part of the weights -> the same slot with the
+  parts of all ranks
+* `exchange_gradients` (exchange): gradient of a whole layer, or two with tied embeddings[, part of
+  the gradient] -> part of the gradient, workspace
+* `sum_rows`: part of the gradient -> the sum of squares of each `NORM_ROW` elements
+* `exchange_sums` (exchange): sums of rows, losses of this rank -> sums of squares of all layers,
+  losses of all ranks, workspace. In an evaluation it exchanges only losses
 
 Schedules of other systems can only be predicted. They have further kinds, whose operands are in no
 fixed order:
@@ -53,13 +63,13 @@ Rules:
 * A forward that also writes saved activations saves them for its backward.
 * A forward that also writes attention, in `device.attention`, saves the layer's attention output
   and log-sum-exp. The layer's recompute then reads them and skips attention. Its backward reads
-  them too. In between they may be in host memory.
+  them too. Between the forward and the recompute they may be in host memory.
 * An update does nothing if its coefficient is NaN. If it also reads weights, it takes the old
   weights from that buffer. If it also writes a weight slot, it leaves a copy of the new weights
   there.
 * An update whose optimizer multiplies matrices has `flops`, and writes its temporary values to a
   workspace.
-* An op that both reads and writes its gradient adds to it. An op that only writes it overwrites it.
+* An op that reads and writes the same gradient adds to it. An op that only writes it overwrites it.
 * `host.moments:12#3` is part 3 of a buffer. Two parts never overlap, and the whole buffer overlaps
   each of its parts.
 """

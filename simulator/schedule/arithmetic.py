@@ -29,8 +29,9 @@ RATIO_ROW = 64
 """Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
 and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
 NORM_ROW = 4096
-"""Elements of a gradient that a sum of squares adds first. The result depends on it. With several
-GPUs, the parts of a layer are whole multiples of it, so that its sum has the bits of one GPU."""
+"""Elements in a row of a gradient. A sum of squares first sums each row and then adds the rows, so
+its bits depend on this number. With several GPUs, the parts of a layer are whole multiples of it,
+so the sum has the same bits as on one GPU."""
 StateClass = Literal["weights", "master_low", "moments", "gradients"]
 UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
 """The classes of data that an update changes."""
@@ -42,18 +43,19 @@ class StatePart(NamedTuple):
     """The size and the dtype of one class of a layer's state."""
 
     bytes: float
-    """Bytes per parameter, 0 if the layer does not have this class. A whole number of 32nds."""
+    """Bytes per parameter, a multiple of 1/32. 0 if the layer does not have this class."""
     dtype: BufferDtype
     """The dtype of its elements."""
     extra: int = 0
-    """Bytes of a layer beyond this: the moments that only some of its tensors keep."""
+    """Bytes of the whole layer in addition to `bytes` per parameter: the moments that only some of
+    its tensors keep."""
 
     def of(self, parameters: int) -> int:
-        """Returns the bytes of `parameters`, which are whole blocks, without `extra`."""
+        """Returns the bytes of `parameters` parameters, a multiple of 32, without `extra`."""
         return int(self.bytes * parameters)
 
     def whole(self, parameters: int) -> int:
-        """Returns the bytes of a layer of `parameters`."""
+        """Returns the bytes of a whole layer, which has `parameters` parameters."""
         return self.of(parameters) + self.extra
 
 
@@ -69,9 +71,11 @@ def _contributions(model: ModelSpec, work: Workload, layer: str) -> int:
 
 
 def part_elements(plan: Plan, layer: str) -> int:
-    """Returns the elements of the part of `layer` that each rank owns: with one GPU the whole
-    layer. Rank r owns the elements from r times this number on. The last parts may reach beyond the
-    layer, or hold nothing of it. What is beyond is zero, or is not read.
+    """Returns the number of elements in the part of `layer` that each rank owns. With one GPU, the
+    part is the whole layer.
+
+    Rank r owns the elements from r times this number on. The last parts may reach beyond the end of
+    the layer. Elements beyond the end are zero, or are not read.
     """
     elements = plan.model.stack[layer].elements
     if plan.gpus == 1:
@@ -82,8 +86,8 @@ def part_elements(plan: Plan, layer: str) -> int:
 def micro_batch_of(plan: Plan, rank: int, micro: int) -> int:
     """Returns the micro-batch of the step that is micro-batch `micro` of `rank`.
 
-    Ranks take turns: the first has the first group of `sum_group` micro-batches, the second has
-    the next one.
+    Ranks take turns: rank 0 computes the first `sum_group` micro-batches of the step, rank 1 the
+    next ones, and so on.
     """
     group = plan.workload.sum_group
     turn, place = divmod(micro, group)
@@ -98,8 +102,8 @@ def own_micro_batches(plan: Plan, rank: int) -> list[int]:
 def sums_on_device(plan: Plan, layer: str) -> bool:
     """Returns whether a slot can hold the gradient of `layer` until it is complete.
 
-    That is so with one contribution, and if all micro-batches are in one group. A block of several
-    layers would hold a slot for each of them, so it holds none.
+    It can if there is one contribution, or if all micro-batches are in one micro-batch group and
+    `checkpoint_interval` is 1. With a larger interval, each layer of a block would need a slot.
     """
     count = contributions(plan, layer)
     return count == 1 or (
@@ -113,13 +117,13 @@ def layer_state(plan: Plan, layer: str) -> dict[StateClass, StatePart]:
 
 
 def stack_state(plan: Plan) -> Mapping[str, dict[StateClass, StatePart]]:
-    """Returns what `layer_state` returns, for every layer."""
+    """Returns layer -> what `layer_state` returns for it."""
     return _stack_state(plan.model, plan.workload)
 
 
 @functools.lru_cache(maxsize=4)
 def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass, StatePart]]:
-    """Cached because a search asks for it with each plan."""
+    """Returns layer -> its state. Cached because a search asks for it with each plan."""
     return {layer: _layer_state(model, work, layer) for layer in model.stack}
 
 
@@ -137,8 +141,8 @@ def _layer_state(model: ModelSpec, work: Workload, layer: str) -> dict[StateClas
 
 
 def kept_moments(plan: Plan) -> Callable[[str, int, int], int]:
-    """Returns a function of (layer, first parameter, number of parameters): the values of all
-    moments that the optimizer keeps for these parameters.
+    """Returns a function (layer, first parameter, number of parameters) -> the number of moment
+    values that the optimizer keeps for these parameters.
     """
     name, moments = plan.workload.optimizer, find(plan.workload.optimizer).moments
 
@@ -156,15 +160,15 @@ def whole_matrices(plan: Plan) -> frozenset[str]:
 
 
 def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
-    """Raises UserError if one of `layers`, which the CPU is to update, needs whole matrices.
-    `where` names what asks for it.
+    """Raises UserError if the CPU cannot update one of `layers` because its update needs whole
+    matrices. `where` and `fix` are used in the error.
     """
     unable = layers & whole_matrices(plan)
-    found = next((layer for layer in plan.model.stack if layer in unable), "")
-    if found:
+    first = next((layer for layer in plan.model.stack if layer in unable), "")
+    if first:
         raise UserError(
             where,
-            found=f"layer {found} updated on the CPU with optimizer {plan.workload.optimizer}",
+            found=f"layer {first} updated on the CPU with optimizer {plan.workload.optimizer}",
             allowed="updates of its matrices on the GPU, which orthogonalises them",
             fix=fix,
         )
@@ -174,12 +178,18 @@ def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -
 def layer_state_of(
     work: Dtype, state: str, moments: int, summed: bool, gradients: Gradients = "exact"
 ) -> dict[StateClass, StatePart]:
-    """Cached because a search asks for each layer of each plan.
+    """Returns the size and the dtype of each class of a layer's state.
 
-    The gradient of a step is fp32 if several gradients are `summed`, otherwise it has the compute
-    dtype `work`. `master_low` has 0 bytes in fp32, where the weight is the whole master. `state` is
-    the name of the state format, and `moments` the values that the optimizer keeps. `gradients` is
-    how the gradient is stored once it is complete.
+    `master_low` has 0 bytes in fp32, because there the weight is the whole master. The result is
+    cached because a search asks for each layer of each plan.
+
+    Args:
+        work: The compute dtype.
+        state: The name of the state format.
+        moments: The number of moments that the optimizer keeps for each parameter.
+        summed: Whether several gradients are summed in a step. The sum is fp32. A single gradient
+            has the compute dtype.
+        gradients: How a complete gradient is stored.
     """
     planes = FORMATS[state]
     gradient: PlaneDtype = "fp32" if summed else work

@@ -44,12 +44,13 @@ DataClass = Literal[
 * `moving_norms`: the moving norm of each tensor of a layer, which clipping by `adagc` keeps
 * `clips`: the clip coefficients and learning rate factors that updates read
 * `ratio_sums`: sums of g^2 / v of a layer
-* `workspace`: temporary values of updates, and in schedules of other systems anything else
+* `workspace`: temporary values of updates and collectives; in schedules of other systems, any other
+  data
 """
 BufferDtype = Literal["bf16", "fp32", "int16", "int8", "block8", "int64", "mixed", "home"]
 """The dtype of a buffer's elements (`block8`: `simulator/model/state_format.py`). `mixed` means
 several tensors of different dtypes. `home` is for a chunk that layers with different dtypes share:
-its dtype is that of the current layer's own persistent buffer of the same class of data."""
+it then has the dtype of the current layer's persistent buffer of the same class of data."""
 DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "master_low": ("int16", "int8"),
     "moments": ("fp32", "block8"),
@@ -65,8 +66,8 @@ DTYPES_OF: dict[str, tuple[BufferDtype, ...]] = {
     "attention": ("mixed",),
     "workspace": ("mixed",),
 }
-"""The dtypes that each class of data may have; the first one is the default. `weights`, `hidden`
-and `gradients` are bf16 or fp32 and have no default."""
+"""Class of data -> the dtypes that it may have; the first is the default. `weights`, `hidden` and
+`gradients` are absent: they have no default, and `operands.check_buffer` checks their dtype."""
 WIDTH = dict[str, float](PLANE_BYTES.items()) | {"int64": 8}
 """Bytes of one element, by dtype."""
 
@@ -117,7 +118,8 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """With several GPUs: True if it holds the part of a layer that this rank owns, False if it
     holds a whole layer or no layer."""
     matrix_products: bool = False
-    """True if updates multiply matrices in it. The library that does so needs further memory."""
+    """True if updates multiply matrices in it. The matrix library needs memory in addition
+    (`muon.LIBRARY_BYTES`)."""
     knob: str = ""
     """The knob that sets how many buffers the pool has, or empty if no knob does."""
 

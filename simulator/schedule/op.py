@@ -46,15 +46,16 @@ CODES = {
     "NR": "sum_rows",
     "NX": "exchange_sums",
 }
-"""The kind of an op by the code that its id starts with."""
+"""Code -> kind of op. The id of an op starts with its code."""
 OFFLOADING = ("save_activations", "load_activations", "save_attention", "load_attention")
-"""The copies between device and host of what waits for the backward pass of a micro-batch."""
+"""The kinds of copies that offload activations to the host and load them again for the backward
+pass of a micro-batch."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
 WHOLE_SUFFIX = "-whole"
-"""The suffix of the layer's part of `Op.shape`, before that for saved attention, for a recompute in
-pieces of tokens that computes the MLP, because the next layer reads its output."""
+"""The suffix of the layer's part of `Op.shape` for a recompute in pieces of tokens that computes
+the MLP, because the next layer reads its output. It comes before `SAVED_ATTENTION_SUFFIX`."""
 _ID = re.compile(
     r"(?P<code>[A-Z]+)(?P<layer>\d+|e|h)?(?P<phase>[frbh])?(?:\.m(?P<micro>\d+))?"
     r"(?:\.c(?P<chunk>\d+))?"
@@ -62,7 +63,7 @@ _ID = re.compile(
 
 
 def has_saved_attention(shape: str) -> bool:
-    """Checks whether `shape` is that of a recompute that skips attention.
+    """Returns whether `shape`, an `Op.shape`, belongs to a recompute that skips attention.
 
     >>> has_saved_attention("qwen2-8x8-1:1x8-v9-kept/1x8-bf16")
     True
@@ -71,7 +72,7 @@ def has_saved_attention(shape: str) -> bool:
 
 
 def is_whole(shape: str) -> bool:
-    """Checks whether `shape` is that of a recompute in pieces of tokens that computes the MLP.
+    """Returns whether `shape` belongs to a recompute in pieces of tokens that computes the MLP.
 
     >>> is_whole("qwen2-8x8-1:1x8-v9-whole-kept/1x8-bf16")
     True
@@ -81,7 +82,7 @@ def is_whole(shape: str) -> bool:
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks one of its rules. The text names the ops and the buffer."""
+    """Raised if a schedule breaks a rule. The text names the ops and the buffer."""
 
 
 class OpId(NamedTuple):
@@ -135,7 +136,7 @@ def parse_id(text: str) -> OpId:
 
 
 def base_buffer(name: str) -> str:
-    """Returns the id of the whole buffer that `name` is, or is a part of.
+    """Returns the id of the whole buffer. `name` is the id of a buffer or of a part of one.
 
     >>> base_buffer("host.moments:12#3"), base_buffer("device.weights:0")
     ('host.moments:12', 'device.weights:0')
@@ -154,15 +155,15 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ids of the ops on other lanes that must end first. Earlier ops of the same lane need not be
     named."""
     reads: tuple[str, ...] = ()
-    """Ids of the buffers, or parts of buffers, that it reads."""
+    """Ids of the buffers, or parts of buffers, that the op reads."""
     writes: tuple[str, ...] = ()
-    """Ids of the buffers, or parts of buffers, that it writes."""
+    """Ids of the buffers, or parts of buffers, that the op writes."""
     acquires: tuple[str, ...] = ()
-    """Ids of the slots that are in use from its start on."""
+    """Ids of the slots that are in use from the start of the op."""
     releases: tuple[str, ...] = ()
-    """Ids of the slots that are free after its end."""
+    """Ids of the slots that are free after the end of the op."""
     offset: int = 0
-    """The first byte of a copy, or the first parameter of an op on optimizer state."""
+    """The first byte that a copy moves, or the first parameter of an op on optimizer state."""
     bytes: int = 0
     """The bytes that a copy moves, or the bytes that a pass reads and writes."""
     parameters: int = 0
@@ -173,10 +174,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     elements: int = 0
     """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
     shape: str = ""
-    """The key of a compute op in a calibrated cost table."""
+    """The key of a compute op in a calibrated cost table: `LAYER/WORKLOAD`, from
+    `ModelSpec.shape` or `LayerSpec.signature`, and `Workload.shape`. Empty for other ops."""
     high_priority: bool = False
-    """Whether ops of `compute` wait while it runs. The CUDA stream of its lane has a higher
-    priority than the others. Only ops on `update` can have it."""
+    """Whether ops of `compute` wait while this op runs, because its CUDA stream has a higher
+    priority. Only ops on the lane `update` can have it."""
 
     @property
     def kind(self) -> str:
@@ -190,17 +192,17 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The buffers that it reads, then those that it writes."""
+        """The buffers that the op reads, followed by the buffers that it writes."""
         return self.reads + self.writes
 
     @property
     def amount(self) -> int:
-        """The size by which a compute op's duration is scaled: its FLOPs, or the elements that it
-        moves if it has none.
+        """The size by which a compute op's duration is scaled: its FLOPs, or if it has no FLOPs,
+        the elements that it moves.
         """
         return self.flops or self.elements
 
     @property
     def adds(self) -> bool:
-        """Whether it adds to the contents of a buffer that it writes."""
+        """Whether the op adds to a buffer: whether it reads a buffer that it also writes."""
         return any(buffer in self.reads for buffer in self.writes)

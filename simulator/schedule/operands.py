@@ -10,8 +10,8 @@ from megatrain.simulator.schedule.buffer import DTYPES_OF, WIDTH, Buffer
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 
 KeptMoments = Callable[[str, int, int], int]
-"""Returns the values of all moments that the optimizer keeps for some parameters, from (layer,
-first parameter, number of parameters)."""
+"""A function (layer, first parameter, number of parameters) -> the number of moment values that the
+optimizer keeps for these parameters."""
 _MOVES = ("load_state", "save_state")
 _COPIES = {
     "load_weights": "weights",
@@ -51,22 +51,23 @@ OPERANDS = {
         ("gradients clips( weights)?", "weights( master_low)?( moments)?( weights)?( workspace)?"),
     ),
 }
-"""Two patterns for each kind: the classes of data that it reads and those that it writes, in order.
-Kinds that can only be predicted are absent."""
+"""Kind of op -> two regular expressions: one for the classes of data that the op reads, in order,
+and one for those that it writes. Kinds that can only be predicted are absent."""
 _PATTERNS = {
     kind: (re.compile(reads), re.compile(writes)) for kind, (reads, writes) in OPERANDS.items()
 }
 _PER_PARAMETER = ("update_ratios", "update", "cpu_update", *_MOVES, "load_second_moment")
 """Kinds that work on `parameters` elements, starting at `offset`."""
 _WHOLE = ("norm", "accumulate_gradients", "encode_gradients", "sum_rows")
-"""Kinds that work on the gradient of a whole layer, or of the part of it that a rank owns."""
+"""Kinds that work on the gradient of a whole layer, or on a rank's part of it."""
 _EXCHANGED = ("gather_weights", "exchange_gradients")
-"""Collectives on a layer. `parameters` is the part that each rank owns, and `bytes` is what a rank
-receives: all other parts. With tied embeddings, two gradients of a layer are exchanged at once."""
+"""Collectives on a layer. `parameters` is the size of the part that each rank owns. `bytes` is the
+size of all other parts, which a rank receives. With tied embeddings, two gradients of a layer are
+exchanged at once."""
 
 
 def check_buffer(buffer: Buffer) -> None:
-    """Checks the dtype of a buffer. Raises ScheduleError if its class of data cannot have it."""
+    """Raises ScheduleError if the class of data of `buffer` cannot have its dtype."""
     only = DTYPES_OF.get(buffer.data)
     coded = ("block8",) if buffer.data == "gradients" else ()
     if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed", *coded)):
@@ -84,11 +85,11 @@ def check_operands(
     Args:
         buffers: the schedule's buffers by id.
         dtype_of: `Schedule.dtype_of`, the dtype of a layer's data in a buffer.
-        kept: the values that the optimizer keeps for a range of a layer's parameters.
+        kept: the number of moment values that the optimizer keeps for a range of parameters.
 
     Raises:
-        ScheduleError: an operand holds another class of data than the kind of op takes, its dtype
-            differs from that of the operand that it is combined with, or it is too small.
+        ScheduleError: an operand holds another class of data than the kind of op takes, has another
+            dtype than the operand that it is combined with, or is too small.
     """
     kind = op.kind
     if kind not in _PATTERNS:
@@ -121,7 +122,9 @@ def check_operands(
         }
         values = kept(op.layer, op.offset, op.parameters)
         if values and "moments" not in written:
-            raise ScheduleError(f"{op.id}: writes no moments, of which there are {values} values")
+            raise ScheduleError(
+                f"{op.id}: writes no moments, but the optimizer keeps {values} values of them"
+            )
         _check_planes(op, written)
     if kind in ("backward", "head", "embed_backward", "norm", "encode_gradients"):
         coded = [
@@ -141,12 +144,12 @@ def check_operands(
 
 
 def _check_planes(op: Op, written: Mapping[str, str]) -> None:
-    """Raises ScheduleError if no state format has the planes that an update writes. `written` has
-    their dtypes by class of data.
+    """Raises ScheduleError if no state format has the planes that an update writes. `written` maps
+    their class of data to their dtype.
     """
     weights, low = written["weights"], written.get("master_low")
     moments = written.get("moments", "fp32")
-    known = {(made.low, made.moments) for made in FORMATS.values()}
+    known = {(state_format.low, state_format.moments) for state_format in FORMATS.values()}
     if (low, moments) not in (known if weights == "bf16" else {(None, "fp32")}):
         raise ScheduleError(
             f"{op.id}: weights in {weights} {f'with {low}' if low else 'without'} low halves and"
@@ -165,8 +168,10 @@ def _alike(op: Op, buffers: Mapping[str, Buffer]) -> list[Sequence[str]]:
 
 
 def exchanged(op: Op) -> int:
-    """Returns how many buffers of a layer a collective exchanges: those that it reads but, if it
-    adds to one, that one.
+    """Returns how many buffers of a layer a collective exchanges.
+
+    These are the buffers that `exchange_gradients` reads, without a buffer that it adds to.
+    `gather_weights` exchanges one.
     """
     return max(sum(name not in op.writes for name in op.reads), 1)
 

@@ -24,20 +24,20 @@ MOST_GPUS = 16
 
 
 OF_DECODERS = ("saved_activations", "offloaded_inputs", "saved_attention", "offloaded_attention")
-"""The fields of a placement that only name decoder layers."""
+"""The fields of a placement in which only decoder layers are allowed."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layers whose data is kept in a place of its own, one field for each class of data.
+    """Where the data of layers is kept, one field for each class of data.
 
     A field names layers and ranges of layers, such as `e,0-11,h` (`e` is the embedding, `h` the
-    head), or `all`. An empty field means no layer. None of them changes a bit of the result.
+    head), or `all`. An empty field means no layer. No field changes a bit of the result.
     """
 
     weights: str = ""
     """Layers whose weights stay on the device. The others are streamed."""
     master_low: str = ""
-    """Layers whose low part of the master weights stays on the device."""
+    """Layers whose low halves of the master weights stay on the device."""
     moments: str = ""
     """Layers whose moments stay on the device."""
     gradients: str = ""
@@ -58,7 +58,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sizes that a policy may choose. None of them changes a bit of the result."""
+    """Numbers that a policy reads and the planner chooses. None changes a bit of the result. Raises
+    UserError if a number is out of range.
+    """
 
     weight_slots: int = 2
     """Device buffers that the weights of decoder layers are streamed through."""
@@ -70,20 +72,21 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     chunk_bytes: int = 64 * 2**20
     """Bytes of one copy over the link. 64 MiB reaches 99 % of the link rate of an H200."""
     checkpoint_interval: int = 1
-    """Decoder layers between two saved layer inputs; the layers between are recomputed (K)."""
+    """K: every K-th decoder layer keeps its input, from which the backward pass recomputes the K
+    layers."""
     state_slots: int = 2
     """Device buffers, of one chunk for each class of data, that optimizer state is streamed
     through."""
     weights_ahead: int = 0
-    """1: if a layer is updated inside the backward pass, the next layer's weights are loaded before
-    its optimizer state, which would otherwise delay them. 0: both are loaded in the order of
-    use."""
+    """0 or 1. It has an effect if layers are updated inside the backward pass. With 1, the weights
+    of the next layer are loaded before the optimizer state of the layer that is updated, so the
+    next layer starts earlier. With 0, both are loaded in the order of use."""
     micro_batch_group: int = 1
     """Micro-batches that pass through a layer, one after the other, before the next layer is
-    loaded. With more of them, weights are loaded and gradients are stored once for all of them, and
-    layer inputs are kept for all of them. The accumulation is a multiple of it."""
+    loaded. A group loads weights and stores gradients once, and keeps the layer inputs of all its
+    micro-batches. The accumulation must be a multiple of this number."""
     placement: Placement = Placement()
-    """Which layers keep which class of data on the device."""
+    """Where the data of layers is kept."""
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -117,17 +120,19 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_seconds: float
     """Duration of one optimizer step."""
     lower_bound_seconds: float
-    """A lower bound of the duration of the step."""
+    """A lower bound of the duration of one optimizer step."""
     device_peak_bytes: int
-    """Peak device memory."""
+    """Peak device memory; with several GPUs, of each."""
     host_peak_bytes: int
-    """Peak host memory."""
+    """Peak host memory; with several GPUs, of each rank."""
     binding: str
     """What limits the plan: a lane, or a memory pool if the plan does not fit."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to train one model on one machine."""
+    """One way to train one model on one machine. Raises UserError if a value, or a combination of
+    values, is not allowed.
+    """
 
     format: int = FORMAT
     """The version of the file format."""
@@ -138,8 +143,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     it computes another digest."""
     gpus: int = 1
     """GPUs of one host that train together, each with a process of its own (a rank). All ranks
-    execute the same schedule, on their own micro-batches and their own part of the state. It does
-    not change a bit of the result."""
+    execute the same schedule, on their own micro-batches and their own part of the state. The
+    number does not change a bit of the result."""
     hardware: str
     """The machine: a name in the library, or the path of a calibrated file, relative to the
     plan."""
@@ -147,15 +152,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where the weights are: a Hugging Face folder, relative to the plan, or a name in the
     library."""
     device_limit_bytes: int
-    """Device memory that the run may use; with several GPUs, that each may use."""
+    """Device memory in bytes that each GPU may use."""
     host_limit_bytes: int
-    """Host memory that the run may use; with several GPUs, that each rank may use."""
+    """Host memory in bytes that each rank may use. With one GPU, that is the whole run."""
     model: ModelSpec
     """The model that is trained."""
     workload: Workload
     """How it is trained."""
     knobs: Knobs = Knobs()
-    """The sizes that the policy uses."""
+    """The numbers that the policy reads."""
     prediction: Prediction | None = None
     """What was predicted when the plan was made."""
 

@@ -30,19 +30,20 @@ class IndexedSchedule(NamedTuple):
     lanes: list[int]
     """The lane of each op."""
     after: list[tuple[int, ...]]
-    """The dependencies of each op. -1 is an op that the schedule does not have."""
+    """The dependencies of each op. -1 stands for an op that the schedule does not have."""
     fault: str
-    """The first dependency that is not earlier in program order than its op, as an error text.
-    Empty if there is none."""
+    """An error text about the first dependency that does not come before its op in program order.
+    Empty if there is no such dependency."""
     micro_batches: tuple[int, ...]
-    """The last compute op of each micro-batch, the first micro-batch first."""
+    """The last compute op of each micro-batch, in the order of the micro-batches."""
 
 
 class Sizes(NamedTuple):
     """The ops of a schedule grouped by size. All ops of one size have the same cost.
 
-    The size is the kind, lane, bytes, parameters, FLOPs, elements, shape, priority and whether the
-    op adds to its target. For the embedding and the head it includes the layer.
+    The size of an op consists of its kind, lane, bytes, parameters, FLOPs, elements, shape and
+    priority, and of whether it adds to its target. For ops of the embedding and the head it
+    includes the layer.
     """
 
     ops: tuple[Op, ...]
@@ -77,7 +78,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def state(self) -> dict[tuple[str, str], str]:
-        """The id of the persistent buffer that holds (class of data, layer or micro-batch)."""
+        """(class of data, layer or micro-batch) -> the id of the persistent buffer with it."""
         return {
             (buffer.data, buffer.key): buffer.id for buffer in self.buffers if buffer.persistent
         }
@@ -95,7 +96,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def lanes(self) -> dict[str, tuple[Op, ...]]:
-        """The ops of each lane that has any, in the order of LANES."""
+        """Lane -> its ops, in the order of LANES. Lanes without ops are absent."""
         queues = {lane: tuple(op for op in self.ops if op.lane == lane) for lane in LANES}
         return {lane: queue for lane, queue in queues.items() if queue}
 
@@ -116,16 +117,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             tuple([place.get(other, -1) for other in op.after]) if op.after else ()
             for op in self.ops
         ]
-        late = [
-            (self.ops[index], which)
-            for index, places in enumerate(after)
-            for which, other in enumerate(places)
+        late = (
+            f"{op.id}: depends on {name}, which is not before it"
+            for index, op in enumerate(self.ops)
+            for name, other in zip(op.after, after[index], strict=True)
             if not 0 <= other < index
-        ]
-        fault = "".join(
-            f"{op.id}: depends on {op.after[which]}, which is not before it"
-            for op, which in late[:1]
         )
+        fault = next(late, "")
         last: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if op.lane == "compute" and (micro := parse_id(op.id).micro) is not None:
@@ -135,10 +133,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def sizes(self) -> Sizes:
         """The ops grouped by size. Raises ScheduleError if an op id cannot be parsed."""
-        # The start of an id, up to the micro-batch and chunk -> the kind of op. The layer is added
-        # if it is not a decoder layer.
+        # An id up to its first dot -> the kind of op, followed by the layer unless it is a decoder
+        # layer. Parsing each of these once is faster than parsing every id.
         named: dict[str, str] = {}
-        found: dict[tuple[object, ...], int] = {}
+        indices: dict[tuple[object, ...], int] = {}
         ops: list[Op] = []
         which: list[int] = []
         for op in self.ops:
@@ -162,9 +160,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 op.high_priority,
                 adds,
             )
-            size = found.get(key)
+            size = indices.get(key)
             if size is None:
-                size = found[key] = len(ops)
+                size = indices[key] = len(ops)
                 ops.append(op)
             which.append(size)
         return Sizes(tuple(ops), which)
@@ -208,7 +206,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return "\n".join(lines) + "\n"
 
     def check(self, moments: int | KeptMoments = 2) -> None:
-        """Proves that the schedule is correct, whatever the durations of its ops.
+        """Proves that the schedule is correct for any durations of its ops.
 
         Checks that:
 
@@ -219,10 +217,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
           no race is possible
         * a slot has one user at a time, and every slot is released at the end
         * in a schedule that the runtime can execute, each operand has the class of data, the dtype
-          and the size that its op needs; the optimizer keeps `moments` fp32 values for each
-          parameter, two with AdamW, or as many as `moments` returns for a range of a layer
+          and the size that its op needs
 
-        Raises ScheduleError if one of these does not hold.
+        Args:
+            moments: The number of moment values that the optimizer keeps for each parameter, two
+                with AdamW, or a function that returns it for a range of a layer's parameters.
+
+        Raises:
+            ScheduleError: One of these does not hold.
         """
         self._check_buffers()
         kept = (
@@ -264,7 +266,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ScheduleError(f"never released: {', '.join(sorted(held))}")
 
     def _check_buffers(self) -> None:
-        """Checks that ids are unique, that a pool holds one class of data, and that no two
+        """Raises ScheduleError unless ids are unique, each pool holds one class of data, and no two
         persistent buffers hold the same data.
         """
         if len(self.buffer) != len(self.buffers):
@@ -296,9 +298,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return all(op.kind in OPERANDS for op in self.ops)
 
     def _check_holds(self, op: Op, held: set[str]) -> None:
-        """Checks that a slot has one user at a time in program order, and updates `held`, the slots
-        in use. The op that acquires a slot also writes it, so dependencies make it wait for the
-        slot's earlier users.
+        """Raises ScheduleError unless each slot has one user at a time in program order. Updates
+        `held`, the slots in use.
+
+        The op that acquires a slot must also write it, so dependencies make it wait for the slot's
+        earlier users.
         """
         for slot in op.acquires:
             if slot in held or slot not in op.writes:

@@ -27,7 +27,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def duration_ns(self) -> int:
-        """The time from start to end."""
+        """The time from start to end, in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @property
@@ -54,15 +54,15 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @functools.cached_property
     def makespan_ns(self) -> int:
-        """The end of the last op."""
+        """The end of the last op, in nanoseconds from the start of the step."""
         return max((span.end_ns for span in self.spans), default=0)
 
     def busy_ns(self, lane: str) -> int:
-        """Returns the time during which `lane` ran an op."""
+        """Returns the time during which `lane` ran an op, in nanoseconds."""
         return sum(span.duration_ns for span in self.spans if span.lane == lane)
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON to `path`."""
+        """Writes the timeline as JSON to `path`."""
         write_json(path, self)
 
     @classmethod
@@ -74,8 +74,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the timeline whose makespan is the median, which is a real step and not a mean. For
-    an even number it is the lower of the two in the middle.
+    """Returns the timeline with the median makespan. This is a real step and not a mean. For an
+    even number of timelines, it is the lower of the two in the middle.
 
     Raises ValueError if there is no timeline, or if they belong to different schedules.
     """

@@ -1,9 +1,9 @@
 """UpdateLayout: where the moments of a layer's tensors are, and where its update may be cut, for an
 optimizer that treats tensors differently.
 
-The moments of a layer are stored one plane after the other. Plane k has the moment k of the tensors
-that keep more than k, in their order, with their padding. If all tensors keep as many moments, this
-is [moments, elements].
+The moments of a layer are stored one plane after the other. Plane k has moment k of each tensor
+that keeps more than k moments, in the order of the tensors, with their padding. If all tensors keep
+the same number of moments, the shape is [moments, elements].
 """
 
 from __future__ import annotations
@@ -25,88 +25,90 @@ class UpdatePart(NamedTuple):
     first: int
     """Its first parameter in the layer's flat buffer."""
     parameters: int
-    """Its parameters. Those of matrices are rounded up to whole blocks of 8-bit codes, into the
-    padding of the tensor."""
+    """The number of its parameters. For matrices it is rounded up to whole blocks of 8-bit codes,
+    which may include padding of the tensor."""
     matrices: Matrices | None
-    """The matrices that it consists of, with their number; None for any other range."""
+    """The matrices that it consists of; None for any other range."""
 
 
 class UpdateLayout:
-    """The layout of one layer."""
+    """The layout of the moments of one layer, and the ranges in which it may be updated."""
 
     def __init__(self, layer: LayerSpec, update_rules: tuple[UpdateRule, ...]) -> None:
         """`update_rules` has one entry for each tensor of `layer`."""
-        self._layer, self._treatments = layer, update_rules
-        self.planes = max(update_rule.moments for update_rule in update_rules)
+        self._layer, self._rules = layer, update_rules
+        self.planes = max(rule.moments for rule in update_rules)
         """The most moments that a tensor keeps."""
-        self.least = min(update_rule.moments for update_rule in update_rules)
+        self.least = min(rule.moments for rule in update_rules)
         """The fewest moments that a tensor keeps."""
-        self.matrices = tuple(
-            update_rule.matrices for update_rule in update_rules if update_rule.matrices
-        )
-        """The matrices of each tensor that has some."""
+        self.matrices = tuple(rule.matrices for rule in update_rules if rule.matrices)
+        """The matrices of each tensor whose update needs them whole."""
         self._chunks: dict[int, list[tuple[int, int, int]]] = {}
         self._flops: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self.values = self.kept(0, layer.elements)
-        """The values of all moments."""
-        self.workspace = max((sum(found.workspace) for found in self.matrices), default=0)
+        """The number of moment values of the layer."""
+        self.workspace = max((sum(matrices.workspace) for matrices in self.matrices), default=0)
         """Bytes of the temporary tensors of an update."""
 
     def start(self, plane: int, first: int) -> int:
-        """Returns how many parameters before `first` keep more than `plane` moments."""
+        """Returns the position of parameter `first` in a plane: the number of parameters before it
+        that keep more than `plane` moments.
+        """
         return sum(min(max(first - start, 0), count) for start, count in self.ranges(plane))
 
     def ranges(self, plane: int) -> list[tuple[int, int]]:
-        """Returns the parameters whose moments a plane has, as pairs of the first one and their
-        number, in the order of the plane.
+        """Returns the ranges of parameters whose moments are in a plane, as (first parameter,
+        number of parameters), in the order of the plane.
         """
         return [
             (offset, tensor.padded)
-            for tensor, offset, update_rule in zip(
-                self._layer.tensors, self._layer.offsets, self._treatments, strict=True
+            for tensor, offset, rule in zip(
+                self._layer.tensors, self._layer.offsets, self._rules, strict=True
             )
-            if update_rule.moments > plane
+            if rule.moments > plane
         ]
 
     def lengths(self, first: int, count: int) -> list[int]:
-        """Returns the values in each plane for `count` parameters from `first` on."""
+        """Returns the number of values in each plane for `count` parameters from `first` on."""
         return [
             self.start(plane, first + count) - self.start(plane, first)
             for plane in range(self.planes)
         ]
 
     def kept(self, first: int, count: int) -> int:
-        """Returns the values of all moments for `count` parameters from `first` on."""
+        """Returns the number of moment values for `count` parameters from `first` on."""
         if (first, count) not in self._kept:
             self._kept[first, count] = sum(self.lengths(first, count))
         return self._kept[first, count]
 
     def more(self, first: int, count: int) -> int:
-        """Returns the values of moments that only some of these parameters keep."""
+        """Returns the number of moment values for these parameters in addition to the `least`
+        moments that every parameter keeps.
+        """
         return self.kept(first, count) - self.least * count
 
     def parts(self, first: int, count: int) -> list[UpdatePart]:
         """Returns the parts of `count` parameters from `first` on, in order. A group of matrices
         must be in the range as a whole, or not at all.
         """
-        found = []
-        for index, (tensor, offset, update_rule) in enumerate(
-            zip(self._layer.tensors, self._layer.offsets, self._treatments, strict=True)
+        parts = []
+        for index, (tensor, offset, rule) in enumerate(
+            zip(self._layer.tensors, self._layer.offsets, self._rules, strict=True)
         ):
             begin, end = max(offset, first), min(offset + tensor.padded, first + count)
             if begin >= end:
                 continue
-            if update_rule.matrices is None:
-                found.append(UpdatePart(index, begin, end - begin, None))
+            matrices = rule.matrices
+            if matrices is None:
+                parts.append(UpdatePart(index, begin, end - begin, None))
                 continue
-            every = update_rule.matrices
-            for start in range(0, every.number, every.group):
-                some = every._replace(number=min(every.group, every.number - start))
-                place, size = offset + start * every.size, some.padded
+            for start in range(0, matrices.number, matrices.group):
+                group = matrices._replace(number=min(matrices.group, matrices.number - start))
+                place, size = offset + start * matrices.size, group.padded
                 if begin <= place and place + size <= end:
-                    found.append(UpdatePart(index, place, size, some))
-        return found
+                    parts.append(UpdatePart(index, place, size, group))
+        return parts
 
     def flops(self, first: int, count: int) -> int:
         """Returns the FLOPs of matrix products in an update of this range."""
@@ -138,11 +140,11 @@ class UpdateLayout:
     def _units(self, limit: int) -> list[int]:
         """Returns the ends of the smallest pieces that chunks are made of."""
         ends = []
-        for tensor, offset, update_rule in zip(
-            self._layer.tensors, self._layer.offsets, self._treatments, strict=True
+        for tensor, offset, rule in zip(
+            self._layer.tensors, self._layer.offsets, self._rules, strict=True
         ):
-            found = update_rule.matrices
-            step = found.group * found.size if found else limit
+            matrices = rule.matrices
+            step = matrices.group * matrices.size if matrices else limit
             ends += [
                 offset + place
                 for place in range(step, tensor.elements, step)
@@ -154,22 +156,21 @@ class UpdateLayout:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
-    return _alike(optimizer, LayerSpec(name="", kind=layer.kind, tensors=layer.tensors))
+    return _shared_layout(optimizer, LayerSpec(name="", kind=layer.kind, tensors=layer.tensors))
 
 
 @functools.lru_cache(maxsize=64)
-def _alike(optimizer: str, layer: LayerSpec) -> UpdateLayout:
+def _shared_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
     """Returns the layout that all layers with the same tensors share."""
-    treated = find(optimizer)
+    update_rule = find(optimizer).update_rule
     return UpdateLayout(
-        layer,
-        tuple(treated.update_rule(layer.kind, each.name, each.shape) for each in layer.tensors),
+        layer, tuple(update_rule(layer.kind, tensor.name, tensor.shape) for tensor in layer.tensors)
     )
 
 
 def update_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout | None:
-    """Returns the layout of `layer` for the optimizer of this name. None if it treats all tensors
-    alike and an update may be cut anywhere.
+    """Returns the layout of `layer` for the optimizer of this name. None if the optimizer treats
+    all tensors alike, so that an update may be cut anywhere.
     """
     return _layout(optimizer, layer) if find(optimizer).by_tensor else None
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 
 class _ClockedUse:
-    """The last ops that touched one buffer, or one part of a buffer. It has one reader for each
-    lane, the last, because the lane's earlier readers end before it.
+    """The last ops that touched one buffer, or one part of a buffer. For each lane it keeps only
+    the last reader, because earlier readers on the same lane end before that one.
     """
 
     __slots__ = ("count", "lane", "latest", "readers", "writer")
@@ -66,7 +66,8 @@ class VectorClocks:
     def append(
         self, lane: str, reads: Sequence[str], writes: Sequence[str], also: int | None = None
     ) -> list[int]:
-        """Adds an op at the end of `lane` that waits for all that `touch` finds, and for `also`.
+        """Adds an op at the end of `lane` that waits for the ops that `touch` returns, and for the
+        op `also`.
 
         Returns the necessary dependencies, as `add` does.
         """
@@ -105,9 +106,9 @@ class VectorClocks:
         """Records the buffers that the next op reads and writes. `add` must then add this op to the
         same lane.
 
-        Returns the earlier ops that must end before it starts: writers of what it reads, and
-        readers and writers of what it writes. Ops that the lane already waits for are left out. An
-        op may occur twice.
+        Returns the earlier ops that must end before it starts: the writers of buffers that it
+        reads, and the readers and writers of buffers that it writes. Ops that the lane already
+        waits for are left out. An op may occur twice.
         """
         return self._touch(self._lane(lane), reads, writes)
 

@@ -1,16 +1,16 @@
 """Suggests changes with which the model would fit or run faster. Every suggestion has been tried.
 
 If the model does not fit, each change is tried on the plans that need the least memory
-(`capacity.py`). A search finds one of them if it finds no other plan that fits. Changes that make
-the model fit come first, with the speed that a search finds with them. Memory that the machine
-does not have is suggested for the host only. A GPU's memory cannot be bought, so other machines and
-smaller models of the library are suggested in its place (`alternatives.py`).
+(`capacity.py`), because the planner uses one of these if no other plan fits. Changes that make the
+model fit come first, with the speed that a search finds for them. More memory than the machine has
+is suggested for the host only. A GPU's memory cannot be enlarged, so other machines and smaller
+models of the library are suggested instead (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. It leaves out what a bound shows to gain less than 1 %. The loss chunk stays that of the plan,
-also where the planner chose it. Only another state format is tried on the chosen plan alone, so a
-search might gain more. It is named after all other changes, because training is then no longer
-exact AdamW.
+see. A change is skipped if a lower bound shows that it gains less than 1 %. The loss chunk is not
+changed, even if the planner chose it. Other state formats are tried on the chosen plan without a
+search, so a search might gain more. They come after all other changes, because training with them
+is not exact AdamW.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatrain.simulator.verdict.alternatives import alternatives
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 _GIB = 2**30
-_PLENTY = 2**59  # bytes of host memory, more than any plan needs
+_PLENTY = 2**59  # more bytes of host memory than any plan needs
 _LEAST_GAIN = 0.01  # suggestions that gain less are left out
 _LOSS_CHUNKS = (512, 256, 128)
 
@@ -54,12 +54,16 @@ class Search(Protocol):
     ) -> Estimate | None:
         """Returns the best plan for a workload and limits in bytes, or None if none fits.
 
-        If no step takes less than `most_seconds`, the result does not matter.
+        If every plan takes `most_seconds` per step or longer, the result may be None or any plan.
         """
 
 
 class Adviser:
-    """Tries changes of the workload and the memory limits of one choice."""
+    """Tries changes of the workload and the memory limits of one choice.
+
+    `names` are the policies that may be used, `search` repeats the planner's search, and
+    `footprints` are the plans that need the least memory, at least one.
+    """
 
     def __init__(
         self,
@@ -80,10 +84,13 @@ class Adviser:
         )
         self.plan, self.work = choice.plan, choice.plan.workload
         self.speed = tokens_per_second(self.work, choice.step_seconds)
-        executed = not policy_library.find(self.plan.policy).prediction_only
-        able = executed and self.work.dtype == "bf16" and self.work.optimizer in WITH_STATE_FORMATS
-        self._formats = smaller_formats(self.work.state) if able else ()
-        """The state formats that the plan could have instead, the one with the most bytes first."""
+        has_formats = (
+            not policy_library.find(self.plan.policy).prediction_only
+            and self.work.dtype == "bf16"
+            and self.work.optimizer in WITH_STATE_FORMATS
+        )
+        self._formats = smaller_formats(self.work.state) if has_formats else ()
+        """The smaller state formats that the plan could use, the largest first."""
 
     def _least(self, work: Workload, **limits: int) -> list[MemoryFootprint]:
         """Returns the plans that need the least memory for another workload or other limits."""
@@ -92,7 +99,9 @@ class Adviser:
         return usable(plan, self.hardware, costs, self.names)
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """Returns at most five suggestions, the best first, and after them the state formats."""
+        """Returns the suggestions, the best first. At most five keep the state format. Those that
+        change it come last.
+        """
         if self.choice.feasible:
             tried = [*self._faster(), *map(self._in_format, self._formats)]
             faster = [entry for entry in tried if entry and (entry.gain or 0) >= _LEAST_GAIN]
@@ -101,40 +110,43 @@ class Adviser:
         changes = [*self._fitting(), *self._fitting_format()]
         useful = [entry for entry in changes if entry.fits or entry.bytes_saved > 0]
         useful.sort(key=lambda entry: (not entry.fits, entry.bytes_missing))
-        found = _formats_last(useful)
-        fitting = [entry for entry in found if entry.fits and not entry.compressed]
+        ordered = _formats_last(useful)
+        fitting = [entry for entry in ordered if entry.fits and not entry.compressed]
         enlarged = any("memory" in name for entry in fitting for name in entry.options)
         others = alternatives(self.plan, self.hardware, machines=not enlarged)
-        rest = [entry for entry in found if entry not in fitting]
+        rest = [entry for entry in ordered if entry not in fitting]
         return (*fitting, *others, *sorted(rest, key=lambda entry: not entry.fits))
 
     # Changes that make the model fit
 
     def _fitting(self) -> list[Suggestion]:
-        """Returns the changes to try if the model does not fit."""
-        work, found = self.work, list[Suggestion]()
+        """Returns the changes to suggest if the model does not fit, except state formats.
+
+        A change may save memory but not be enough.
+        """
+        work, suggestions = self.work, list[Suggestion]()
         chunks = [chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)]
         smaller = [
             self._changed({"loss-chunk": chunk}, msgspec.structs.replace(work, loss_chunk=chunk))
             for chunk in chunks
         ]
-        found += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
+        suggestions += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
         if batch := largest_batch(self.footprints, work):
-            found.append(
+            suggestions.append(
                 self._changed({"batch": batch}, msgspec.structs.replace(work, batch=batch))
             )
         elif context := longest_context(self.footprints, work):
             short = msgspec.structs.replace(work, batch=1, sequence=context)
-            found.append(self._changed({"seq": context, "batch": 1}, short))
+            suggestions.append(self._changed({"seq": context, "batch": 1}, short))
         if work.clipping == "global":
             values: dict[str, object] = {"clipping": "adagc"}
             if work.gradients != "exact":
                 values["gradients"] = "exact"
-            found.append(self._changed(values, msgspec.structs.replace(work, **values)))
+            suggestions.append(self._changed(values, msgspec.structs.replace(work, **values)))
             if self._can_code_gradients():
                 coded = msgspec.structs.replace(work, gradients="8bit")
-                found.append(self._changed({"gradients": "8bit"}, coded))
-        return found + self._more_memory()
+                suggestions.append(self._changed({"gradients": "8bit"}, coded))
+        return suggestions + self._more_memory()
 
     def _can_code_gradients(self) -> bool:
         """Returns whether the gradients that the plan stores could be stored in 8 bits instead."""
@@ -146,7 +158,10 @@ class Adviser:
         )
 
     def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
-        """Returns the effect of another workload on memory. `values` are the changed options."""
+        """Returns the suggestion to use the workload `work`, with its effect on memory.
+
+        `values` are the changed options and their new values.
+        """
         least = self._least(work)
         account = min((footprint.account() for footprint in least), key=_excess)
         options = {name: str(value) for name, value in values.items()}
@@ -163,20 +178,21 @@ class Adviser:
     def _speed(self, work: Workload, least: list[MemoryFootprint], **limits: int) -> float | None:
         """Returns the tokens per second that a search finds with another workload or other limits.
 
-        If it finds nothing that fits, it is the speed of the first of `least` that fits, which are
-        plans for the same workload and limits. None if none of them fits.
+        If the search finds no plan that fits, the speed of the first of `least` that fits is
+        returned. `least` are footprints for the same workload and limits. Returns None if none of
+        them fits.
         """
-        found = self.search(work, **self._limits | limits)
-        if found is None:
+        best = self.search(work, **self._limits | limits)
+        if best is None:
             fitting = next((footprint for footprint in least if footprint.account().fits), None)
             if fitting is None:
                 return None
-            found = estimate(fitting.placed(), fitting.costs)
-        return tokens_per_second(work, found.step_seconds)
+            best = estimate(fitting.placed(), fitting.costs)
+        return tokens_per_second(work, best.step_seconds)
 
     @property
     def _limits(self) -> dict[str, int]:
-        """The memory limits of the plan, as the search takes them."""
+        """The memory limits of the plan in bytes, as arguments of the search."""
         return {
             "device_limit": self.plan.device_limit_bytes,
             "host_limit": self.plan.host_limit_bytes,
@@ -184,26 +200,27 @@ class Adviser:
 
     @property
     def _total(self) -> int:
-        """Bytes of the plan that misses its limits by the least, on device and host together."""
+        """Bytes, on device and host together, of the plan that comes nearest to fitting."""
         return _total(min((footprint.account() for footprint in self.footprints), key=_excess))
 
     def _more_memory(self) -> list[Suggestion]:
-        """Returns suggestions to add memory, as little as makes one of the policies fit.
+        """Returns suggestions to add just enough memory for one of the plans to fit.
 
-        1. More host memory, if a policy fits with enough of it: the least with which it fits, and
-           the least with which it is fastest. Otherwise the largest batch that fits with enough
-           host memory, together with the host memory that it needs.
-        2. More device memory, if a policy fits in the present host memory.
-        3. More of both, if neither alone is enough.
+        1. If more host memory is enough: the least with which a plan fits, and the least with which
+           the step is fastest. If it is not enough at this batch: the largest batch that fits with
+           enough host memory, and the host memory that it needs.
+        2. If more device memory is enough: the least with which a plan fits.
+        3. If only more of both is enough: the device and host memory of the nearest plan.
 
-        Device memory that the machine does not have is not suggested.
+        The suggested device memory is never more than the machine has.
         """
-        accounts, found = [footprint.account() for footprint in self.footprints], list[Suggestion]()
-        roomy = [footprint.account(host_limit=_PLENTY) for footprint in self.footprints]
+        accounts = [footprint.account() for footprint in self.footprints]
+        suggestions: list[Suggestion] = []
         device_fits = [
             footprint
-            for footprint, account in zip(self.footprints, roomy, strict=True)
-            if account.device_peak_bytes <= account.device_limit_bytes
+            for footprint in self.footprints
+            if (account := footprint.account(host_limit=_PLENTY)).device_peak_bytes
+            <= account.device_limit_bytes
         ]
         host_fits = [
             account for account in accounts if account.host_peak_bytes <= account.host_limit_bytes
@@ -212,52 +229,51 @@ class Adviser:
             least, index = min(
                 (self._least_host(footprint), index) for index, footprint in enumerate(device_fits)
             )
-            # A search with so little memory finds the same plan, and takes seconds.
+            # With so little memory a search would find the same plan, but take seconds.
             plan = msgspec.structs.replace(device_fits[index].plan, host_limit_bytes=least)
             choice = estimate(MemoryFootprint(plan, self.costs).placed(), self.costs)
-            found += self._memory({"host": least}, choice=choice)
-            found += self._most_useful_host(least)
+            suggestions += self._memory({"host": least}, choice=choice)
+            suggestions += self._most_useful_host(least)
         elif batch := largest_batch(self.footprints, self.work, _PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)
-            able = [
-                footprint
+            least = min(
+                self._least_host(footprint, work)
                 for footprint in self.footprints
                 if footprint.account(work, host_limit=_PLENTY).fits
-            ]
-            least = min(self._least_host(footprint, work) for footprint in able)
+            )
             if least > self.plan.host_limit_bytes:
-                found += self._memory({"host": least}, {"batch": str(batch)})
+                suggestions += self._memory({"host": least}, {"batch": str(batch)})
         if host_fits:
-            found += self._memory(
+            suggestions += self._memory(
                 {"device": min(account.device_peak_bytes for account in host_fits)}
             )
         if not device_fits and not host_fits:
             nearest = min(accounts, key=_excess)
-            found += self._memory(
+            suggestions += self._memory(
                 {"device": nearest.device_peak_bytes, "host": nearest.host_peak_bytes}
             )
-        return found
+        return suggestions
 
     def _most_useful_host(self, least: int) -> list[Suggestion]:
         """Returns the suggestion to have as much host memory as the fastest plan needs.
 
-        Returns nothing if that is `least`, the least host memory that fits, or if it is no faster.
+        Returns nothing if that is at most `least`, the least host memory with which a plan fits.
         """
         if self.hardware.unified:
             return []
-        found = self.search(self.work, **self._limits | {"host_limit": _PLENTY})
-        if found is None or (size := rounded_up(found.account.host_peak_bytes)) <= least:
+        fastest = self.search(self.work, **self._limits | {"host_limit": _PLENTY})
+        if fastest is None or (size := rounded_up(fastest.account.host_peak_bytes)) <= least:
             return []
         return [
             msgspec.structs.replace(entry, note="more host memory gains nothing")
-            for entry in self._memory({"host": size}, choice=found)
+            for entry in self._memory({"host": size}, choice=fastest)
         ]
 
     def _least_host(self, footprint: MemoryFootprint, work: Workload | None = None) -> int:
         """Returns the least host memory with which the footprint fits, in bytes.
 
-        It is a whole number of GiB, or of MiB for a small model. State moves to the device as far
-        as that has room.
+        It is a whole number of GiB, or of MiB if it is below 8 GiB. State moves to the device as
+        far as there is room.
         """
         most = rounded_up(footprint.account(work, host_limit=_PLENTY).host_peak_bytes)
         unit = _GIB if most >= 8 * _GIB else 2**20
@@ -279,12 +295,12 @@ class Adviser:
     ) -> list[Suggestion]:
         """Returns the suggestion to have more memory.
 
-        Returns nothing if the machine does not have so much device memory.
+        Returns nothing if that is more device memory than the machine has.
 
         Args:
             needs: `device` or `host` -> bytes of memory needed.
             others: Further options that the suggestion changes.
-            choice: The plan with that memory, if it is known. Otherwise it is searched.
+            choice: The plan with that memory. None searches for it.
         """
         limits = {"device": self.plan.device_limit_bytes, "host": self.plan.host_limit_bytes}
         if self.hardware.unified:  # both options limit the same memory
@@ -321,8 +337,8 @@ class Adviser:
         ]
 
     def _fitting_format(self) -> list[Suggestion]:
-        """Returns the state format with the most bytes with which the model fits. If there is none,
-        returns the one with the fewest bytes, and by how much it misses the limits.
+        """Returns the suggestion to use the largest state format with which the model fits. If it
+        fits with none, the smallest format is returned.
         """
         entry = None
         for state in self._formats:
@@ -334,7 +350,9 @@ class Adviser:
     # Changes that make the model run faster
 
     def _faster(self) -> list[Suggestion]:
-        """Returns the changes to try if the model fits. Their gains may be small or negative."""
+        """Returns the changes to suggest if the model fits, except state formats. Their gains may
+        be small or negative.
+        """
         work, changes = self.work, dict[str, object]()
         if work.batch < 2**20:
             changes["batch"] = 2 * work.batch
@@ -342,36 +360,37 @@ class Adviser:
             changes["accumulation"] = 2 * work.accumulation
         if work.gradients == "exact" and work.clipping == "global":
             changes["clipping"] = "none"
-        found = [
+        searched = [
             self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
             for name, value in changes.items()
         ]
-        return [entry for entry in [*found, self._resident()] if entry is not None]
+        return [entry for entry in [*searched, self._resident()] if entry is not None]
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int
     ) -> Suggestion | None:
-        """Returns what the search finds with another workload or other limits.
+        """Returns the suggestion to use another workload or other limits, with the gain that the
+        search finds.
 
         Returns None if nothing fits, or if a lower bound of the step time shows that the change
         gains too little.
         """
-        held = self._limits | limits
-        least = self._least_seconds(work, held["device_limit"], held["host_limit"])
+        new_limits = self._limits | limits
+        least = self._least_seconds(work, new_limits["device_limit"], new_limits["host_limit"])
         if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
             return None
         # Slower steps gain so little that `suggestions` leaves them out.
         most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
-        found = self.search(work, **held, most_seconds=most_seconds)
-        if found is None:
+        best = self.search(work, **new_limits, most_seconds=most_seconds)
+        if best is None:
             return None
-        note = ", and nothing streams" if limits and not found.streams else ""
-        gain = tokens_per_second(work, found.step_seconds) / self.speed - 1
+        note = ", and nothing streams" if limits and not best.streams else ""
+        gain = tokens_per_second(work, best.step_seconds) / self.speed - 1
         return self._gained(
             _as_options(options) + note,
             options,
             gain,
-            _total(self.choice.account) - _total(found.account),
+            _total(self.choice.account) - _total(best.account),
             note="nothing streams then" if note else _note(options, work),
         )
 
@@ -410,10 +429,11 @@ class Adviser:
         )
 
     def _resident(self) -> Suggestion | None:
-        """Returns the gain of enough device memory to stream nothing. More memory gains nothing.
+        """Returns the suggestion to have enough device memory to stream nothing. Even more memory
+        would gain nothing.
 
-        Returns None if nothing streams already, if the machine does not have so much memory, or if
-        the policy `resident` is not to be used.
+        Returns None if nothing streams already, if the machine does not have that much memory, or
+        if the policy `resident` may not be used.
         """
         if not self.choice.streams or "resident" not in self.names:
             return None
@@ -422,35 +442,37 @@ class Adviser:
             self.plan, policy="resident", knobs=type(self.plan.knobs)(), workload=few
         )
         size = rounded_up(MemoryFootprint(plan, self.costs).account().device_peak_bytes)
-        # If it fits already, the search did not choose it because something else is faster.
+        # If this plan fits already, the search has found a faster one.
         if not self.plan.device_limit_bytes < size <= self.hardware.device_bytes:
             return None
         return self._searched({"device-memory": exact_size(size)}, self.work, device_limit=size)
 
     def _in_format(self, state: str) -> Suggestion | None:
-        """Returns the gain of the chosen plan with another state format, None if it does not fit:
-        updates of 8-bit moments may need temporaries on the GPU.
+        """Returns the suggestion to use another state format, with the gain of the chosen plan.
+
+        Returns None if the plan does not fit with this format, because updates of 8-bit moments may
+        need temporary tensors on the GPU.
         """
         work = msgspec.structs.replace(self.work, state=state)
         plan = msgspec.structs.replace(self.plan, workload=work)
-        found = estimate(plan, cost_model(self.hardware, plan.model, work))
+        changed = estimate(plan, cost_model(self.hardware, plan.model, work))
         options = {"state": state}
-        if not found.feasible:
+        if not changed.feasible:
             return None
         return self._gained(
             _as_options(options),
             options,
-            self.choice.step_seconds / found.step_seconds - 1,
-            _total(self.choice.account) - _total(found.account),
+            self.choice.step_seconds / changed.step_seconds - 1,
+            _total(self.choice.account) - _total(changed.account),
             compressed=True,
             note=_note(options, work),
         )
 
 
-def _formats_last(found: list[Suggestion], most: int = 5) -> tuple[Suggestion, ...]:
+def _formats_last(suggestions: list[Suggestion], most: int = 5) -> tuple[Suggestion, ...]:
     """Returns the first `most` suggestions that keep the state format, then all that change it."""
-    exact = [entry for entry in found if not entry.compressed]
-    return (*exact[:most], *(entry for entry in found if entry.compressed))
+    exact = [entry for entry in suggestions if not entry.compressed]
+    return (*exact[:most], *(entry for entry in suggestions if entry.compressed))
 
 
 def _as_options(options: dict[str, str]) -> str:
@@ -468,7 +490,9 @@ def _excess(account: Account) -> tuple[int, int]:
 
 
 def _note(options: dict[str, str], work: Workload) -> str:
-    """Returns what the changed `options`, which make up the workload `work`, cost in words."""
+    """Returns what the changed `options` cost the user, in words. `work` is the workload with these
+    options.
+    """
     if "state" in options:
         costs = FORMATS[work.state].costs
         return costs if work.optimizer == ADAMW else costs.replace("AdamW", work.optimizer)

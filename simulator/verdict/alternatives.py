@@ -1,7 +1,7 @@
-"""Finds machines and models of the library that fit where a model does not fit a machine.
+"""Finds another machine or a smaller model of the library if a model does not fit a machine.
 
-A GPU's memory cannot be bought, so another machine or a smaller model is what remains. Each is the
-first one that fits: of machines with more memory the one with the least, of models the largest.
+A GPU's memory cannot be enlarged, so these are the remaining choices. The machine is the one with
+the least GPU memory that the model fits. The model is the largest one that fits the machine.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from megatrain.simulator.verdict.suggestion import Suggestion
 
 
 def alternatives(plan: Plan, hardware: HardwareSpec, *, machines: bool) -> list[Suggestion]:
-    """Returns at most one machine that `plan`'s model fits, if `machines` are wanted, and one
-    smaller model that fits `hardware`.
+    """Returns at most one machine that the model of `plan` fits, and at most one smaller model that
+    fits `hardware`.
 
-    The workload is that of `plan`, and for a model also the limits.
+    Both are tried with the workload of `plan`, and the model with its memory limits. With
+    `machines` False, no machine is returned.
     """
-    found = list(_another_machine(plan, hardware)) if machines else []
-    return [*found, *_smaller_model(plan, hardware)]
+    other_machines = _another_machine(plan, hardware) if machines else ()
+    return [*other_machines, *_smaller_model(plan, hardware)]
 
 
 def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
-    """Returns whether any of the policies `names` fits with the workload and the limits of `plan`.
+    """Returns whether a plan of any policy of `names` fits, with the model, the workload and the
+    limits of `plan`.
 
     Raises UserError if `hardware` was measured and has no costs for the model and the workload.
     """
@@ -51,27 +53,29 @@ def library_models() -> list[ModelSpec]:
 
 
 def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
-    """Yields the machine with the least GPU memory, more than `hardware` has, that fits."""
+    """Yields the machine with the least GPU memory that the plan's model fits, among those that
+    have more than `hardware`. Yields nothing if there is none.
+    """
     machines = [HardwareSpec.load(name) for name in library()]
     larger = [
         machine
         for machine in machines
         if machine.gpu_names and machine.device_bytes > hardware.device_bytes
     ]
-    for machine in sorted(larger, key=lambda each: (each.device_bytes, each.host_bytes)):
-        moved = msgspec.structs.replace(
+    for machine in sorted(larger, key=lambda machine: (machine.device_bytes, machine.host_bytes)):
+        other = msgspec.structs.replace(
             plan,
             hardware=machine.name,
             device_limit_bytes=machine.device_bytes,
             host_limit_bytes=machine.host_bytes,
         )
-        if not _fits(moved, machine):
+        if not _fits(other, machine):
             continue
-        found = best_estimate(plan.model, machine, plan.workload, policies=usual_policies(machine))
-        if found is None:
+        best = best_estimate(plan.model, machine, plan.workload, policies=usual_policies(machine))
+        if best is None:
             return
         yield _suggestion(
-            found,
+            best,
             f"--hardware {machine.name}",
             {"hardware": machine.name},
             f"{machine.title}, with {machine.host_bytes / 2**30:.0f} GiB of RAM",
@@ -80,9 +84,11 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
 
 
 def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
-    """Yields the largest smaller model that fits, of the same series if one of it does.
+    """Yields the largest model that fits among the smaller models of the library. Models of the
+    same series are preferred.
 
-    Yields nothing for a machine that was measured, which has no costs for other models.
+    Yields nothing if none fits, or if the machine was calibrated, because it then has no costs for
+    other models.
     """
     if hardware.costs is not None:
         return
@@ -92,7 +98,7 @@ def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
         other = msgspec.structs.replace(plan, model=model, source=model.name)
         if not _fits(other, hardware):
             continue
-        found = best_estimate(
+        best = best_estimate(
             model,
             hardware,
             plan.workload,
@@ -100,23 +106,25 @@ def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
             host_limit=plan.host_limit_bytes,
             policies=usual_policies(hardware),
         )
-        if found is None:
+        if best is None:
             return
         yield msgspec.structs.replace(
-            _suggestion(found, model.name, {}, "a smaller model"), model=model.name
+            _suggestion(best, model.name, {}, "a smaller model"), model=model.name
         )
         return
 
 
 def usual_policies(hardware: HardwareSpec) -> list[str]:
-    """Returns the policies to search where many plans are: of those that the runtime executes, one
-    is nearly always the fastest, and searching only that one takes half of the time.
+    """Returns the policy to search where many plans are searched, as a list.
+
+    It is nearly always the fastest of all that the runtime executes, and searching it alone takes
+    half of the time.
     """
     return ["resident"] if hardware.unified else ["overlapped"]
 
 
 def _fits(plan: Plan, hardware: HardwareSpec) -> bool:
-    """As `fits`, with the usual policies. False if there are no costs for the workload."""
+    """Returns `fits` with the usual policies, or False if there are no costs for the workload."""
     try:
         return fits(plan, hardware, usual_policies(hardware))
     except UserError:

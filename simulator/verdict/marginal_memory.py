@@ -1,12 +1,13 @@
 """Predicts how much faster a step would be with one more GiB of device or host memory.
 
-If the policy places state, plans close to the present one are tried. One more GiB of device memory
-is given to more layers, in the planner's orders, with as many saved layers or one more. One more
-GiB of host memory allows placements for which the host was too small. Both allow other numbers of
-layers whose whole state is on the device. For other policies the search is repeated.
+If the policy places state, only plans close to the present one are tried. With one more GiB of
+device memory, these plans keep the state of more layers on the device, and save the activations of
+as many layers or one more. With one more GiB of host memory, they are plans for which the host was
+too small. In both cases, other numbers of layers whose whole state is on the device are tried, too.
+For other policies the search is repeated.
 
-The gain is approximate. A full search may gain more. Plans are ranked with few large copies, and
-for more than two micro-batches the gain of two is used.
+The gain is approximate, and a full search may gain more. Plans are ranked with few large copies. If
+there are more than two micro-batches, the gain for two is used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatrain.simulator.planner.slot_search import (
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}
-"""Slots with which a search begins."""
+"""The slots with which a search begins."""
 
 
 class MarginalMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +47,9 @@ class MarginalMemory(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     """Predicted seconds of one step with the additional memory."""
     tokens_per_second: float
-    """Predicted speed with the additional memory."""
+    """Predicted tokens per second with the additional memory."""
     gain: float
-    """Gain in tokens/s: 0.01 is 1 % more. 0 if the memory gains nothing."""
+    """Relative gain in tokens/s: 0.01 is 1 % more. 0 if the memory gains nothing."""
     knobs: Knobs | None = None
     """Knobs of the plan that uses the additional memory. None if the memory gains nothing."""
 
@@ -58,41 +59,37 @@ def one_more_gib(
 ) -> tuple[MarginalMemory, ...]:
     """Returns the effect of one more GiB of device memory, and of one more GiB of host memory.
 
-    Returns nothing for a choice that does not fit, for a policy of another system, and for a
-    machine with unified memory, where nothing streams.
+    Returns () if the choice does not fit, if its policy is only for prediction, or if the machine
+    has unified memory, where nothing streams.
     """
     if not choice.feasible or hardware.unified or policies.find(choice.plan.policy).prediction_only:
         return ()
-    found = []
+    work, effects = choice.plan.workload, []
+    before = tokens_per_second(work, choice.step_seconds)
     for place in ("device", "host"):
         knobs, share = _better(choice, place, costs)
         seconds = choice.step_seconds * share
-        speeds = [
-            tokens_per_second(choice.plan.workload, time) for time in (seconds, choice.step_seconds)
-        ]
-        found.append(
+        speed = tokens_per_second(work, seconds)
+        effects.append(
             MarginalMemory(
                 place=place,
                 step_seconds=seconds,
-                tokens_per_second=speeds[0],
-                gain=speeds[0] / speeds[1] - 1,
+                tokens_per_second=speed,
+                gain=speed / before - 1,
                 knobs=knobs,
             )
         )
-    return tuple(found)
+    return tuple(effects)
 
 
 def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None, float]:
-    """Returns the best knobs with more memory, and their step time divided by that of `choice`.
+    """Returns the best knobs with one more GiB in `place`, and their step time divided by the step
+    time of `choice`.
 
     Returns None and 1 if no knobs are faster.
     """
-    plan = choice.plan
-    more = {
-        "device": ("device_limit_bytes", plan.device_limit_bytes),
-        "host": ("host_limit_bytes", plan.host_limit_bytes),
-    }[place]
-    roomier = msgspec.structs.replace(plan, **{more[0]: more[1] + GIB})
+    plan, limit = choice.plan, f"{place}_limit_bytes"
+    roomier = msgspec.structs.replace(plan, **{limit: getattr(plan, limit) + GIB})
     if not policies.find(plan.policy).places_state:
         if _has_plenty(plan, place, costs):
             return None, 1.0
@@ -121,8 +118,8 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
 
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
-    """Returns whether the place holds the most slots that a search tries, at every checkpoint
-    interval. More memory then gains nothing.
+    """Returns whether the most slots that a search tries fit in `place`, at every checkpoint
+    interval. If they do, more memory gains nothing.
     """
     most = {
         "weight_slots": max(WEIGHT_SLOTS),
@@ -147,7 +144,7 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
 def _newly_fitting(filling: Filling, plan: Plan, before: int) -> Iterator[Plan]:
     """Yields plans that fit, but would not fit with only `before` bytes of host memory.
 
-    Yields nothing if `before` bytes can hold all state and all offloaded inputs.
+    Yields nothing if `before` bytes can hold all state and all layer inputs.
     """
     on_host = all_on_host(plan)
     everything = with_knobs(plan, placement=Placement(offloaded_inputs="all", host_updated=on_host))

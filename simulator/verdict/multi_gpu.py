@@ -1,13 +1,14 @@
-"""Predicts the speed of several GPUs in one host, from the plan for one.
+"""Predicts the speed of several GPUs in one host, from a plan for one GPU.
 
-If the policy can share the step (`planner/shared_step.py`), it is that of the schedule that each of
-the GPUs would execute. Otherwise it is an estimate, which assumes data parallelism. Each of N GPUs
-trains a batch of its own and loads all streamed weights. Optimizer state and summed gradients are
-in host memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds
-and updates everything. The sum of gradients among GPUs is left out (tens of milliseconds for 7B
-over NVLink, far more over PCIe).
+If the policy can share the step (`planner/shared_step.py`), the prediction simulates the schedule
+that each GPU would execute. Otherwise it is an estimate for data parallelism. Each of N GPUs trains
+its own batch and loads all streamed weights. Optimizer state and summed gradients are in host
+memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds and
+updates everything. The all-reduce of gradients is left out. It would take tens of milliseconds for
+a 7B model over NVLink, and far more over PCIe.
 
-The links share the host's DRAM (`costs/several_gpus.py`). Not modelled: NUMA, and further cores.
+The links share the host's DRAM (`costs/several_gpus.py`). NUMA and additional CPU cores are not
+modelled.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ _SHARED = (
     "load_second_moment",
     "update_ratios",
 )
-"""Kinds of ops that N GPUs share equally."""
-
-
+"""Kinds of ops whose work is divided equally among the GPUs."""
 _SHARED_NOTE = (
     "from the schedule of `megatrain plan --gpus`: all state in host memory, 1/N of it for each;"
     " links limited by DRAM; not yet run on several GPUs"
@@ -50,23 +49,23 @@ _SHARED_NOTE = (
 
 
 class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A prediction, or a first estimate, of what several GPUs of one host reach together."""
+    """A prediction, or a first estimate, of the speed of several GPUs of one host."""
 
     gpus: int
     """Number of GPUs."""
     step_seconds: float
     """Predicted seconds of one step."""
     tokens_per_second: float
-    """Speed of all GPUs together. Each trains the tokens of the whole workload in a step."""
+    """Tokens per second of all GPUs together. Each GPU trains a whole workload per step."""
     speedup: float
-    """Speed divided by that of one GPU. It exceeds `gpus` if copies of the state limit the step,
-    because each GPU copies only a part of it."""
+    """Tokens per second divided by those of one GPU. It exceeds `gpus` if copies of state limit the
+    step, because each GPU copies only a part of the state."""
     host_peak_bytes: int
     """Peak of host memory for all GPUs, in bytes."""
     feasible: bool
     """Whether host and device memory suffice."""
     device_peak_bytes: int | None = None
-    """Peak of the memory of each device, in bytes, if it is too much."""
+    """Peak of the memory of each device, in bytes, if it exceeds the limit. None otherwise."""
     gb_per_s: float
     """Copy rate of each GPU in GB/s, with one direction busy."""
     gb_per_s_both: float
@@ -75,6 +74,7 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
         "first estimate: data parallel, state once in host memory and 1/N of it moved by each;"
         " links limited by DRAM; summing among GPUs left out"
     )
+    """What the prediction assumes, in words."""
 
 
 def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
@@ -100,10 +100,10 @@ def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
 def predicted(
     choice: Choice, schedule: Schedule, hardware: HardwareSpec, costs: CostModel, gpus: int
 ) -> MultiGpu:
-    """Returns what `gpus` GPUs reach that share the step of `choice`, a plan for one GPU, or the
-    estimate if its policy cannot share it.
+    """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    `schedule` is that of the plan, and `costs` is the cost model of one GPU. Raises UserError as
+    If the policy of the plan cannot share a step, the result is that of `estimate`. `schedule` is
+    the schedule of the plan, and `costs` is the cost model of one GPU. Raises UserError as
     `check_gpus` does.
     """
     check_gpus(gpus, hardware)
@@ -139,10 +139,11 @@ def estimate(
     step_seconds: float,
     gpus: int,
 ) -> MultiGpu:
-    """Returns the estimate for `gpus` GPUs that execute `plan`.
+    """Returns the estimate for `gpus` GPUs that execute `plan` with data parallelism.
 
-    `schedule` and `account` are those of the plan, and `step_seconds` is its step time on one GPU.
-    Raises UserError as `check_gpus` does.
+    `schedule`, `account` and `step_seconds` are the schedule, the memory and the step time of the
+    plan on one GPU, and `costs` is the cost model of one GPU. Raises UserError as `check_gpus`
+    does.
     """
     check_gpus(gpus, hardware)
     own_memory, links = has_own_memory(hardware), link_share(hardware, gpus)
@@ -151,7 +152,7 @@ def estimate(
     )
 
     def change(op: Op) -> Op:
-        # The host's cores do the work of all GPUs, so it takes as long as with one GPU.
+        # The host's cores do the work of all GPUs, so their ops take as long as with one GPU.
         if not streams or op.kind not in _SHARED or (not own_memory and op.lane == "cpu"):
             return op
         return msgspec.structs.replace(
@@ -162,13 +163,13 @@ def estimate(
     changed = ScaledCosts(costs, change, slower, links.both_slower)
     seconds = (makespan_ns(schedule, changed) + costs.step_overhead_ns) / 1e9
     speed = gpus * tokens_per_second(plan.workload, seconds)
-    extra = account.pools.get(PROCESS, 0)  # each GPU has its own process
-    extra += sum(
+    per_gpu = account.pools.get(PROCESS, 0)  # each GPU has its own process
+    per_gpu += sum(
         size
         for pool, size in account.pools.items()
         if (kind := account.kinds.get(pool)) and kind.place == "host" and kind.per_gpu
     )
-    host = account.host_peak_bytes + (gpus - 1) * extra
+    host = account.host_peak_bytes + (gpus - 1) * per_gpu
     limit = account.host_limit_bytes * (gpus if own_memory else 1)
     return MultiGpu(
         gpus=gpus,

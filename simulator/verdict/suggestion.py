@@ -13,18 +13,18 @@ class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, str] = {}
     """Option without dashes -> its new value. Empty if the command has no option for the change."""
     compressed: bool = False
-    """Whether the change stores state in fewer bits, so that training is not exact AdamW."""
+    """Whether the change stores optimizer state in fewer bits, so training is not exact AdamW."""
     fits: bool
     """Whether the model fits with the change."""
     bytes_missing: int = 0
-    """Bytes by which memory still exceeds the limits."""
+    """Bytes by which memory still exceeds the limits, added up for device and host."""
     bytes_saved: int = 0
     """Bytes of device and host memory that the change saves. Negative if it needs more."""
     tokens_per_second: float | None = None
-    """Approximate speed with the change. None if no time was predicted."""
+    """Approximate tokens per second with the change. None if the step time was not predicted."""
     gain: float | None = None
-    """Approximate gain in tokens/s: 0.1 is 10 % more. None if no time was predicted."""
+    """Approximate relative gain in tokens/s: 0.1 is 10 % more. None if it is not known."""
     model: str = ""
-    """The library's model to train instead. Empty if the model stays."""
+    """The library's model to train instead. Empty if the model stays the same."""
     note: str = ""
-    """What the change costs or gives up, in words. Empty if there is nothing to say."""
+    """What the change costs the user, in words. Empty if there is nothing to say."""

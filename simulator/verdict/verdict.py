@@ -1,8 +1,8 @@
-"""Computes all that `megatrain check` reports about a model on a machine.
+"""Computes everything that `megatrain check` reports about a model on a machine.
 
 `judge` searches for the best plan and explains it. `explain` simulates one choice to find the
-exposed time of each lane, computes how much more would fit, and tries changes that would help.
-`summarize` reports only what the choice itself contains.
+exposed time of each lane, computes the longest context and the largest batch that would fit, and
+tries changes that would help. `summarize` reports only what the choice itself contains.
 
 All numbers are predictions. The step is expected between `step_seconds_low` and
 `step_seconds_high`. This range follows from the uncertainty of datasheet rates, or from the spread
@@ -62,7 +62,7 @@ class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     hours_high: float | None = None
     """Hours if each step takes the upper end of its range. None if there is no range."""
     days: float
-    """The same in days: hours / 24."""
+    """Days of training: hours / 24."""
     energy_kwh: float | None
     """Energy of all GPUs in kWh: board power x hours / 1000. On a machine with unified memory, the
     power is that of the whole package. None if the power is not known."""
@@ -87,50 +87,52 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     """The machine's name as people write it, such as `RTX 4090`."""
     host_memory_assumed: bool = False
-    """Whether the host memory is the usual one of such a machine, which nobody stated."""
+    """Whether the size of the host memory is only the usual one for this machine, neither measured
+    nor given by the user."""
     unified: bool
     """Whether CPU and GPU share one memory. The device's bytes are then the whole memory, and
     nothing is copied."""
     gpus: int = 1
-    """GPUs that share a step. Memory is that of each."""
+    """Number of GPUs that share a step. All bytes of memory are for one of them."""
     workload: Workload
     """The workload of a step."""
     model_longest_row: int | None = None
-    """The most tokens of a sequence by the model's own config. None if it does not say."""
+    """The longest sequence that the model's config allows, in tokens. None if the config does not
+    say."""
     policy: str
     """Name of the chosen policy."""
     knobs: dict[str, object]
     """Knobs that the policy reads, with their values. Empty for a policy of another system."""
     batch_chosen: bool = False
-    """Whether the micro-batch was chosen because none was named."""
+    """Whether the planner chose the batch because the user named none."""
     chunk_chosen: bool = False
-    """Whether the loss chunk was chosen because none was named."""
+    """Whether the planner chose the loss chunk because the user named none."""
     prediction_only: bool
-    """Whether the policy is that of another system, which the runtime cannot execute."""
+    """Whether the policy models another system, so the runtime cannot execute it."""
     feasible: bool
     """Whether the plan fits in memory."""
     fits_if: str = ""
-    """On what it depends that the plan fits, in words, if the memory of some ops is not known.
+    """The condition under which the plan fits, in words, if the memory of some ops is not known.
     Empty if it is known, or if the plan does not fit."""
     fits_if_bytes: int | None = None
     """The most device memory that these ops may take in addition to the prediction, in bytes. None
     if their memory is known."""
     binding: str
-    """What limits the plan. If it fits, the lane with the most work. Otherwise the largest pool of
-    the memory that is too small."""
+    """What limits the plan. If it fits, this is the lane with the most work. If not, it is the
+    largest pool of the memory that is too small."""
     step_seconds: float
     """Predicted seconds of one step."""
     step_seconds_low: float | None
     """Lower end of the range of the step time. None if the plan does not fit, or if the calibration
     has no spread."""
     step_seconds_high: float | None
-    """Upper end of the range of the step time. None as for `step_seconds_low`."""
+    """Upper end of the range of the step time. None if `step_seconds_low` is None."""
     tokens_per_second: float
     """Predicted tokens per second."""
     tokens_per_second_low: float | None = None
-    """Tokens per second if a step takes `step_seconds_high`. None as for `step_seconds_low`."""
+    """Tokens per second if a step takes `step_seconds_high`. None if `step_seconds_low` is None."""
     tokens_per_second_high: float | None = None
-    """Tokens per second if a step takes `step_seconds_low`. None as for `step_seconds_low`."""
+    """Tokens per second if a step takes `step_seconds_low`. None if `step_seconds_low` is None."""
     tflops_6n: float
     """6 x all parameters x tokens/s, in TFLOPS. For a mixture of experts this exceeds what the GPU
     computes. See `tflops_6n_active`."""
@@ -143,25 +145,25 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The model's FLOPs as a share of the rate of a large matrix product that the calibration
     measured. None if the machine was not calibrated."""
     lower_bound_seconds: float
-    """Seconds that no order of the plan's ops can beat."""
+    """Lower bound of the step time in seconds, for any order of the plan's ops."""
     lower_bound_lane: str
     """Lane that sets the lower bound."""
     exposed_seconds: dict[str, float] = {}
-    """Lane -> time in which it ran and compute did not. Lanes that ran at the same time share it.
-    `waiting` is the time in which no lane ran. See `exposed.py`."""
+    """Lane -> seconds in which the lane ran and compute did not. If several lanes ran, the time is
+    divided among them. `waiting` is the time in which no lane ran. See `exposed.py`."""
     step_shares: dict[str, float] = {}
-    """What the GPU does in a step -> share of the step. `compute` is the time in which layers are
-    computed. In the rest compute waits: for the optimizer on the host (`host_optimizer`) or on the
-    device (`device_optimizer`), for `copies`, for `other_gpus`, or for `nothing_else`, which is
-    dispatch and the host's time between steps. They add up to 1. Empty if the plan was not
-    simulated."""
+    """How the GPU spends a step, as name -> share of the step. `compute` is the time in which
+    layers are computed. The other names say what compute waits for: the optimizer on the host
+    (`host_optimizer`) or on the device (`device_optimizer`), `copies`, `other_gpus`, or
+    `nothing_else`, which is dispatch and the host's time between steps. The shares add up to 1.
+    Empty if the plan was not simulated."""
     slowed_seconds: float = 0.0
-    """Additional time of compute ops because other lanes run at the same time."""
+    """Seconds by which compute ops take longer because other lanes run at the same time."""
     streams: bool = True
     """Whether anything is copied between host and device. If not, the model and all of its state
     stay on the device."""
     lane_seconds: dict[str, float]
-    """Lane -> sum of the durations of its ops."""
+    """Lane -> sum of the durations of its ops, in seconds."""
     device_peak_bytes: int
     """Peak of device memory."""
     device_limit_bytes: int
@@ -206,8 +208,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     advice: tuple[Suggestion, ...] = ()
     """Changes that would help, the best first."""
     training: TrainingEstimate | None = None
-    """Time and energy of training. None if no number of tokens was given, or the plan does not
-    fit."""
+    """Time and energy of training. None if the number of tokens was not given, or if the plan does
+    not fit."""
     multi_gpu: MultiGpu | None = None
     """Estimate for several GPUs. None for one GPU."""
 
@@ -224,7 +226,7 @@ def _knobs(plan: Plan) -> dict[str, object]:
 def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
     """Returns the verdict on a choice without simulating or searching again.
 
-    If `tokens` is given, the verdict includes time and energy of training on so many tokens.
+    If `tokens` is given, the verdict includes the time and energy of training on that many tokens.
     """
     plan, account, limits = choice.plan, choice.account, choice.bounds
     work, seconds = plan.workload, choice.step_seconds
@@ -306,7 +308,7 @@ def _title(hardware: HardwareSpec) -> str:
 
 
 _NAMED = 4
-"""The most weights that a note names."""
+"""The most tensors whose names a note lists."""
 _WAITS = {
     "cpu": "host_optimizer",
     "update": "device_optimizer",
@@ -315,7 +317,7 @@ _WAITS = {
     "exchange": "other_gpus",
     WAITING: "nothing_else",
 }
-"""What compute waits for, by the lane that is busy meanwhile."""
+"""What compute waits for, by the lane that is busy in that time."""
 
 
 def _shares(exposed: dict[str, float], makespan_ns: int, step_seconds: float) -> dict[str, float]:
@@ -335,15 +337,15 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
     seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
-    # The relative range of two groups of micro-batches is used for any number of them.
+    # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload, few.gpus)
     if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
         return None, None
     schedule = policy_library.lower(few)
     least, usual, most = (
-        uncontended_makespan_ns(schedule, InShortGroups(each, group))
-        for each in (
+        uncontended_makespan_ns(schedule, InShortGroups(within, group))
+        for within in (
             WithinSpread(costs, hardware.uncertainty, longer=False),
             costs,
             WithinSpread(costs, hardware.uncertainty, longer=True),
@@ -353,11 +355,12 @@ def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float 
 
 
 def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
-    """Returns what in compiled layers takes an amount of memory that is not known, in words.
+    """Returns the name of the tensors in compiled layers whose memory is not known, or "".
 
-    The bytes of compiled layers that use fused kernels were counted and measured. Those that
-    compute scores in PyTorch are compiled to programs of their own. Empty if the machine was
-    calibrated with them, and for a plan that does not fit or that the runtime cannot execute.
+    The memory of compiled layers with fused attention kernels is known from measurements. If a
+    layer computes attention scores in PyTorch, torch.compile generates other kernels, whose memory
+    is known only if the machine was calibrated with this model. Returns "" if it was, or if the
+    plan does not fit or cannot be executed.
     """
     plan = choice.plan
     model, work = plan.model, plan.workload
@@ -385,12 +388,12 @@ def _documents(model: ModelSpec, work: Workload) -> str:
 
 def _eager(model: ModelSpec, work: Workload) -> str:
     """Returns the text of `Verdict.eager`."""
-    found = [layer.attention for layer in model.decoders if not layer.compilable]
-    if not (found and work.compiled):
+    eager = [layer.attention for layer in model.decoders if not layer.compilable]
+    if not (eager and work.compiled):
         return ""
-    names = " and ".join(EAGER_MIXERS[kind] for kind in dict.fromkeys(found))
+    names = " and ".join(EAGER_MIXERS[kind] for kind in dict.fromkeys(eager))
     return (
-        f"{len(found)} of {model.layers} layers are not compiled, since layers with {names} always"
+        f"{len(eager)} of {model.layers} layers are not compiled, since layers with {names} always"
         " run eagerly"
     )
 
@@ -404,21 +407,21 @@ def _fp8(model: ModelSpec, work: Workload) -> str:
             f"none of the matrix products is in fp8, because the {work.tokens:,} tokens of a"
             f" micro-batch are not a multiple of {FP8_MULTIPLE}"
         )
-    left = dict.fromkeys(
+    not_fp8 = dict.fromkeys(
         tensor.name
         for layer in {layer.signature: layer for layer in model.decoders}.values()
         for tensor in layer.tensors
         if len(tensor.shape) > 1 and tensor.name not in model.fp8_products(layer.name, work)
     )
     share = f"{100 * model.fp8_share(work):.3g}"
-    names = ", ".join(list(left)[:_NAMED]) + (" and others" if len(left) > _NAMED else "")
+    names = ", ".join(list(not_fp8)[:_NAMED]) + (" and others" if len(not_fp8) > _NAMED else "")
     return f"{share} % of the layers' matrix products, by FLOPs, are in fp8 ({work.fp8})" + (
-        f"; in {work.dtype} stay {names}" if left else ""
+        f"; these stay in {work.dtype}: {names}" if not_fp8 else ""
     )
 
 
 def _lacking(verdict: Verdict) -> str:
-    """Returns, in words, how much memory the nearest plan lacks."""
+    """Returns, in words, how much memory is missing for the plan that comes nearest to fitting."""
     excess = {
         "device": verdict.device_peak_bytes - verdict.device_limit_bytes,
         "host": verdict.host_peak_bytes - verdict.host_limit_bytes,
@@ -431,7 +434,7 @@ def _lacking(verdict: Verdict) -> str:
 def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> TrainingEstimate | None:
     """Returns the time and energy of training on `tokens` tokens, or None if the plan does not fit.
 
-    If the verdict is also on several GPUs, it is for all of them.
+    If the verdict has an estimate for several GPUs, all of them train on these tokens together.
     """
     if not (verdict.feasible and (verdict.multi_gpu is None or verdict.multi_gpu.feasible)):
         return None
@@ -467,20 +470,20 @@ def explain(
     marginal: bool = True,
     chunk_chosen: bool = False,
 ) -> Verdict:
-    """Returns the full verdict on a choice, including what has to be simulated or tried.
+    """Returns the full verdict on a choice: all that `described` and `explored` report.
 
     Args:
         choice: The plan to explain.
         hardware: The machine of the plan.
-        names: Policies that advice may choose. The default is all that may be the fastest.
-        gpus: Number of GPUs in one host. For more than one, the verdict says what they reach.
+        names: Policies that advice may choose. The default is every policy that may be the fastest.
+        gpus: Number of GPUs in one host. If there are several, the verdict predicts their speed.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
-        marginal: Whether to predict what one more GiB gains, for `one_more_gib`.
+        marginal: Whether to predict the gain of one more GiB, for `one_more_gib`.
         chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
-            batch are then those with any chunk that it may choose.
+            batch are then computed for any chunk that the planner may choose.
 
-    Raises UserError if a host cannot have so many GPUs.
+    Raises UserError if a host cannot have that many GPUs.
     """
     verdict = described(choice, hardware, gpus=gpus, tokens=tokens, chunk_chosen=chunk_chosen)
     return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
@@ -494,9 +497,10 @@ def described(
     tokens: int | None = None,
     chunk_chosen: bool = False,
 ) -> Verdict:
-    """Returns the verdict of `explain` without what `explored` adds, which takes most of the time.
+    """Returns the verdict on a choice with its simulated times, but without the results of other
+    plans, which `explored` adds.
 
-    The arguments are those of `explain`. Raises UserError as it does.
+    The arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware)
     costs = cost_model(hardware, plan.model, plan.workload)
@@ -533,11 +537,11 @@ def explored(
     advise: bool = True,
     marginal: bool = True,
 ) -> Verdict:
-    """Returns the verdict of `described` on a choice with what other plans would give: the longest
-    context, the largest batch, with `marginal` one more GiB, and with `advise` changes that would
-    help.
+    """Adds to a verdict of `described` the results of other plans than the chosen one.
 
-    The other arguments are those of `explain`.
+    They are the longest context, the largest batch, the gain of one more GiB (if `marginal`), and
+    changes that would help (if `advise`). `verdict` is the result of `described` for `choice`. The
+    other arguments are those of `explain`.
     """
     plan = choice.plan
     costs = cost_model(hardware, plan.model, plan.workload)
@@ -556,7 +560,7 @@ def explored(
     )
     if not (advise and footprints):
         return verdict
-    # If the chosen policy places state, the other policies were slower or did not fit.
+    # If the chosen policy places state, the search has found it faster than the other policies.
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
     def search_again(
@@ -579,11 +583,13 @@ def explored(
 def _footprints(
     choice: Choice, hardware: HardwareSpec, costs: CostModel, names: list[str]
 ) -> list[MemoryFootprint]:
-    """Returns the plans of the policies `names` that need the least memory, and `choice`."""
+    """Returns the footprints of the plans of the policies `names` that need the least memory, and
+    of `choice` if it fits.
+    """
     footprints = usable(choice.plan, hardware, costs, names)
     if choice.feasible and footprints:
-        # The chosen plan may need less memory than these, because state on the device needs no
-        # slots.
+        # The chosen plan may need less memory than the others, because state on the device needs
+        # no slots.
         footprints.append(MemoryFootprint(choice.plan, costs))
     return footprints
 
@@ -608,19 +614,19 @@ def judge(
         workload: The workload of a step.
         device_limit: Device memory in bytes. The default is the machine's.
         host_limit: Host memory in bytes. The default is the machine's.
-        policies: Policies to search. The default is that of `search`.
-        gpus: Number of GPUs in one host. For more than one, the verdict says what they reach.
+        policies: Policies to search, as in `search`.
+        gpus: Number of GPUs in one host. If there are several, the verdict predicts their speed.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
 
-    Raises UserError as `search` does, and if a host cannot have so many GPUs.
+    Raises UserError as `search` does, and if a host cannot have that many GPUs.
     """
-    found = candidates(
+    best = candidates(
         model,
         hardware,
         workload,
         device_limit=device_limit,
         host_limit=host_limit,
         policies=policies,
-    )
-    return explain(found[0], hardware, policies, gpus=gpus, tokens=tokens, advise=advise)
+    )[0]
+    return explain(best, hardware, policies, gpus=gpus, tokens=tokens, advise=advise)

@@ -158,12 +158,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def with_pictures() -> None:
-    """Makes a run draw its loss, for tests that look at the picture."""
+    """Switches on the picture of the loss, for tests that look at it."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws no picture of the loss after a run, which takes longer than a run of a few steps."""
+    """Switches off the picture of the loss, which takes longer than a run of a few steps."""
     from megatrain.experiments.run_report import pictures
 
     if "with_pictures" not in request.fixturenames:
@@ -172,7 +172,7 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches and explains each plan once, for tests that ask for it as text and as JSON."""
+    """Caches searches and reasons, for tests that print a verdict both as text and as JSON."""
     from megatrain.simulator.planner import search
     from megatrain.simulator.verdict import verdict
 
@@ -181,7 +181,7 @@ def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`, called once for the same arguments."""
+    """Returns `function` with a cache: it is called once for the same arguments."""
     known: dict[str, Any] = {}
 
     def remembered(*args: Any, **given: Any) -> Any:
@@ -195,7 +195,7 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens calibration for tests that do not look at its numbers."""
+    """Shortens calibration, for tests that do not check its numbers."""
     from megatrain.runtime.calibration import calibrate, contention
     from megatrain.runtime.calibration import microbenchmarks as rates
 

@@ -1,4 +1,4 @@
-"""Tests of the benchmark: the systems it times, its result file, its table and its error messages.
+"""Tests of the benchmark: the timed systems, the result file, the table and the error messages.
 
 The systems `ours` and `ceiling` run by the real command on the CPU. A system that cannot run still
 has a line in the table.
@@ -37,7 +37,7 @@ WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--
 def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """Returns the standard output of the command and the content of its result file.
 
-    The device is too small for the training state, so layers are streamed.
+    Device memory is too small for the training state, so layers are streamed.
     """
     out = tmp_path_factory.mktemp("timed") / "result.json"
     words = [
@@ -66,7 +66,7 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return shown.getvalue(), json.loads(out.read_text())
 
 
-def test_the_file_has_all(timed: tuple[str, dict[str, Any]]) -> None:
+def test_the_file_has_all_results(timed: tuple[str, dict[str, Any]]) -> None:
     shown, result = timed
     assert result["plan"]["policy"] in shown
     assert result["machine"]["cores"] >= 1
@@ -104,7 +104,7 @@ def test_the_ceiling_has_compute_ops_alone(timed: tuple[str, dict[str, Any]]) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is there")
-def test_a_missing_package_is_a_line(timed: tuple[str, dict[str, Any]]) -> None:
+def test_a_missing_package_is_a_line_of_the_table(timed: tuple[str, dict[str, Any]]) -> None:
     shown, result = timed
     assert result["systems"][2]["failure"] == "not installed: deepspeed"
     assert [line.split(None, 1)[1] for line in shown.splitlines() if line.startswith("zero3")] == [
@@ -151,7 +151,7 @@ def test_restricted_keeps_what_ops_wait_for_among_themselves(
         )
 
 
-def test_ours_is_the_executors_step(make_plan: Callable[..., Plan]) -> None:
+def test_ours_times_the_steps_of_the_executor(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("double_buffer", dtype="fp32")
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     first, second = (own.measure("ours", plan, 2, torch.device("cpu")) for _ in range(2))
@@ -173,26 +173,29 @@ def test_fsdp2_on_the_cpu(make_plan: Callable[..., Plan], tmp_path: Path) -> Non
         assert step["gradient_norm"] > 0
 
 
-def test_what_deepspeed_is_told(make_plan: Callable[..., Plan]) -> None:
-    told = zero3.settings(make_plan(batch=3, accumulation=4).workload)
+def test_the_settings_of_deepspeed(make_plan: Callable[..., Plan]) -> None:
+    settings = zero3.settings(make_plan(batch=3, accumulation=4).workload)
     assert (
-        told["train_micro_batch_size_per_gpu"],
-        told["gradient_accumulation_steps"],
-        told["gradient_clipping"],
+        settings["train_micro_batch_size_per_gpu"],
+        settings["gradient_accumulation_steps"],
+        settings["gradient_clipping"],
     ) == (3, 4, 1.0)
     assert {
-        told["zero_optimization"][f"offload_{what}"]["device"] for what in ("param", "optimizer")
+        settings["zero_optimization"][f"offload_{what}"]["device"]
+        for what in ("param", "optimizer")
     } == {"cpu"}
     assert zero3.settings(make_plan(clipping="none").workload)["gradient_clipping"] == 0
 
 
-def test_a_process_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_dies_is_a_line_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/false")
     found = benchmark.time_system("ours", tmp_path / "plan.toml", 3, "cpu")
     assert found["failure"] == "its process ended with status 1 and without a result"
 
 
-def test_what_a_child_cannot_do_is_its_failure(
+def test_an_error_in_a_child_process_is_returned_as_its_failure(
     tmp_path: Path, make_plan: Callable[..., Plan]
 ) -> None:
     path = tmp_path / "plan.toml"
@@ -229,7 +232,7 @@ def test_what_a_child_cannot_do_is_its_failure(
         (["tiny", "--nonsense"], "found --nonsense"),
         (
             ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
-            "optimizer: found lion.py, with fsdp2; allowed: adamw, which is what other systems run",
+            "optimizer: found lion.py, with fsdp2; allowed: adamw, which other systems use",
         ),
         (
             ["tiny", "--token-piece", "5", "--systems", "ours,fsdp2"],
@@ -237,7 +240,7 @@ def test_what_a_child_cannot_do_is_its_failure(
         ),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_give_one_line_errors(
     words: list[str], complaint: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "lion.py").write_text(TEXTS[1])

@@ -1,7 +1,7 @@
 """Tests of the digest of source code.
 
-It changes with everything that may change a result. It does not change with comments, docstrings or
-the file that a function is in.
+The digest changes with all code that may change a result. It does not depend on comments,
+docstrings or the file of a function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def digest(folder: Path, **files: str) -> str:
     return code_digest(folder.glob("*.py"))
 
 
-def test_what_only_readers_see_does_not_count(tmp_path: Path) -> None:
+def test_comments_and_docstrings_do_not_change_the_digest(tmp_path: Path) -> None:
     before = digest(tmp_path, a=CODE)
     assert (
         digest(
@@ -53,13 +53,15 @@ def test_what_only_readers_see_does_not_count(tmp_path: Path) -> None:
         ("(r)", "(r, *, r2=1)"),
     ],
 )
-def test_what_may_change_a_result_does(tmp_path: Path, was: str, now: str) -> None:
+def test_code_that_may_change_a_result_changes_the_digest(
+    tmp_path: Path, was: str, now: str
+) -> None:
     assert digest(tmp_path, a=CODE.replace(was, now)) != digest(tmp_path, a=CODE)
 
 
-def test_an_empty_body_does_not_hide_its_head(tmp_path: Path) -> None:
+def test_the_head_of_a_function_with_an_empty_body_counts(tmp_path: Path) -> None:
     assert digest(tmp_path, a="def f(x): ...\n") != digest(tmp_path, a="def f(y): ...\n")
 
 
-def test_a_text_that_looks_like_a_comment_counts(tmp_path: Path) -> None:
+def test_a_string_that_looks_like_a_comment_counts(tmp_path: Path) -> None:
     assert digest(tmp_path, a='TEXT = "a # b"\n') != digest(tmp_path, a='TEXT = "a # c"\n')

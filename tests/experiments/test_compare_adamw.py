@@ -115,7 +115,7 @@ def test_a_mistake_in_the_update_is_found(
     right = optimizer.Scalars.of
     monkeypatch.setattr(
         compare_adamw, "SETTINGS", msgspec.structs.replace(compare_adamw.SETTINGS, weight_decay=2.0)
-    )  # twelve steps with a decay of 0.1 are below the noise
+    )  # A decay of 0.1 would be below the noise after twelve steps.
     monkeypatch.setattr(optimizer.Scalars, "of", lambda *given: right(*given)._replace(**mistake))
     status, result = compare()
     assert status == 1
@@ -136,7 +136,7 @@ def test_losses_that_differ_are_found() -> None:
 
 
 @pytest.mark.usefixtures("compare")
-def test_a_mistake_of_the_user_is_one_line(
+def test_a_mistake_of_the_user_gives_a_one_line_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert compare_adamw.main(["--model", "no-such-model", "--device", "cpu"]) == 2

@@ -66,14 +66,15 @@ def test_the_demo(
     assert plan.device_limit_bytes < 4 * plan.model.parameters, "the weights alone must not fit"
 
 
-def test_its_commands_in_the_folder_of_an_earlier_one(
+def test_the_commands_of_a_demo_in_the_folder_of_an_earlier_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     make_model: Any,
 ) -> None:
-    """The demo's commands are valid, in their order, and name the files that the earlier ones
-    wrote. Each is parsed and not run.
+    """The demo's commands are valid in their order, and name files that earlier commands wrote.
+
+    Each command is parsed and not run.
     """
     out = tmp_path / "demo"
     given: list[Any] = []
@@ -103,7 +104,7 @@ def test_its_commands_in_the_folder_of_an_earlier_one(
 
 
 @pytest.mark.parametrize("content", ["a folder", "a file"])
-def test_what_no_demo_has_written_stays(
+def test_files_that_no_demo_has_written_stay(
     content: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -43,7 +43,7 @@ def test_the_page_on_the_command_line_counts_them() -> None:
     assert f"cannot be kept apart in {', '.join(others)} and {last}." in page
 
 
-def test_what_is_refused_is_known_to_transformers_and_to_nobody_else() -> None:
+def test_refused_families_are_in_transformers_and_not_described_here() -> None:
     assert set(REFUSED) <= CAUSAL
     assert not REFUSED.keys() & FAMILIES.keys()
     assert FAMILIES.keys() <= CAUSAL
@@ -75,7 +75,7 @@ def test_every_family_that_is_neither_described_nor_refused_is_listed_as_such() 
         ("nonsense", "check model_type in config.json"),
     ],
 )
-def test_a_misspelt_family_reads_otherwise(name: str, fix: str) -> None:
+def test_a_misspelt_family_has_another_error(name: str, fix: str) -> None:
     with pytest.raises(
         UserError,
         match=rf"model_type: found '{name}', an unknown model_type; allowed: .*; fix: {fix}",
@@ -84,7 +84,7 @@ def test_a_misspelt_family_reads_otherwise(name: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, ["llama"]])
-def test_no_model_type_is_one_line(value: object) -> None:
+def test_no_model_type_gives_a_one_line_error(value: object) -> None:
     with pytest.raises(
         UserError,
         match=r"model_type: found .*; fix: give a model folder whose config\.json has a model_type",

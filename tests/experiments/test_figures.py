@@ -46,7 +46,7 @@ Command = Callable[..., tuple[int, str, str]]
 def test_an_installed_package_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """Where there is no repository, `--rerun` stores its results in a copy of the package's."""
+    """Without a repository, `--rerun` stores its results in a copy of the package's results."""
     package = tmp_path / "site-packages" / "megatrain"
     results = package / "experiments" / "results"
     shutil.copytree(stored.RESULTS / "figures", results / "figures")
@@ -59,7 +59,7 @@ def test_an_installed_package_is_not_written(
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
     copied = tmp_path / "drawn" / "results" / "figures" / "figure7.json"
     assert json.loads(copied.read_text())["data"] == json.loads(old)["data"]
-    assert copied.read_text() != old, "it has the date and the inputs of today"
+    assert copied.read_text() != old, "the result must have today's date and inputs"
 
 
 def test_machines_in_the_user_s_folder_change_no_figure(
@@ -113,7 +113,7 @@ def test_the_papers_schedule_takes_the_largest_interval_that_fits() -> None:
     assert not none.fits
 
 
-def test_ours_fits_or_says_that_it_does_not() -> None:
+def test_ours_fits_or_reports_that_it_does_not() -> None:
     model, roomy = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     found = ours(model, roomy, Workload(batch=8, sequence=1024))
     assert found.fits
@@ -143,7 +143,7 @@ def test_a_published_row_is_predicted_by_the_validation_and_by_nothing_else() ->
     )
 
 
-def test_the_papers_state_is_known_for_a_while_and_has_no_low_half() -> None:
+def test_the_paper_s_state_format_is_temporary_and_has_no_low_half() -> None:
     model, machine = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     exact = paper_schedule(model, machine, 4, 1024)
     with answers.stated_format() as state:
@@ -181,7 +181,7 @@ def test_a_perturbation_changes_one_input() -> None:
 
 
 def test_every_conclusion_holds_as_predicted() -> None:
-    """The stored conclusions are those of the code, and each holds with unchanged inputs."""
+    """The stored conclusions are those of the code, and hold with unchanged inputs."""
     stored_one = json.loads((stored.RESULTS / "figures" / "robustness.json").read_text())["data"]
     names = [conclusion.name for conclusion in robustness.CONCLUSIONS]
     assert [found["name"] for found in stored_one["conclusions"]] == names
@@ -215,7 +215,7 @@ def test_every_stored_result_has_a_figure_and_says_how_it_was_made() -> None:
         assert len(found["inputs"]) == 16
 
 
-def test_every_measured_case_is_one_that_can_be_measured_and_names_no_path_of_its_machine() -> None:
+def test_every_measured_case_is_a_known_case_without_paths_of_its_machine() -> None:
     paths = sorted((stored.RESULTS / "figures" / "measured").glob("*.json"))
     assert set(measure.ABLATIONS) <= {path.stem for path in paths} <= set(measure.CASES)
     for path in paths:
@@ -225,7 +225,7 @@ def test_every_measured_case_is_one_that_can_be_measured_and_names_no_path_of_it
         assert not [word for word in path.read_text().split('"') if word.startswith("/")]
 
 
-def test_a_regime_says_what_the_host_updates() -> None:
+def test_a_regime_states_what_the_host_updates() -> None:
     model = ModelSpec.load("qwen2.5-7b")
     plan = Plan(
         policy="overlapped",
@@ -278,7 +278,7 @@ def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command
     )
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
+def test_a_mistake_gives_a_one_line_error(tmp_path: Path, command: Command) -> None:
     for words, found in (
         (("fig99",), "fig99"),
         (("fig5", "--results", tmp_path / "none"), "figure5.json"),
@@ -290,7 +290,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("case", measure.CASES)
-def test_what_is_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> None:
+def test_every_case_to_be_measured_can_be_planned(case: str, tmp_path: Path) -> None:
     """Every case fits the calibrated H200 with 118 GiB of host memory.
 
     Cases whose workload was not calibrated as a whole leave some device memory free.
@@ -331,7 +331,7 @@ def test_eager_layers_cost_what_was_measured_alone() -> None:
     assert 0.8 < table4.compiled_share() < 0.9
 
 
-def test_without_one_thing_ours_is_slower() -> None:
+def test_every_ablation_of_ours_is_slower() -> None:
     found = {case: ablations.ablated(case) for case in ablations.CASES}
     assert all(choice.feasible for choice in found.values())
     assert min(found, key=lambda case: found[case].step_seconds) == "full"

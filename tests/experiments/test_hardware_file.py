@@ -27,7 +27,7 @@ def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None
     assert HardwareSpec.load(str(tmp_path / "again.toml")) == hardware
 
 
-def test_what_the_process_takes_is_kept_and_none_in_files_without_it(
+def test_the_memory_of_the_process_is_stored_and_zero_in_files_without_it(
     tmp_path: Path, command: Any
 ) -> None:
     """`check` and `plan` add the memory of the process to the host memory of a plan."""
@@ -59,10 +59,10 @@ def test_what_the_process_takes_is_kept_and_none_in_files_without_it(
     )
 
 
-def test_every_section_says_what_it_is(tmp_path: Path) -> None:
+def test_every_section_has_a_comment(tmp_path: Path) -> None:
     hardware = HardwareSpec.load(str(RESULTS / "h200-qwen2.5-7b-batches" / "hardware.toml"))
-    write_hardware(tmp_path / "told.toml", hardware, "megatrain calibrate")
-    lines = (tmp_path / "told.toml").read_text().splitlines()
+    write_hardware(tmp_path / "machine.toml", hardware, "megatrain calibrate")
+    lines = (tmp_path / "machine.toml").read_text().splitlines()
     assert "`megatrain calibrate`" in lines[0]
     above = {line: lines[number - 1] for number, line in enumerate(lines) if number}
     parts = [
@@ -84,7 +84,7 @@ def test_every_section_says_what_it_is(tmp_path: Path) -> None:
     ), "the spread is the last section"
 
 
-def test_only_what_exists_has_a_comment() -> None:
+def test_every_comment_belongs_to_an_existing_field() -> None:
     known = {
         *HardwareSpec.__struct_fields__,
         *(f"costs.{field}" for field in CostTable.__struct_fields__),

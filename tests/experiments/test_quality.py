@@ -1,5 +1,7 @@
-"""Tests of the comparison of state formats by loss: the command on a tiny model, its continuation,
-the names of variants, the text, and the statistics on made-up numbers.
+"""Tests of the comparison of state formats by their loss.
+
+They cover the command on a tiny model, its continuation, the names of variants, the text, and the
+statistics on made-up numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Process:
-    """Stands in for a process: does the run at once, in this process."""
+    """A fake process that executes its run at once in this process."""
 
     started: list[str]
     fails: str
@@ -89,7 +91,7 @@ class _Process:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> type[_Process]:
-    """Replaces the processes of runs by this one."""
+    """Replaces the processes of runs by `_Process`."""
     _Process.started, _Process.fails, _Process.interrupted_at = [], "", -1
     monkeypatch.setattr(running, "Popen", _Process)
     monkeypatch.setattr(running, "_POLL_SECONDS", 0.0)
@@ -147,12 +149,11 @@ def test_whole_command_is_interrupted_continued_and_shown(
     assert "another steps" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_interrupted_process_continues_to_the_same_losses(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a signal, a run goes on from its checkpoint, with the losses of one that never
-    stopped.
-    """
+    """After a signal, a run continues from its checkpoint with the losses of an undisturbed run."""
     settings = msgspec.structs.replace(SETTINGS, steps=60)
     spec = RunSpec(
         part="training", variant="bf16-sr", seed=3, device="cpu", parallel=1, settings=settings
@@ -190,7 +191,7 @@ def test_interrupted_process_continues_to_the_same_losses(
 
 
 def _noting(firsts: list[int], loop: Any) -> Any:
-    """Returns `loop` of a Trainer, which first notes the number of the first step."""
+    """Returns the Trainer method `loop`, which first records the number of the first step."""
 
     def noted(trainer: Any, *words: Any) -> Any:
         firsts.append(trainer.first_step)
@@ -211,7 +212,7 @@ def test_two_commands_in_one_folder_are_refused(tmp_path: Path) -> None:
 def test_command_on_a_gpu(
     tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real processes, two at a time on one GPU, with compiled layers."""
+    """Real processes run with compiled layers, two at a time on one GPU."""
     out = tmp_path / "out"
     words = [*WORDS, "--hidden", "128", "--seq", "64", "--seeds", "0", "--compile", "--fine-tune"]
     words += ["--out", str(out), "--text", str(sources), "--device", "auto"]
@@ -235,7 +236,7 @@ def test_a_variant_names_fields_of_the_workload() -> None:
     assert variant.variants("exact, exact,bf16-sr+none") == ["exact", "bf16-sr+none"]
 
 
-def test_the_name_of_an_optional_field_means_its_first_value(
+def test_the_name_of_an_optional_field_selects_its_first_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Later:
@@ -275,7 +276,7 @@ def test_an_unknown_variant_is_refused_by_name(words: str, found: str) -> None:
 def test_a_variant_that_the_workload_refuses_ends_the_command(
     tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused before any text is read."""
+    """The variant is refused before any text is read."""
     words = ["--out", str(tmp_path / "out"), "--text", str(sources), *WORDS]
     assert quality.main([*words, "--variants", "bf16-sr+fp32"]) == 2
     assert "bf16-sr with dtype fp32" in capsys.readouterr().err
@@ -352,7 +353,7 @@ def test_statistics_of_made_up_rows() -> None:
     assert exact.difference is None
     assert sr.difference is not None
     assert sr.difference.mean == pytest.approx(0.04)
-    # differences of 0.03, 0.04 and 0.05: deviation 0.01, over the root of 3
+    # Differences of 0.03, 0.04 and 0.05 have a deviation of 0.01, divided by the root of 3.
     assert sr.difference.error == pytest.approx(0.01 / 3**0.5)
     assert [step for step, _ in sr.differences] == [3, 6]
     assert sr.differences[0][1].mean == pytest.approx(0.1)
@@ -375,8 +376,8 @@ def test_seeds_without_exact_are_not_compared() -> None:
     assert (found.mean, found.count) == (pytest.approx(0.5), 1)
 
 
-def test_movement_beside_exact(tmp_path: Path) -> None:
-    """Half as far in the same direction is a progress of one half and a cosine of 1."""
+def test_movement_relative_to_exact(tmp_path: Path) -> None:
+    """Half of the movement in the same direction gives a progress of 0.5 and a cosine of 1."""
     moved = Movement(distance=1.0, relative=0.01, changed=0.5)
     rows = [
         _row(name, 0, 3.0, 2.9, part="fine-tune", movement=moved) for name in ("exact", "bf16-sr")

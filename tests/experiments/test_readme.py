@@ -1,6 +1,6 @@
 """Tests of the examples in README.md and docs/: they show what the commands print today.
 
-Predictions change with the hardware files and the planner, and the pages must be updated with them.
+Predictions change with the hardware files and the planner, and the pages must then be updated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md",
 
 
 def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """The README shows the command's whole output. The page on the command line has the command."""
+    """The README has the command's whole output, and the page on the command line the command."""
     (command,) = [
         line for page, line in COMMANDS if page == README and line.startswith("$ megatrain check")
     ]
@@ -32,7 +32,7 @@ def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> 
 
 
 _QUICK = ("14B on an H200 with 128 GB of host memory?",)
-"""the question that is answered fastest; nightly tests ask the others"""
+"""the question with the fastest answer; nightly tests ask the others"""
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
 
 
 def test_every_example_of_python_is_executed() -> None:
-    """The pages with Python examples are known, because each needs a test.
+    """This test lists the pages with Python examples, because each example needs a test.
 
-    The tests are above, in test_contributing.py and in simulator/test_outside_plugins.py.
+    Those tests are above, in test_contributing.py and in simulator/test_outside_plugins.py.
     """
     pages = [
         name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"
@@ -112,10 +112,10 @@ def test_every_verb_is_shown() -> None:
     assert {words(line)[0] for page, line in COMMANDS if page == CLI} == set(cli.VERBS)
 
 
-def test_the_commands_on_training_do_what_is_said(
+def test_the_commands_of_the_training_page_work(
     workplace: Path, command: Any, make_tokenizer: Any
 ) -> None:
-    """The commands run with a fiftieth of the steps."""
+    """The commands run with 2 % of their steps."""
     (block,) = [block for block in blocks(TRAINING) if "--resume" in block.text]
     (workplace / "chat.jsonl").write_text(
         "".join(json.dumps({"text": f"row {number} of the data"}) + "\n" for number in range(200))
@@ -137,7 +137,7 @@ def test_the_commands_on_training_do_what_is_said(
 @pytest.mark.parametrize(
     ("page", "beginning"), [(README, "megatrain train MODEL"), (TRAINING, "megatrain calibrate")]
 )
-def test_the_ways_from_a_model_to_a_trained_model(
+def test_the_commands_from_a_model_to_a_trained_model_work(
     page: str,
     beginning: str,
     workplace: Path,

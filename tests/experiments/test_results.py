@@ -1,7 +1,7 @@
 """Tests of the committed results against today's simulator.
 
-The simulator still lowers their plans to the schedules that ran. It predicts them no worse than the
-stored predictions did.
+The simulator must lower their plans to the schedules that ran, and predict them no worse than the
+stored predictions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json
 PROOFS = sorted(
     path.parent
     for path in RESULTS.glob("*/rows.jsonl")
-    if (path.parent / "hardware.toml").exists()  # else nothing was calibrated
+    if (path.parent / "hardware.toml").exists()  # otherwise nothing was calibrated
 )
 EAGER = RESULTS / "figures" / "measured" / "table4-no-compile.json"
-"""a benchmark whose prediction used layers that were timed alone, not the hardware file"""
+"""a benchmark that was predicted from separately timed layers, not from the hardware file"""
 FILES = [
     path
     for found in ("h200-*/*.json", "figures/measured/*.json")
@@ -46,16 +46,17 @@ BENCHMARKS = sorted(
 )
 
 
-def test_there_are_runs() -> None:
+def test_there_are_stored_runs() -> None:
     assert RUNS
     assert BENCHMARKS
     assert PROOFS
 
 
 OTHER_SESSION = {"f8": 0.03, "l65": 0.01}
-"""Benchmarks of `h200-six-plans` -> how much worse they may be predicted. All plans of that session
-took 6 to 8 % longer than the calibration of another session says. Compiled layers in fp8 are
-predicted at 0.7 % in `h200-qwen2.5-7b-fp8`, where it was 4.1 %."""
+"""Benchmark of `h200-six-plans` -> how much larger its error may be than the stored error.
+
+All plans of that session took 6 to 8 % longer than the calibration of another session predicts.
+Compiled fp8 layers in `h200-qwen2.5-7b-fp8` have an error of 0.7 %, which was 4.1 %."""
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -94,7 +95,7 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
 
 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)
-def test_a_stored_proof_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
+def test_a_stored_validation_is_predicted_no_worse_than_when_it_was_stored(folder: Path) -> None:
     assert moved_in(folder) == []
     summary = summarize_errors(read_rows(folder / "rows.jsonl"))
     assert convert(read_json(folder / "summary.json"), ErrorSummary, "summary.json") == summary

@@ -1,6 +1,6 @@
 """Tests of the validation against published numbers: its data, its errors and its report.
 
-Every row is predicted or says why not, and no row has assumptions of its own.
+Every row is predicted or has a reason why not, and no row has its own assumptions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def result(predicted: float | None, **changes: str) -> ValidationResult:
 # ---- the data
 
 
-def test_every_row_is_predicted_or_says_why_not(results: list[ValidationResult]) -> None:
+def test_every_row_is_predicted_or_has_a_reason(results: list[ValidationResult]) -> None:
     assert len(results) == len(load_rows())
     for found in results:
         assert (found.predicted is None) == (not found.row.policy)
@@ -150,7 +150,7 @@ def test_no_row_has_an_assumption_of_its_own() -> None:
         allowed = set(Setting.__struct_fields__)
         assert all(
             set(setting) <= allowed for setting in tomllib.load(file).values()
-        )  # no efficiency factor, and no rate but that of a link in the source
+        )  # no efficiency factor, and no rates except that of a link in the source
 
 
 def test_out_of_memory_is_predicted_or_reported(results: list[ValidationResult]) -> None:
@@ -183,7 +183,9 @@ def test_a_wrong_line_is_refused_by_name(change: dict[str, str], found: str) -> 
 # ---- the errors of the predictions
 
 
-def test_what_was_measured_here_is_met(results: list[ValidationResult]) -> None:
+def test_our_measurements_are_predicted_within_their_limits(
+    results: list[ValidationResult],
+) -> None:
     """The measurements on the H200 are predicted within the error limits of each group.
 
     Only the time of the norms was fitted to them.
@@ -206,10 +208,12 @@ def test_what_was_measured_here_is_met(results: list[ValidationResult]) -> None:
         assert error <= most, group
 
 
-def test_host_memory_of_the_papers_runs_is_met(results: list[ValidationResult]) -> None:
+def test_the_host_memory_of_the_paper_s_runs_is_predicted_within_2_percent(
+    results: list[ValidationResult],
+) -> None:
     """The host memory of the paper's runs is predicted within 2 %.
 
-    It is ten bytes per parameter, the slabs and two weight buffers, which is what stays resident
+    It is ten bytes per parameter, the staging buffers and two weight buffers. These stay resident
     when gradients are freed. The memory of the process itself is not counted.
     """
     depths = [
@@ -251,7 +255,7 @@ def test_errors_are_signed_and_relative_to_what_was_published() -> None:
     assert result(None, policy="", note="because").error is None
 
 
-def test_runs_or_not_is_right_or_wrong_and_has_no_error() -> None:
+def test_predictions_of_whether_a_run_fits_are_right_or_wrong() -> None:
     wrong = result(1.0, quantity="runs", value="0")
     assert wrong.missed
     assert wrong.error is None
@@ -261,7 +265,7 @@ def test_runs_or_not_is_right_or_wrong_and_has_no_error() -> None:
     }
 
 
-def test_the_summary_counts_what_is_sure_and_no_inputs() -> None:
+def test_the_summary_leaves_out_inputs_and_uncertain_rows() -> None:
     rows = [
         result(11.0),
         result(8.0),
@@ -290,7 +294,7 @@ def test_the_summary_counts_what_is_sure_and_no_inputs() -> None:
     assert mape([]) is None
 
 
-def test_twice_and_half_have_the_same_symmetric_error() -> None:
+def test_twice_and_half_of_a_value_have_the_same_symmetric_error() -> None:
     assert symmetric([result(20.0)]) == pytest.approx(1.0)
     assert symmetric([result(5.0)]) == pytest.approx(1.0)
     assert symmetric([]) is None
@@ -306,7 +310,7 @@ def test_a_bound_is_one_sided_and_in_no_mean() -> None:
     assert summary([above, below])["bounds"] == 2
 
 
-def test_an_experiment_counts_once() -> None:
+def test_each_experiment_counts_once() -> None:
     rows = [result(11.0), result(13.0, quantity="tokens_per_s", repeats="x: step_s")]
     assert mape(rows) == pytest.approx(0.1)
     assert summary(rows)["repeats"] == 1
@@ -329,7 +333,7 @@ def test_the_papers_rows_and_our_own_are_summed_up_apart() -> None:
 
 
 def test_every_row_that_repeats_another_names_it() -> None:
-    """The named row counts, and no row that chose an assumption does."""
+    """The named row counts. Rows that were used to choose an assumption do not count."""
     rows = load_rows()
     counted = {f"{row.item}: {row.quantity}" for row in rows if not row.repeats}
     assert {row.repeats for row in rows if row.repeats} <= counted
@@ -426,7 +430,7 @@ def test_a_path_that_cannot_be_written_is_the_users_mistake(
     assert "\n" not in capsys.readouterr().err.strip()
 
 
-def test_settings_know_their_keys() -> None:
+def test_settings_refuse_unknown_keys() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(
             {

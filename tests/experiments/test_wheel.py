@@ -1,6 +1,6 @@
-"""Tests of the wheel: installed into an empty environment, it has all that the command needs.
+"""Tests of the wheel: installed into an empty environment, it has all files that the command needs.
 
-The environment sees the packages that are installed here, but not this repository.
+The environment has access to the packages that are installed here, but not to this repository.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_BYTES = 1_500_000
 
 
 class Installed(NamedTuple):
-    """The wheel, and a function that runs a program of the environment that it is installed in."""
+    """The wheel, and a function that runs a program in the environment with the wheel."""
 
     wheel: Path
     run: Callable[..., str]
@@ -73,10 +73,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, lambda program, *words: run(bin_folder / program, *words))
 
 
-def test_the_wheel_has_what_is_needed_and_nothing_else(installed: Installed) -> None:
-    """It has all code, and those stored results that are read. Pictures, pages and traces are not.
+def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> None:
+    """The wheel has all code and the stored results that it reads, in about a megabyte.
 
-    It is about a megabyte.
+    It has no pictures, pages or traces.
     """
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     code = {
@@ -149,7 +149,7 @@ follow_imports_for_stubs = True
 def test_a_script_is_checked_against_the_installed_types(
     installed: Installed, tmp_path: Path
 ) -> None:
-    """mypy finds the types outside of the repository. It skips large packages, which saves time."""
+    """mypy finds the types outside of the repository. It skips large packages to save time."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(SETTINGS)
     words = ("-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", tmp_path / "cache")

@@ -1,12 +1,12 @@
 """A process that imports everything once and forks a `megatrain` command per JSON line.
 
-So the commands are real processes but start fast. A line is {"words": [...], "folder": ...,
+The commands are real processes but start fast. A line is {"words": [...], "folder": ...,
 "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...], "ignores": [SIGNAL, ...]}. The answer is the
-process id of the command. An empty line waits for that command. Its answer is the status as
-`subprocess` gives it.
+process id of the command. An empty line waits for that command, and its answer is the exit status
+as in `subprocess`.
 
-`at` names signals that the command sends to itself. Each is sent right before a call of FUNCTION,
-which is given as MODULE:NAME. CALL is the number of that call, counted from 1.
+`at` has signals that the command sends to itself, each right before a call of FUNCTION. FUNCTION is
+given as MODULE:NAME, and CALL is the number of the call, counted from 1.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def _say(word: object) -> None:
 
 
 def _warm_up() -> None:
-    """Does once what each command would do first, and leaves out the picture of the loss.
+    """Loads a model once, so commands need not, and switches off the picture of the loss.
 
-    Loading a model makes tables of PyTorch and transformers. No thread may start here, because a
-    process with threads cannot be forked safely.
+    Loading fills tables of PyTorch and transformers. No thread may start here, because a process
+    with threads cannot be forked safely.
     """
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64

@@ -36,14 +36,13 @@ WORK = (
 
 
 At = tuple[str, int, str]
-"""a function as MODULE:NAME, the number of its call, and the name of the signal that comes right
-before it"""
+"""(function as MODULE:NAME, number of its call, name of the signal that is sent right before it)"""
 
 
 class Ended(NamedTuple):
     """The status and the output of a command that has ended.
 
-    The status is negative if a signal ended the process itself.
+    The status is minus the signal's number if a signal ended the process.
     """
 
     status: int
@@ -51,7 +50,7 @@ class Ended(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """Returns the error message, and asserts that it is the only one and no traceback."""
+        """The error message. Asserts that there is only one and no traceback."""
         assert self.status in (1, 2), self
         (line,) = [line for line in self.text.splitlines() if line.startswith("megatrain: ")]
         assert "Traceback" not in self.text
@@ -59,7 +58,7 @@ class Ended(NamedTuple):
 
 
 class Running:
-    """A command that has been started and may still run."""
+    """A started command, which may still run."""
 
     def __init__(self, driver: Driver, pid: int, log: Path) -> None:
         self.pid, self._driver, self._log = pid, driver, log
@@ -110,7 +109,7 @@ class Driver:
     ) -> Running:
         """Starts `megatrain WORDS` in `folder`.
 
-        `at` and `and_at` name signals that it gets right before a call. `ignores` names
+        `at` and `and_at` are signals that the command gets right before a call. `ignores` names
         signals that it ignores from the start.
         """
         self._started += 1
@@ -149,7 +148,7 @@ def drivers(driver: Driver) -> Iterator[tuple[Driver, Driver]]:
 
 
 def _makers() -> ModuleType:
-    """Returns the module of fixtures in `tests/experiments`, which can make a tiny model."""
+    """Returns the module `tests/experiments/conftest.py`, which can make a tiny model."""
     spec = importlib.util.spec_from_file_location(
         "makers", Path(__file__).parent.parent / "experiments" / "conftest.py"
     )

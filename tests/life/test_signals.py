@@ -1,6 +1,6 @@
 """Tests of commands that a signal ends: they leave no half-written files.
 
-A command that is killed may leave some. The next command with the same target removes them.
+A killed command may leave such files. The next command with the same target removes them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_second_signal_does_not_stop_the_cleaning_up(
     assert leftovers(trained) == []
 
 
-def test_what_nohup_ignores_stays_ignored(driver: Any, trained: Path) -> None:
+def test_signals_that_nohup_ignores_stay_ignored(driver: Any, trained: Path) -> None:
     ended = driver.run(
         trained, "export", "run", "--out", "exported", at=(WRITE, 1, "SIGHUP"), ignores=["SIGHUP"]
     )

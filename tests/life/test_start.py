@@ -1,6 +1,6 @@
 """Tests of the folder of a run that ended early: the run can be started again or resumed.
 
-This holds also when the run was killed between the first files that it writes.
+This also holds for a run that was killed while it wrote its first files.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RESUME = ("train", "--resume", "run", "--device", "cpu")
     "function", ["os:replace", pytest.param("os:fsync", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("file", range(1, 5))
-def test_a_kill_between_the_first_files(
+def test_a_run_killed_between_its_first_files_can_be_started_again(
     driver: Any, workplace: Path, function: str, file: int, leftovers: Any
 ) -> None:
     """A run that is killed while it writes one of its first four files can be started again.
 
-    The first call of each function belongs to the token cache, so file N belongs to call N + 1.
+    The first call of each function writes the token cache, so call N + 1 writes file N.
     """
     killed = driver.run(
         workplace, *NEW, "--data-cache", "cache", "--out", "run", at=(function, file + 1, "SIGKILL")
@@ -52,7 +52,9 @@ def test_a_kill_between_the_first_files(
     assert leftovers(workplace) == []
 
 
-def test_a_kill_right_after_the_last_of_them(driver: Any, workplace: Path) -> None:
+def test_a_run_killed_right_after_its_first_files_is_resumed_from_scratch(
+    driver: Any, workplace: Path
+) -> None:
     killed = driver.run(
         workplace,
         *NEW,
@@ -68,7 +70,7 @@ def test_a_kill_right_after_the_last_of_them(driver: Any, workplace: Path) -> No
     assert driver.run(workplace, *RESUME, "--from-scratch").status == 0
 
 
-def test_a_plan_of_the_user_is_not_taken_for_what_a_run_has_left(
+def test_a_plan_of_the_user_does_not_count_as_a_file_of_a_killed_run(
     driver: Any, workplace: Path
 ) -> None:
     (workplace / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of a training that is killed while it switches to another plan."""
+"""Tests of runs that are killed while they switch to another plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAIN = (
     "--save-every",
     4,
 )
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 MOMENTS = {
     "before its checkpoint is complete": ("megatrain.runtime.checkpoint.checkpoint:replace", 2),
     "while the state is read": ("megatrain.runtime.checkpoint.checkpoint:read_tensors", 1),
@@ -35,7 +35,7 @@ MOMENTS = {
     "in the first step": ("megatrain.runtime.execution.executor:Executor.step", 6),
     "before the first step": ("megatrain.runtime.training.progress:Progress.on_switch", 1),
 }
-"""function and number of its call, before which the kill comes"""
+"""(function, number of its call): the kill comes right before that call"""
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def adapting(place: Path) -> None:
-    """Makes the machine of the plan one with which `--adapt` always switches."""
+    """Replaces the hardware file of the plan by one with which `--adapt` always switches."""
     write_machine(place)
     plan = place / "double_buffer.toml"
     plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "counted.toml"'))
@@ -55,7 +55,7 @@ def adapting(place: Path) -> None:
 
 @pytest.fixture(scope="module")
 def straight(driver: Any, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a run that was never disturbed. Tests must not change it."""
+    """Returns the folder of an undisturbed run. Tests must not change it."""
     place: Path = tmp_path_factory.mktemp("straight") / "place"
     shutil.copytree(prepared, place)
     ended = driver.run(place, *TRAIN, "--out", "run")
@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_in_a_switch_continues_with_the_same_bits(
     assert leftovers(workplace) == []
 
 
-def test_a_signal_in_a_switch_is_obeyed_when_the_state_is_there(
+def test_a_signal_in_a_switch_is_handled_when_the_state_is_read(
     driver: Any, workplace: Path, straight: Path
 ) -> None:
     adapting(workplace)

@@ -1,6 +1,6 @@
 """Tests of the lock on a run's folder: only one process at a time can use the folder.
 
-The lock is gone when that process has ended, also when it was killed.
+The lock ends with the process, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def test_the_folder_is_locked_before_anything_is_read(
     assert first.wait().status == 0
 
 
-def test_a_run_that_was_killed_locks_nobody_out(
-    driver: Any, workplace: Path, leftovers: Any
-) -> None:
+def test_a_killed_run_leaves_no_lock(driver: Any, workplace: Path, leftovers: Any) -> None:
     killed = driver.run(
         workplace,
         *NEW,
@@ -112,7 +110,7 @@ def test_a_run_that_is_refused_leaves_no_folder(
 def _until_stopped(pid: int) -> None:
     """Waits until the process is stopped or has ended.
 
-    The process is a child of the driver, so this one cannot wait for it and reads its state.
+    The process is a child of the driver, so this process cannot wait for it and polls its state.
     """
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
         time.sleep(0.005)

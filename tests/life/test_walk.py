@@ -44,12 +44,12 @@ SIGNALS = {
     signal.SIGKILL: -signal.SIGKILL,
 }
 LONGEST_S = 4.0  # the longest wait before a signal, more than a whole run takes
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 """keys of the metrics that differ between plans"""
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the metrics without what depends on the plan."""
+    """Returns the rows of the metrics without the keys that depend on the plan."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in OF_THE_PLAN} for row in found]
 
@@ -68,7 +68,7 @@ def checkpoints(run: Path) -> dict[str, Path]:
 
 
 class Straight:
-    """The uninterrupted run, with a checkpoint of every step."""
+    """The uninterrupted run, which has a checkpoint of every step."""
 
     def __init__(self, driver: Any, place: Path) -> None:
         self.run = place / "straight"
@@ -144,7 +144,7 @@ CHANGES: tuple[Callable[[Path], None], ...] = (
 
 
 class Walk:
-    """A run in `place / "run"` and the random moves that happen to it."""
+    """A run in `place / "run"` and random disturbances of it."""
 
     def __init__(
         self, driver: Any, place: Path, straight: Straight, leftovers: Any, seed: int
@@ -206,7 +206,7 @@ class Walk:
         return max((int(name.removeprefix("step-")) for name in checkpoints(self.run)), default=0)
 
     def interrupt(self) -> None:
-        """Trains and sends one or two signals at random moments."""
+        """Trains, and sends one or two signals at random moments."""
         words = self.words(STEPS)
         running = self.driver.start(self.place, *words)
         sent = []
@@ -227,7 +227,7 @@ class Walk:
         }
 
     def pause(self) -> None:
-        """Trains up to a random step before the last, where the run ends normally."""
+        """Trains up to a random step before the last, and ends normally."""
         steps = self.random.randint(1, STEPS - 1)
         ended = self.train(steps)
         if self.done() > steps and ended.status != 0:
@@ -256,7 +256,7 @@ class Walk:
     def change(self) -> None:
         """Changes an input file, trains one step and restores the file.
 
-        The run is refused, or it does not need the file any more and continues unchanged.
+        Either the run is refused, or it no longer needs the file and its results stay the same.
         """
         if not checkpoints(self.run):  # a new run would accept the changed file
             return
@@ -280,7 +280,7 @@ class Walk:
                 path.write_bytes(content)
 
     def look(self) -> None:
-        """Asserts that checkpoints equal the uninterrupted run's and that metrics are in order."""
+        """Asserts that checkpoints equal the uninterrupted run's and that metrics are ordered."""
         for name, path in checkpoints(self.run).items():
             assert tensors(path) == self.straight.saved[name], name
         if (self.run / "metrics.jsonl").exists():
@@ -290,7 +290,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_ends_as_if_nothing_had_happened(
+def test_a_disturbed_run_ends_like_an_undisturbed_one(
     driver: Any, workplace: Path, straight: Straight, leftovers: Any, seed: int
 ) -> None:
     Walk(driver, workplace, straight, leftovers, seed).go(moves=4)
@@ -298,7 +298,7 @@ def test_a_run_ends_as_if_nothing_had_happened(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_and_many_more_do(
+def test_many_more_disturbed_runs_end_like_undisturbed_ones(
     driver: Any, workplace: Path, straight: Straight, leftovers: Any, seed: int
 ) -> None:
     Walk(driver, workplace, straight, leftovers, seed).go(moves=12)

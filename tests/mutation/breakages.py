@@ -1,7 +1,7 @@
 """The breakages that mutation testing tries on a module.
 
-Most are operators of cosmic-ray. One more removes a statement. Breakages that would only fail the
-type check are left out.
+Most breakages are operators of cosmic-ray. Another operator removes a statement. Breakages that
+only the type check would notice are left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OTHERS = (
 
 
 class RemoveStatement(Operator):
-    """Leaves out a call whose value is not used, an augmented assignment, or a `raise`."""
+    """Removes a call whose value is not used, an augmented assignment, or a `raise`."""
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
         first = node.children[0] if node.type == "simple_stmt" else None
@@ -140,8 +140,8 @@ class _Plain(ast.NodeTransformer):
 def plain(source: str) -> str | None:
     """Returns a dump of the program in which only its behavior is left, or None for a syntax error.
 
-    Annotations, the ways a parameter or a field may be passed, whether what annotations need is
-    imported, whether a class is frozen, and the `strict` of a zip are removed.
+    These parts are removed: annotations and their imports, markers of positional-only and
+    keyword-only parameters and fields, whether a class is frozen, and the `strict` of a zip.
     """
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))

@@ -1,7 +1,7 @@
-"""pytest in a fork of this process, which has imported what most tests import.
+"""Runs pytest in forks of this process, which has imported the modules that most tests import.
 
-A run then starts in a tenth of a second. The packages under test are not imported here,
-so each run imports them as they are on disk.
+So a run starts in a tenth of a second. The packages under test are not imported here, so each run
+imports them from disk.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _IMPORTED_BEFORE = (
 
 
 def import_before() -> None:
-    """Imports what most tests import."""
+    """Imports the modules that most tests import."""
     for name in _IMPORTED_BEFORE:
         importlib.import_module(name)
 
 
 def run_pytest(words: list[str], folder: Path, output: Path, limit_s: float) -> int | None:
-    """Runs pytest on a copy of the repository, and writes what it prints into a file.
+    """Runs pytest on a copy of the repository, and writes its output into a file.
 
-    Returns the exit code, or None if the run took longer than `limit_s` and was killed.
+    Returns the exit code, or None if the run took longer than `limit_s` seconds and was killed.
     """
     child = os.fork()
     if not child:

@@ -1,7 +1,7 @@
-"""Which tests execute the lines that are to be broken.
+"""Records which tests execute given lines.
 
-The code of a copy of the repository gets a call in front of each of these lines. It notes which
-test reached it, also in processes that the test starts.
+In a copy of the repository, a call is inserted before each of these lines. The call records the
+test that reached it, even in a process that the test started.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def marked(source: str, numbers: dict[int, list[int]]) -> str:
-    """Returns a module that notes when a line is reached.
+    """Returns the source of a module that records when a line is reached.
 
-    `numbers` has the marks of each line. A line of a function's header is reached with the body,
-    and a line outside of functions with any function of the module.
+    `numbers` has the marks of each line. A line in the header of a function counts as reached with
+    its body, and a line outside of functions with any function of the module.
     """
     tree = ast.parse(source)
     before: dict[ast.stmt, list[int]] = {}
@@ -70,7 +70,7 @@ def marked(source: str, numbers: dict[int, list[int]]) -> str:
 
 
 def read(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Returns the noted marks: number, test, and the phase `setup`, `call` or `teardown`."""
+    """Returns the recorded marks: number, test, and the phase `setup`, `call` or `teardown`."""
     for text in path.read_text().splitlines() if path.exists() else ():
         number, _, rest = text.partition(" ")
         test, _, phase = rest.rpartition(" ")
@@ -97,4 +97,5 @@ def _last(node: ast.stmt) -> int:
 def _start(function: ast.stmt) -> ast.stmt:
     """Returns the first statement of a function after its docstring."""
     body = function.body  # type: ignore[attr-defined]
-    return body[min(int(ast.get_docstring(function) is not None), len(body) - 1)]  # type: ignore[arg-type]
+    has_docstring = ast.get_docstring(function) is not None  # type: ignore[arg-type]
+    return body[min(int(has_docstring), len(body) - 1)]

@@ -49,7 +49,7 @@ KINDS = ("killed", "survived", "equivalent", "unreached")
 class Breakage:
     """One small change of a module.
 
-    `before` and `after` are the changed line, stripped.
+    `before` and `after` are the stripped line before and after the change.
     """
 
     def __init__(self, path: str, line: int, operator: Any, occurrence: int) -> None:
@@ -70,8 +70,8 @@ class Breakage:
 def draw(path: str, count: int, seed: int) -> list[Breakage]:
     """Returns about `count` breakages of a folder or module.
 
-    The lines are at equal distances through all modules, shuffled within a module. Each line gets
-    one breakage at random.
+    Lines are drawn at equal distances from all modules, with the lines of a module shuffled. Each
+    line gets one random breakage.
     """
     chance = random.Random(seed)
     lines = []
@@ -101,7 +101,7 @@ class Copy:
 
 
 def record(drawn: list[Breakage], copy: Copy, files: list[str], into: Path) -> None:
-    """Runs each test file that was not recorded yet, and notes which tests reach which breakage."""
+    """Runs each test file without a record, and records which tests reach which breakage."""
     into.mkdir(parents=True, exist_ok=True)
     (copy.folder / "typings" / "mutation_marks.py").write_text(marks.MODULE)
     for path in {breakage.path for breakage in drawn}:
@@ -124,10 +124,10 @@ def record(drawn: list[Breakage], copy: Copy, files: list[str], into: Path) -> N
 
 
 class Executing:
-    """Which tests execute each breakage, from the recording.
+    """The recorded tests that execute each breakage.
 
-    What a fixture executes counts for every test of its file. The tests of `READERS` count for
-    every breakage of those modules.
+    Code that a fixture executes counts for every test of its file. The tests of `READERS` count for
+    every breakage of their modules.
     """
 
     def __init__(self, recorded: Path, drawn: list[Breakage]) -> None:
@@ -156,7 +156,7 @@ class Executing:
         self.width = Counter(test for tests in self.reached.values() for test in tests)
 
     def tests(self, number: int) -> list[str]:
-        """Returns the tests that execute a breakage. Those that execute few of them come first."""
+        """Returns the tests that execute a breakage. Tests with few breakages come first."""
         return sorted(
             self.reached.get(number, ()), key=lambda test: (self.width[test], self.seconds[test])
         )
@@ -184,9 +184,8 @@ def run(
 ) -> list[str]:
     """Prints a line for each breakage, and returns the outcomes.
 
-    Runs are remembered, so a breakage that was noticed is not run again, and one that was not is
-    only run with further tests. The order is random, so the first lines of a run that is cut are a
-    sample too.
+    Runs are stored. A noticed breakage is not run again, and any other is only run with further
+    tests. The order is random, so the first lines of an interrupted run are a random sample too.
     """
     named = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["equivalent"]
     equivalent = {(entry["file"], entry["before"], entry["after"]) for entry in named}

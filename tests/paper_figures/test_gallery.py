@@ -1,6 +1,6 @@
 """Tests of the figures: every figure is drawn from the committed results.
 
-Its table has the paper's numbers, nothing is clipped or empty, and an error names a missing result.
+Tables have the paper's numbers, nothing is clipped or empty, and errors name missing results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCES = {
     "table7": ("paper Table 7",),
     "tables8_9": ("paper Table 8", "paper Table 9"),
 }
-"""the sources of the published rows of each figure"""
+"""figure -> sources of its published rows"""
 SIMULATED = sorted(path.stem for path in (EXPERIMENTS / "results" / "figures").glob("*.json"))
 
 
@@ -45,12 +45,12 @@ def drawn(name: str) -> Drawn:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_it_builds_from_the_committed_results(name: str) -> None:
+def test_a_figure_is_built_from_the_committed_results(name: str) -> None:
     found = drawn(name)
     assert found.rows
     assert found.claim.endswith(".")
     assert found.finding.endswith(".")
-    assert "2026-" in found.made, "the machine and the date are stated"
+    assert "2026-" in found.caption, "the machine and the date are stated"
     sentences = re.split(r"(?<=[.]) (?=[A-Z0-9`])", found.finding)
     assert len(sentences) <= 8
     assert max(len(sentence.split()) for sentence in sentences) < 40, "one finding a sentence"
@@ -64,7 +64,7 @@ def test_it_builds_from_the_committed_results(name: str) -> None:
         for name in FIGURES
     ],
 )
-def test_it_is_saved_as_pixels_and_as_a_page(name: str, tmp_path: Path) -> None:
+def test_a_figure_is_saved_as_an_image_and_as_a_page(name: str, tmp_path: Path) -> None:
     written = style.save(drawn(name).figure, tmp_path, name)
     assert [path.read_bytes()[:4] for path in written] == [b"\x89PNG", b"%PDF"]
 
@@ -106,7 +106,7 @@ def test_nothing_is_clipped_and_no_panel_is_empty(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_papers_column_is_what_is_stored(name: str) -> None:
+def test_the_paper_s_column_is_that_of_the_stored_rows(name: str) -> None:
     with (EXPERIMENTS / "published" / "paper.csv").open(newline="") as file:
         reported = [row for row in csv.DictReader(file) if row["source"] in SOURCES[name]]
     assert reported
@@ -131,7 +131,7 @@ def test_the_papers_column_is_what_is_stored(name: str) -> None:
     ("name", "section"),
     [("table1", "bandwidth_gb_per_s"), ("table1", "capacity_gb"), ("table3", "percent")],
 )
-def test_what_no_policy_predicts_is_what_is_stored_too(name: str, section: str) -> None:
+def test_rows_that_no_policy_predicts_are_those_of_the_stored_rows(name: str, section: str) -> None:
     reported = Results().facts()[name][section]
     rows = {(row.item, row.quantity): row.paper for row in drawn(name).rows}
     quantity = {
@@ -154,14 +154,14 @@ def test_marked_rows_of_the_paper_are_marked_in_every_table() -> None:
                 assert found.startswith("lower") == bool(fact["bound"]), fact["item"]
 
 
-def test_every_row_of_a_system_says_its_workload() -> None:
+def test_every_row_of_a_system_names_its_workload() -> None:
     for name in ("figure1", "ratio", "figure5", "figure6", "figure7", "table7", "tables8_9"):
         for row in drawn(name).rows:
             if row.quantity == "tflops" and row.published_code is not None:
                 assert re.search(r"\d+ x \d+", row.workload), (name, row.item)
 
 
-def test_the_ratio_is_one_of_equal_batches() -> None:
+def test_the_ratio_compares_equal_batches() -> None:
     rows = {(row.item, row.quantity): row for row in drawn("ratio").rows}
     speeds = {
         system: rows[f"{system}, qwen2.5-14b, gh200-96, 96 sequences", "tflops"].published_code
@@ -229,7 +229,7 @@ def test_deviations_are_signed_and_relative_to_the_papers_value() -> None:
 
 
 def link_all(tmp_path: Path) -> Path:
-    """Makes a results folder of links to the committed results, with a copy of `figures`."""
+    """Makes a results folder with links to the committed results, and a copy of `figures`."""
     folder = tmp_path / "results"
     folder.mkdir()
     for path in (EXPERIMENTS / "results").iterdir():
@@ -348,7 +348,7 @@ def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_pa
     )
 
 
-def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path) -> None:
+def test_a_measured_ablation_is_drawn_and_a_failed_one_is_not(tmp_path: Path) -> None:
     folder = link_all(tmp_path)
     measured(folder, "table4-no-residency", seconds=5.0)
     measured(folder, "table4-no-compile", seconds=5.0, failure="out of memory")
@@ -360,8 +360,8 @@ def test_a_measured_ablation_is_drawn_and_one_that_failed_is_not(tmp_path: Path)
     )
     assert rows["ours, 7B, H200: no compile"].measured is None
     assert rows["ours, 7B, H200: full"].measured == pytest.approx(536.5, abs=0.1)
-    assert "no residency" in found.made
-    assert "no compile" not in found.made
+    assert "no residency" in found.caption
+    assert "no compile" not in found.caption
 
 
 def test_every_ablation_of_ours_is_measured() -> None:
@@ -374,7 +374,7 @@ def test_every_ablation_of_ours_is_measured() -> None:
         assert (
             steps[f"ours, 7B, H200: {name}"].measured == file["systems"][0]["step_seconds_median"]
         )
-        assert name in found.made
+        assert name in found.caption
     assert "not measured" not in found.finding
 
 
@@ -385,9 +385,9 @@ def test_a_measured_context_is_scaled_to_the_reported_tokens(tmp_path: Path) -> 
     rows = {row.item: row for row in found.rows if row.quantity == "step_s"}
     assert rows["ours, 7b, 32K, on an H200"].measured == pytest.approx(6 * 4.0)
     assert rows["ours, 7b, 1K, on an H200"].measured == pytest.approx(2.7906 * 158 / 32, rel=1e-4)
-    assert "accumulation 1" in found.made
-    assert "1 x 32,768" in found.made
-    assert "5 x 8,192" not in found.made
+    assert "accumulation 1" in found.caption
+    assert "1 x 32,768" in found.caption
+    assert "5 x 8,192" not in found.caption
 
 
 def test_nothing_is_written_for_a_figure_that_fails(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_nothing_is_written_for_a_figure_that_fails(tmp_path: Path) -> None:
 # ---- names and the page
 
 
-def test_short_names_stand_for_figures() -> None:
+def test_figures_can_be_named_by_short_names() -> None:
     assert known(["table8", "fig5", "table9", "figure5"]) == ["figure5", "tables8_9"]
     assert known([]) == list(FIGURES)
     with pytest.raises(UserError, match="did you mean figure5"):

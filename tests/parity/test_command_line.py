@@ -1,11 +1,10 @@
-"""Tests of training by the command line, with its defaults, against a plain PyTorch loop.
+"""Compares training by the command line with a plain PyTorch loop.
 
-The reference shares no code with megatrain. It reads the folder with transformers, tokenizes with
-the folder's tokenizer, and trains with `torch.optim.AdamW` and `clip_grad_norm_`. The tests
-compare the weights in `RUN/model`, which a user gets, as transformers loads them.
+The reference shares no code with megatrain. It reads the model folder with transformers, tokenizes
+with the folder's tokenizer, and trains with `torch.optim.AdamW` and `clip_grad_norm_`. The tests
+compare the weights in the exported folder `RUN/model`, as transformers loads them.
 
-Each step of these runs sees the whole data set once: it has as many rows as a step. So the order of
-the rows does not matter to the reference.
+A step has as many rows as the data set, so the order of the rows does not matter.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def texts(lengths: list[int]) -> list[str]:
-    """Returns different texts with these numbers of tokens, which count the end token."""
+    """Returns different texts with these numbers of tokens, including the end token."""
     return [
         "".join(
             chr(97 + (7 * number + 3 * place * place + place) % 26) for place in range(length - 1)
@@ -80,7 +79,7 @@ def texts(lengths: list[int]) -> list[str]:
 
 ONE_A_ROW = texts([SEQUENCE] * ROWS)
 PACKED = texts([SEQUENCE // 2] * 2 * ROWS)
-"""documents of half a row, so that any two of them fill a row"""
+"""documents of half a row: any two of them fill a row"""
 
 
 def reference(
@@ -93,7 +92,7 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights after `steps` steps of plain PyTorch in fp32.
 
-    Each document has a forward pass of its own. All its tokens but the first are labels.
+    Each document has a separate forward pass. All its tokens but the first are labels.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -143,7 +142,8 @@ def train(
 ) -> Path:
     """Runs `megatrain plan` and `megatrain train` on `data`; returns the exported model's folder.
 
-    The commands have only the necessary options, the learning rate, and those in `plan` and `run`.
+    The commands have only the required options, the learning rate, and the words in `plan` and
+    `run`.
     """
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in data))
     words = [
@@ -186,9 +186,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def distances(ours: Weights, wanted: Weights, start: Weights) -> dict[str, float]:
-    """Returns the relative error of each tensor's update against the reference's update.
+    """Returns the error of each tensor's update relative to the reference's update.
 
-    The key "" has the error of all tensors together.
+    The key "" has the error over all tensors.
     """
     assert ours.keys() == wanted.keys() == start.keys()
     moved = [name for name in wanted if not torch.equal(wanted[name], start[name])]
@@ -201,7 +201,7 @@ def distances(ours: Weights, wanted: Weights, start: Weights) -> dict[str, float
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder with a model. Runs do not draw their loss, which takes longer than they."""
+    """Returns a folder with a model. Switches off the picture of the loss, which takes longest."""
     monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
     save_model(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
@@ -215,8 +215,8 @@ def test_defaults_export_the_trained_model(place: Path, policy: str) -> None:
     The defaults are bf16, global clipping, no checkpoints and no evaluation. The error of a model
     without its last update would be about one half.
 
-    The error is that of all tensors together. The weights of the norms are near 1, and bf16 has no
-    number between 1 and 1.0078. So they cannot show three small updates.
+    The error is computed over all tensors together. Weights of norms are near 1, and bf16 has no
+    number between 1 and 1.0078, so norms alone cannot show three small updates.
     """
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW)
     exported = train(place, ONE_A_ROW, () if policy == "best" else ("--policy", policy))
@@ -242,13 +242,13 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
 
 
 ALONE = ("accumulation", "max-norm", "decay", "saved")
-"""cases whose options `options` has together"""
+"""cases whose options the case `options` combines"""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ALONE)) for name in CASES]
 )
-def test_fp32_is_the_reference_s_model(place: Path, name: str) -> None:
+def test_a_run_in_fp32_gives_the_reference_s_model(place: Path, name: str) -> None:
     plan, run, changed = CASES[name]
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, **changed)
     exported = train(place, ONE_A_ROW, (*FP32, *plan), run, steps=changed.get("steps", STEPS))
@@ -261,7 +261,7 @@ def test_documents_that_share_a_row_are_kept_apart(place: Path) -> None:
     assert max(distances(weights_in(exported), wanted, start).values()) < 2e-4
 
 
-def test_a_run_that_goes_on_is_the_reference_s_model(place: Path) -> None:
+def test_a_resumed_run_gives_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=5)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
     assert (
@@ -270,7 +270,7 @@ def test_a_run_that_goes_on_is_the_reference_s_model(place: Path) -> None:
     assert max(distances(weights_in(place / "run" / "model-5"), wanted, start).values()) < 2e-4
 
 
-def test_a_checkpoint_that_is_exported_is_the_reference_s_model(place: Path) -> None:
+def test_an_exported_checkpoint_is_the_reference_s_model(place: Path) -> None:
     start, wanted = weights_in(place / "model"), reference(place / "model", ONE_A_ROW, steps=2)
     train(place, ONE_A_ROW, (*FP32, "--policy", "overlapped"), ("--save-every", "2"))
     assert (

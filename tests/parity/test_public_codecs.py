@@ -1,11 +1,10 @@
-"""Tests of 8-bit moments and rounded masters against public implementations: torchao and
-bitsandbytes, and the codec of flashoptim.
+"""Compares 8-bit moments and rounded masters with torchao, bitsandbytes and flashoptim.
 
-torchao and bitsandbytes have another code, a dynamic map with a scale in fp32 for 256 numbers.
-Ours has companded values with a scale in bf16 for 32 numbers. So errors are compared, and updates
-from moments that all of them store exactly. flashoptim has our codes, and its scales are fp16. Its
-kernels need Triton, here its interpreter: `TRITON_INTERPRET=1 pytest
-tests/parity/test_public_codecs.py`.
+torchao and bitsandbytes use another code than ours: a dynamic map with one fp32 scale for 256
+numbers. Ours stores companded values with one bf16 scale for 32 numbers. So these tests compare
+errors, and updates from moments that every codec stores exactly. flashoptim has our codes with fp16
+scales. Its kernels need Triton, whose interpreter is used here:
+`TRITON_INTERPRET=1 pytest tests/parity/test_public_codecs.py`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,23 @@ SETTINGS = AdamW(weight_decay=DECAY, betas=BETAS)
 
 
 class Moments(NamedTuple):
-    """First and second moments, [n] fp32 each."""
+    """First and second moments, fp32 tensors of shape [n]."""
 
     first: torch.Tensor
     second: torch.Tensor
 
     @property
     def direction(self) -> torch.Tensor:
-        """AdamW's step, but for the bias correction and epsilon."""
+        """The direction of AdamW's step, without bias correction and epsilon."""
         return self.first / self.second.sqrt()
 
 
 def drawn(kind: str) -> Moments:
-    """Returns moments after 60 gradients. Those of `alike` are normal numbers of one size. The
-    sizes of neighbours in `unlike` differ by e^1.5 to either side, and those of rows by six
-    orders of magnitude.
+    """Returns moments after 60 random gradients.
+
+    If `kind` is `alike`, gradients are standard normal. If it is `unlike`, their scales vary by a
+    log-normal factor with deviation 1.5 between elements, and by six orders of magnitude between
+    rows.
     """
     draw = torch.Generator().manual_seed(0)
     sizes = torch.ones(COUNT // 256, 256)
@@ -59,7 +60,7 @@ def drawn(kind: str) -> Moments:
 
 
 def ours(moments: Moments) -> torch.Tensor:
-    """Returns our records of `moments`, [2, bytes]."""
+    """Returns `moments` in our code, [2, bytes] uint8."""
     made = torch.empty(2, blockwise.records(len(moments.first)), dtype=torch.uint8)
     blockwise.encode_first(moments.first, made[0])
     blockwise.encode_second(moments.second, made[1], key=5, index=0)
@@ -71,7 +72,7 @@ def decoded(made: torch.Tensor) -> Moments:
 
 
 def stored_by(package: str, moments: Moments) -> Moments:
-    """Returns what `package` reads after it has stored `moments`."""
+    """Returns `moments` after `package` has stored and read them."""
     if package == "torchao":
         (module,) = public("torchao.optim.subclass_8bit")
 
@@ -93,7 +94,7 @@ def stored_by(package: str, moments: Moments) -> Moments:
 
 @pytest.mark.parametrize("package", THEIRS)
 def test_moments_of_one_size_give_steps_with_half_of_the_error(package: str) -> None:
-    """Second moments may have a tenth more, because they are rounded at random."""
+    """The error of second moments may be a tenth larger, because their rounding is stochastic."""
     moments = drawn("alike")
     found, wanted = decoded(ours(moments)), stored_by(package, moments)
     assert error(found.first, moments.first) < 0.55 * error(wanted.first, moments.first)
@@ -103,10 +104,11 @@ def test_moments_of_one_size_give_steps_with_half_of_the_error(package: str) -> 
 
 
 @pytest.mark.parametrize("package", THEIRS)
-def test_moments_of_unlike_sizes_are_stored_as_well(package: str) -> None:
-    """A second moment is inexact if it is much smaller than the largest of its block. With torchao
-    some become 0, and the steps of their parameters unlimited. With ours and bitsandbytes none
-    does.
+def test_no_small_second_moment_becomes_zero(package: str) -> None:
+    """A second moment is inexact if it is much smaller than the largest of its block.
+
+    With torchao, some become 0, which makes the steps of their parameters unbounded. With our code
+    and bitsandbytes, none does.
     """
     moments = drawn("unlike")
     found, wanted = decoded(ours(moments)), stored_by(package, moments)
@@ -124,7 +126,7 @@ def test_moments_of_unlike_sizes_are_stored_as_well(package: str) -> None:
 
 
 def even(draw: torch.Generator) -> Moments:
-    """Returns moments that every codec stores exactly: those of a block are alike."""
+    """Returns moments that every codec stores exactly: all moments of a block are equal."""
     size = 2.0 ** torch.randint(-9, 0, (COUNT // 256, 1), generator=draw).expand(-1, 256)
     return Moments(size.reshape(-1), size.square().reshape(-1) * 4)
 
@@ -132,7 +134,7 @@ def even(draw: torch.Generator) -> Moments:
 def updated_by(
     package: str, weights: torch.Tensor, moments: Moments, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, Moments]:
-    """Returns weights and moments after `package` did step 2 from `moments`."""
+    """Returns weights and moments after step 2 by `package`, which starts from `moments`."""
     parameter = torch.nn.Parameter(weights.clone())
     (module,) = public("torchao.optim" if package == "torchao" else "bitsandbytes.optim")
     optimizer = module.AdamW8bit([parameter], lr=RATE, betas=BETAS, weight_decay=DECAY)
@@ -169,9 +171,11 @@ def updated_by(
 
 @pytest.mark.parametrize("low", [True, False], ids=["master24", "bf16-sr"])
 @pytest.mark.parametrize("package", THEIRS)
-def test_an_update_from_equal_moments_is_that_of(package: str, low: bool) -> None:
-    """Our new weight is one of the two that can be stored next to theirs, which is fp32. The
-    new moments of both are near the exact ones.
+def test_an_update_from_equal_moments_equals_that_of_a_public_package(
+    package: str, low: bool
+) -> None:
+    """Our new weight is one of the two storable neighbours of theirs, which is fp32. The new
+    moments of both are near the exact ones.
     """
     draw = torch.Generator().manual_seed(0)
     moments = even(draw)
@@ -228,7 +232,7 @@ def test_random_rounding_to_bf16_has_the_neighbours_and_the_mean_of_torchao_s() 
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """flashoptim, whose kernels run in Triton's interpreter."""
+    """Returns flashoptim, whose kernels run in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     module, language = public("flashoptim.optimizers", "triton.language")
@@ -244,9 +248,10 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_codes_are_flashoptim_s(flash: Any) -> None:
-    """Scales are equal where the largest value of a block is a bf16 and an fp16. Then first moments
-    have flashoptim's codes, but where a value is in the middle of two. The code of a second
-    moment is one of two, and theirs is the nearest.
+    """Scales are equal if the largest value of a block is both a bf16 and an fp16 number.
+
+    Then first moments have flashoptim's codes, except for values in the middle between two codes.
+    The code of a second moment is a neighbour of the exact value, and theirs is the nearest.
     """
     draw = torch.Generator().manual_seed(0)
     sizes = 2.0 ** torch.randint(-6, 3, (512, 1), generator=draw)

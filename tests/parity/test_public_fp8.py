@@ -1,5 +1,6 @@
-"""Tests of fp8 linear layers against torchao's `Float8Linear`, which PyTorch's own training
-recipes use. Both multiply with `torch._scaled_mm`, here on the CPU.
+"""Compares fp8 linear layers with torchao's `Float8Linear`, which PyTorch's training recipes use.
+
+Both multiply with `torch._scaled_mm`, here on the CPU.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def _linear(weight: torch.Tensor) -> torch.nn.Module:
 
 
 def products(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Products:
-    """Returns the output, the gradient of the input and that of the weight."""
+    """Returns the output, the gradient of the input and the gradient of the weight."""
     x = x.clone().requires_grad_()
     output = layer(x)
     return output.detach(), *torch.autograd.grad(output, (x, layer.weight), gradient)
 
 
 def drawn(kind: str) -> Products:
-    """Returns an input [64, 128], a weight [96, 128] and a gradient [64, 96]. The sizes of the rows
-    of `spread` differ by up to a factor of 1,000.
+    """Returns an input [64, 128], a weight [96, 128] and a gradient [64, 96].
+
+    If `kind` is `spread`, the scales of their rows differ by a factor of 100 to 1,000.
     """
     draw = torch.Generator().manual_seed(0)
     shapes = ((64, 128), (96, 128), (64, 96))
@@ -64,11 +66,13 @@ def drawn(kind: str) -> Products:
 def test_products_are_torchao_s_with_scales_of_powers_of_two(
     scaling: str, kind: str, emulated: bool
 ) -> None:
-    """Its recipe `rowwise` has such scales, and `tensorwise` can have them. In the backward pass of
-    `rowwise`, torchao rounds the weight and the input anew, with a scale for each column. We use
-    the values of the forward pass, and move its scales to the gradient. A power of two changes only
-    an exponent, so both give the same bits, unless a number is so much smaller than the largest
-    of its row or column that fp8 keeps fewer bits of it.
+    """torchao's recipe `rowwise` has scales of powers of two, and `tensorwise` can have them.
+
+    In the backward pass of `rowwise`, torchao rounds the weight and the input a second time, with
+    one scale per column. We reuse the rounded values of the forward pass, and apply their scales to
+    the gradient. A power of two changes only the exponent, so both give the same bits. The
+    exception is a number that is so much smaller than the largest of its row or column that fp8
+    keeps fewer bits of it.
     """
     x, weight, gradient = drawn(kind)
     changes = {"emulate": emulated, "round_scales_to_power_of_2": True}
@@ -85,7 +89,7 @@ def test_products_are_torchao_s_with_scales_of_powers_of_two(
 @pytest.mark.parametrize("kind", ["normal", "spread"])
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_errors_are_at_most_a_tenth_above_those_of_exact_scales(scaling: str, kind: str) -> None:
-    """Without powers of two, the largest number is scaled to the largest of fp8."""
+    """An exact scale maps the largest number to the largest fp8 number."""
     x, weight, gradient = drawn(kind)
     exact = x.float() @ weight.float().t(), gradient.float() @ weight.float()
     exact += (gradient.float().t() @ x.float(),)

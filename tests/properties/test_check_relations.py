@@ -1,6 +1,7 @@
 """Properties of `check` on random models, machines and workloads.
 
-More memory or speed never makes a step slower, advice is correct, and the chosen plan is the best.
+More memory or speed never makes a step slower, advice is correct, and the chosen plan is the best
+that the verdict lists.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STREAMING = (
 )
 UNIFIED = ("dgx-spark", "apple-m4-max", "ryzen-ai-max-395-128gb")
 SLOWER = 1.005
-"""How much longer a step may become with more memory or speed.
+"""Factor by which a step may become longer with more memory or speed.
 
 The search tries only some plans, so it may miss the best one by a little.
 """
@@ -66,7 +67,7 @@ class Case(msgspec.Struct, frozen=True):
     host: float
     """Share of the machine's host memory that may be used."""
     layers: int | None = None
-    """The number of decoder layers; None is that of the model."""
+    """Number of decoder layers. None means all layers of the model."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -119,10 +120,10 @@ Relation = Callable[[st.DataObject, Case], None]
 
 
 def related(few: int = 4, **machines: Any) -> Callable[[Relation], Callable[..., None]]:
-    """Makes two tests of a relation.
+    """Returns a decorator that makes two tests of a relation.
 
-    One has `few` examples of small models with a few of their layers, whose search is faster. The
-    other, for the nightly run, has 200 of any model.
+    One test draws `few` examples of small models with a few layers, so the search is fast. The
+    other, for the nightly run, draws 200 examples of any model.
     """
 
     def decorate(relation: Relation) -> Callable[..., None]:
@@ -191,8 +192,9 @@ def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
 
 
 def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
-    """The best plan keeps the whole state of some layers on the device, and no other weights. With
-    memory for all weights the search went on from these, and was 8 % slower.
+    """Regression test: a search with memory for all weights gave a plan that was 8 % slower.
+
+    The best plan keeps the whole state of some layers on the device, and no other weights.
     """
     work = Workload(batch=4, sequence=2048, clipping="none")
     case = Case("olmoe-1b-7b", "gh200-96", work, 1.0, 1.0, layers=8)
@@ -201,10 +203,10 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
 
 
 @related(few=2)
-def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
-    """A plan that advice says fits does fit, and its gain is within one percentage point.
+def test_advice_is_correct(data: st.DataObject, case: Case) -> None:
+    """A plan that should fit by the advice does fit, and its gain is within one percentage point.
 
-    The gain of another state format is that of the same plan, so a search may gain more.
+    The gain of another state format is computed for the same plan, so a search may gain more.
     """
     before = case.judged(advise=True)
     entries = [entry for entry in before.advice if entry.fits and (entry.options or entry.model)]
@@ -244,8 +246,10 @@ def test_advice_keeps_its_word(data: st.DataObject, case: Case) -> None:
 
 
 def test_the_longest_context_counts_whole_pages_of_each_buffer() -> None:
-    """The inputs of 36 layers are in host memory, and each takes whole pages. Their sum was rounded
-    instead, so a sequence was said to fit for which 16 KiB were missing.
+    """Regression test: the sum of the buffers was rounded to pages instead of each buffer.
+
+    The inputs of 36 layers are in host memory. A sequence that needed 16 KiB more was reported to
+    fit.
     """
     work = Workload(batch=1, sequence=256, clipping="none", loss_chunk=4096)
     case = Case("qwen3-4b", "h200", work, 0.5, 0.75)
@@ -273,8 +277,9 @@ def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case
 
 
 def test_the_largest_batch_counts_that_one_group_needs_no_sum_in_fp32() -> None:
-    """Three micro-batches in one group need less host memory than one at a time. The largest batch
-    was that of one at a time: 15 in place of 32 here.
+    """Regression test: the largest batch was that of ungrouped micro-batches, 15 instead of 32.
+
+    Three micro-batches in one group need less host memory than one at a time.
     """
     work = Workload(batch=4, sequence=2048, accumulation=3, clipping="update", loss_chunk=4096)
     case = Case("olmoe-1b-7b", "a6000", work, 0.5, 0.125, layers=8)
@@ -285,7 +290,7 @@ def test_the_largest_batch_counts_that_one_group_needs_no_sum_in_fp32() -> None:
 
 
 @related()
-def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case) -> None:
+def test_the_choice_is_the_best_of_the_listed_plans(data: st.DataObject, case: Case) -> None:
     before = case.judged()
     assume(before.feasible)
     if before.runner_up:
@@ -299,9 +304,9 @@ def test_the_choice_is_the_best_of_what_is_named(data: st.DataObject, case: Case
 
 @related(machines=STREAMING)
 def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case) -> None:
-    """With `--policy all`, other systems are listed as prediction only.
+    """With `--policy all`, other systems are listed as predictions only.
 
-    The choice is still the fastest policy that the runtime executes.
+    The choice is still the fastest policy that the runtime can execute.
     """
     hardware, model = HardwareSpec.load(case.machine), case.spec
     own, peer = (
@@ -326,8 +331,9 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
 def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case) -> None:
     """The bytes of each kind of copy follow from the plan.
 
-    State is loaded and saved once a step. A gradient is saved once for each group of micro-batches
-    (with tied embeddings for each contribution) and loaded for each but the first.
+    State is loaded and saved once per step. A gradient is saved once for each group of
+    micro-batches, or with tied embeddings for each contribution. It is loaded for each but the
+    first.
     """
     work = msgspec.structs.replace(
         case.work, clipping="global", accumulation=data.draw(st.sampled_from([1, 2, 5]))
@@ -374,8 +380,10 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
 
 
 def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
-    """The layers that the host updates keep their state there, which may not fit beside offloaded
-    inputs. The search once took such a plan, which made the model seem not to fit.
+    """Regression test: the search chose a plan that did not fit in host memory.
+
+    Layers that the host updates keep their state there, which may not fit together with offloaded
+    inputs.
     """
     work = Workload(batch=1, sequence=2**19, token_piece=2**16, documents=True)
     case = Case("qwen2.5-7b", "h200", work, 1.0, 1.0)

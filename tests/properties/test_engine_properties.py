@@ -1,6 +1,6 @@
 """Properties of the simulator and the evaluator on random schedules and every policy's plans.
 
-Each is checked from the spans alone.
+The properties are checked from the spans of a timeline alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatrain.simulator.schedule.timeline import Timeline
 class Given(EstimatedCosts):
     """A cost model with given durations.
 
-    With `memory`, each op also demands host DRAM: as many bytes as its nanoseconds, so 1 GB/s.
+    With `memory`, each op also demands 1 GB/s of host DRAM, one byte per nanosecond.
     """
 
     step_overhead_ns = 0
@@ -63,7 +63,7 @@ class Given(EstimatedCosts):
 
 @st.composite
 def programs(draw: st.DrawFn) -> Schedule:
-    """Returns a schedule of up to 16 ops, each after any earlier ops of other lanes."""
+    """Draws a schedule of up to 16 ops. Each may depend on any earlier ops of other lanes."""
     ops: list[Op] = []
     for index in range(draw(st.integers(1, 16))):
         lane = draw(st.sampled_from(LANES))
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn, *, contention: bool, dispatch: bool) -> tuple[Schedul
 def assert_played(schedule: Schedule, costs: Given, timeline: Timeline) -> None:
     """Asserts that every op starts and ends exactly when the rules say.
 
-    An op starts as early as its lane and its dependencies allow. It ends in the first nanosecond by
+    An op starts as early as its lane and its dependencies allow. It ends in the first nanosecond at
     which its work is done.
     """
     assert [span.op for span in timeline.spans] == [op.id for op in schedule.ops]
@@ -146,7 +146,7 @@ def test_the_engine_shares_host_memory_by_the_rules(
 ) -> None:
     """Ops of the link and the cpu lane share a host memory that is too slow for all of them.
 
-    Each asks for 1 GB/s times its cost.
+    Each op demands 1 GB/s times its cost.
     """
     schedule, costs = case
     shared = Given(costs.durations, costs.contention, costs.dispatch_ns, memory)
@@ -160,10 +160,10 @@ def test_the_engine_shares_host_memory_by_the_rules(
         HostMemorySpec, gb_per_s=st.floats(0.5, 5), cpu_weight=st.sampled_from([0.5, 1.0, 3.3])
     ),
 )
-def test_the_makespan_is_the_end_of_what_simpy_plays(
+def test_the_makespan_is_the_end_of_the_timeline_by_simpy(
     case: tuple[Schedule, Given], memory: HostMemorySpec | None
 ) -> None:
-    """The loop without simpy gives the same timeline, and `makespan_ns` its end."""
+    """The loop without simpy gives the same timeline as simpy, and `makespan_ns` is its end."""
     schedule, costs = case
     for dispatch in ({}, costs.dispatch_ns):
         shared = Given(costs.durations, costs.contention, dispatch, memory)
@@ -206,7 +206,7 @@ def test_contention_never_helps_below_the_bounds(case: tuple[Schedule, Given]) -
 
 @given(cases(contention=False, dispatch=False), st.integers(2, 1000))
 def test_durations_scaled_scale_all_times(case: tuple[Schedule, Given], factor: int) -> None:
-    """Without contention, durations that are n times as long make all times n times as long."""
+    """Without contention, multiplying all durations by n multiplies all times by n."""
     schedule, costs = case
     slower = simulate(
         schedule, Given({op: factor * duration for op, duration in costs.durations.items()})
@@ -233,12 +233,12 @@ def test_without_contention_longer_ops_end_nothing_earlier(
 
 
 @given(programs(), st.data())
-def test_a_dependency_on_what_comes_later_is_played_or_named(
+def test_a_reversed_dependency_is_simulated_or_named_as_a_deadlock(
     schedule: Schedule, data: st.DataObject
 ) -> None:
-    """A reversed dependency either leaves an order in which everything runs, or is a deadlock.
+    """With a reversed dependency, either all ops still run in some order, or there is a deadlock.
 
-    The error of the deadlock names every blocked op.
+    The error of a deadlock names every blocked op.
     """
     late = [(a, b) for a, b in itertools.combinations(schedule.ops, 2) if a.lane != b.lane]
     if not late:

@@ -1,6 +1,6 @@
 """Properties of the schedules of every policy, with any knobs and on any machine.
 
-Each is checked from the schedule's ops and the timeline's spans alone.
+The properties are checked from the ops of a schedule and the spans of a timeline alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ machines = st.builds(
 
 
 def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, Schedule]:
-    """Returns a plan of `policy` with random knobs, down to the smallest that it takes."""
+    """Draws a plan of `policy` with random knobs, down to the smallest that it accepts."""
     state = data.draw(st.sampled_from(list(FORMATS)))
     changes: dict[str, Any] = {
         "state": state,
@@ -149,10 +149,10 @@ def test_no_plan_is_faster_than_its_lower_bounds(
 @every_policy
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_schedule_that_is_only_timed_has_the_times_of_the_whole_one(
+def test_a_schedule_lowered_for_timing_has_the_times_of_the_whole_one(
     make_plan: MakePlan, policy: str, data: st.DataObject
 ) -> None:
-    """It has no ops. What the builder knows of the whole one is what its ops say."""
+    """A schedule that is lowered only for timing has no ops and no buffers, but the same times."""
     plan, schedule = drawn(make_plan, policy, data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)
     quick, read = schedule_to_time(plan, costs), msgspec.structs.replace(schedule)
@@ -173,7 +173,7 @@ class _OwnLower(Resident):
         return serialized(super().lower(plan))
 
 
-def test_a_cost_model_and_a_policy_that_need_all_ops_get_them(
+def test_a_cost_model_or_policy_that_needs_all_ops_gets_them(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan("overlapped")
@@ -190,7 +190,8 @@ def assert_links_carry_what_they_can(
 ) -> None:
     """Asserts that no link carries more bytes within a window than its rate allows.
 
-    A window counts the ops that start and end in it. Host DRAM counts as a link if it is shared.
+    The bytes of a window are those of the ops that start and end in it. Shared host DRAM counts as
+    a link.
     """
     limits = {"h2d": hardware.h2d_gb_per_s, "d2h": hardware.d2h_gb_per_s}
     loads = {
@@ -215,7 +216,7 @@ def assert_links_carry_what_they_can(
 
 
 def assert_holds_are_disjoint(schedule: Schedule, timeline: Timeline) -> None:
-    """Asserts that no slot is acquired before its last user has ended."""
+    """Asserts that no slot is acquired before the last op that uses it has ended."""
     begun: dict[str, int] = {}
     ended: dict[str, int] = defaultdict(int)
     for op in schedule.ops:
@@ -244,10 +245,10 @@ def assert_pools_stay_within_their_account(schedule: Schedule, timeline: Timelin
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_pool_whose_slots_are_all_in_use_peaks_at_its_account(
+def test_the_peak_of_a_pool_with_all_slots_in_use_is_its_account(
     make_plan: MakePlan, slots: int
 ) -> None:
-    """If loads run ahead into every slot, the peak over time is exactly the account's."""
+    """If loads run ahead into every slot, the peak over time equals that of the account."""
     plan = make_plan("k_buffer", weight_slots=slots, layers=6)
     schedule = policies.lower(plan)
     costs = Datasheet(
@@ -295,7 +296,7 @@ def test_bytes_are_conserved_by_tensor_class(
     for kind, layer, _ in journeys:
         saved[layer] += kind == "save_gradients"
     for layer, times in saved.items():
-        # the last contribution stays if the device updates the layer during backward
+        # The last contribution is not saved if the device updates the layer during backward.
         last = (
             policy == "overlapped"
             and plan.workload.clipping != "global"
@@ -344,7 +345,7 @@ def test_without_contention_deeper_buffers_are_no_slower(
 ) -> None:
     """A second gradient slot or staging buffer never makes the step longer.
 
-    Weight slots are left out, because more of them also change what is loaded.
+    Weight slots are left out, because more of them also change which weights are loaded.
     """
     plan, _ = drawn(make_plan, "k_buffer", data)
     costs = Datasheet(data.draw(machines), plan.model, plan.workload)

@@ -1,8 +1,8 @@
 """Schedule invariance: every plan of a workload gives the bits of the reference.
 
-Losses, norms, weights and moments are compared. A race, a slot that is reused too early, a missing
-chunk or a gradient that is summed in another order changes a bit. Every plan runs as a user's does:
-with its digest, and with memory limits that leave no byte or a few to spare.
+The tests compare losses, norms, weights and moments. A race, a slot that is reused too early, a
+missing chunk or a gradient that is summed in another order changes a bit. Every plan has its
+digest, like those of users, and memory limits that leave no byte or a few to spare.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule.plan import OF_DECODERS, Knobs, Placement, Plan
 
 STEPS = 3
-"""the first step, one with ignored labels, and one that ignores whole sequences"""
+"""an ordinary step, one with ignored labels, and one that ignores whole sequences"""
 RATE = 1e-2
 GROUPS = (
     GroupSettings(match="*self_attn.o_proj*", weight_decay=0.3),
@@ -86,10 +86,10 @@ OTHERS = (
     "qwen3_next",
     "gemma3n_text",
 )
-"""Families with features that the simple ones lack.
+"""Families with features that Llama lacks.
 
 These are layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
-buffers of a layer, linear attention, and several streams.
+buffers in layers, linear attention, and several streams.
 """
 
 
@@ -142,7 +142,7 @@ def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
     """Returns the batches of every step.
 
     From the second step on, a third of the labels is ignored. In the third step, all labels of one
-    sequence are, and all of one micro-batch if there are several.
+    sequence are ignored, and all of one micro-batch if there are several.
     """
     generator = torch.Generator().manual_seed(7)
     steps = []
@@ -163,7 +163,7 @@ def drawn_steps(model: ModelSpec, work: Workload) -> list[list[Batch]]:
 
 @functools.lru_cache(maxsize=32)
 def reference(model: ModelSpec, work: Workload) -> Trained:
-    """Returns what the reference trains, computed once for each workload."""
+    """Returns the reference's results, computed once for each workload."""
     weights = random_weights(0)
     masters = {
         layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}
@@ -211,7 +211,7 @@ def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def execute(plan: Plan) -> Trained:
-    """Returns what the runtime trains."""
+    """Returns the runtime's results."""
     with Executor(plan, config_of(plan.model), SETTINGS, CPU, threads=ONE_THREAD) as executor:
         state = executor.state
         state.load(random_weights(0))
@@ -247,8 +247,10 @@ def execute(plan: Plan) -> Trained:
 
 
 def muon_moments(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns copies of the moments in `flat`: the first of every tensor, then the second of those
-    that AdamW updates.
+    """Returns copies of the moments in `flat`.
+
+    First come the first moments of all tensors, then the second moments of tensors that AdamW
+    updates.
     """
     adamw = [
         tensor
@@ -273,7 +275,7 @@ def muon_moments(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def by_tensor(layer: LayerSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns copies of the tensors in `flat`, and asserts that the padding is zero."""
+    """Returns copies of the tensors in `flat`, and asserts that their padding is zero."""
     made, offset = {}, 0
     for tensor in layer.tensors:
         made[tensor.name] = flat[offset : offset + tensor.elements].clone().view(tensor.shape)
@@ -319,7 +321,7 @@ def assert_invariant(plan: Plan) -> None:
 
 @st.composite
 def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
-    """Returns any placement of state, activations and saved attention."""
+    """Draws any placement of state, activations and saved attention."""
     decoders = [layer.name for layer in model.stack.values() if layer.kind == "decoder"]
     able = all(map(model.can_save_attention, decoders))
     some = {
@@ -390,7 +392,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def muon_plans(draw: st.DrawFn) -> Plan:
-    """Returns any plan with the optimizer Muon, which the CPU cannot use on decoder layers."""
+    """Draws any plan with Muon, with which the host cannot update decoder layers."""
     plan = draw(plans().filter(lambda plan: plan.policy in ("resident", "overlapped")))
     work = msgspec.structs.replace(
         plan.workload,
@@ -465,7 +467,7 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(
 ) -> None:
     """Every policy with every clipping gives the reference's bits on one workload.
 
-    These cases are too important to leave to random plans.
+    Random plans may miss some of these important cases.
     """
     work = Workload(
         batch=2,
@@ -495,7 +497,7 @@ def test_every_policy_in_both_dtypes_with_and_without_accumulation(
     ],
 )
 def test_every_policy_in_every_state_format(state: str, clipping: Any) -> None:
-    """Host and device update chunks and whole layers, with and without sums of gradients."""
+    """Host and device update chunks or whole layers, with or without sums of gradients."""
     work = Workload(
         batch=2,
         sequence=16,
@@ -531,9 +533,9 @@ def test_every_policy_in_every_state_format(state: str, clipping: Any) -> None:
     ],
 )
 def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: int) -> None:
-    """Saved attention of some layers changes no bit.
+    """Saving the attention of some layers changes no bit.
 
-    Two of them offload it, one saves its activations and one offloads its input.
+    Two layers offload their attention, one saves its activations, and one offloads its input.
     """
     work = Workload(batch=2, sequence=16, accumulation=accumulation, dtype=dtype, loss_chunk=13)
     placement = Placement(
@@ -564,9 +566,10 @@ def test_a_kept_attention_changes_no_bit(policy: str, dtype: Any, accumulation: 
 def test_micro_batches_may_go_through_a_layer_together(
     group: int, clipping: Any, dtype: Any, interval: int
 ) -> None:
-    """One layer saves its activations, one its attention, and one offloads its inputs.
+    """One layer saves its activations, one saves its attention, and one offloads its inputs.
 
-    One is updated by the host, one keeps its gradient on the device, and one all its state.
+    The host updates one layer, one keeps its gradient on the device, and one keeps all its state
+    there.
     """
     work = Workload(
         batch=2, sequence=16, accumulation=4, clipping=clipping, dtype=dtype, loss_chunk=13
@@ -597,8 +600,8 @@ def test_micro_batches_may_go_through_a_layer_together(
 def test_the_host_may_update_any_layers(clipping: Any, host_updated: str) -> None:
     """The host may update some layers and the device the others.
 
-    Of the others, one streams whole, one in part and one not at all. The next weights are always
-    loaded ahead.
+    Among the other layers, one streams all its state, one streams a part, and one streams nothing.
+    The next weights are always loaded ahead.
     """
     work = Workload(
         batch=2, sequence=16, accumulation=4 if host_updated == "e,1-2" else 1, clipping=clipping

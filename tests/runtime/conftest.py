@@ -1,5 +1,6 @@
-"""Fixtures of the runtime's tests: a plan that the runtime can execute, and a session that executes
-it on the CPU with one thread a lane.
+"""Fixtures of the runtime's tests: executable plans, and sessions that execute them on the CPU.
+
+A lane has one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ONE_THREAD = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), 1)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Makes PyTorch use one thread in the main thread. Lanes set their own number of threads."""
+    """Makes PyTorch use one thread in the main thread. Lanes set their own number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Makes PyTorch use deterministic algorithms, so that a GPU gives the same bits every time."""
+    """Makes PyTorch use deterministic algorithms, so a GPU always gives the same bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -51,8 +52,9 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Returns a file system of 4 MiB in memory, which files can really fill. A checkpoint of the
-    small model takes 0.8 MiB.
+    """Returns a file system of 4 MiB in memory, which tests can fill.
+
+    A checkpoint of the small model takes 0.8 MiB.
     """
     (tmp_path / "disk").mkdir()
     made = subprocess.run(
@@ -103,7 +105,7 @@ class Session:
 
     @property
     def tasks(self) -> dict[str, Task]:
-        """The tasks of all lanes by op. Tests delay or break an op here."""
+        """The tasks of all lanes by op id. Tests replace tasks to delay or break an op."""
         return {task.op: task for tasks in self.executor._step.queues.values() for task in tasks}
 
     def batches(self, number: int) -> list[Batch]:
@@ -143,7 +145,8 @@ class Bits(NamedTuple):
 @pytest.fixture(scope="session")
 def executable(make_plan: Callable[..., Plan]) -> Callable[..., Plan]:
     """Returns a function like `make_plan` whose plans have the digest that the runtime verifies.
-    The tiny model has 4 heads of 8, so its hidden size is 32.
+
+    The tiny model has 4 heads of 8 elements, so its hidden size is 32.
     """
 
     def make(policy: str = "double_buffer", **changes: Any) -> Plan:
@@ -171,8 +174,9 @@ def session() -> Callable[..., Session]:
 
 @pytest.fixture
 def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `run(model, ...)`, which opens a session of one resident model with the weights of
-    `whole_models`.
+    """Returns `run(model, ...)`, which opens a session with the weights of `whole_models`.
+
+    The model is resident.
     """
 
     def make(model: ModelSpec, **changes: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Tests of batches: one that is not int64 of shape [batch, sequence] with ids of the vocabulary is
-refused in one line, before anything runs.
+"""Tests of batches that are refused in one line before anything runs.
+
+A batch must be int64 of shape [batch, sequence] with ids of the vocabulary.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ def test_a_batch_of_another_shape_type_or_vocabulary_is_refused(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_as_many_micro_batches_as_the_plan_has(running: Any, count: int) -> None:
+def test_a_step_needs_as_many_micro_batches_as_the_plan(running: Any, count: int) -> None:
     with pytest.raises(
         UserError, match=rf"^data: found {count} micro-batches; allowed: 2, as planned"
     ):
         running.executor.step([Batch(GOOD, GOOD)] * count, rate=1e-3, number=1)
 
 
-def test_the_first_and_the_last_id_and_ignored_labels_are_taken(running: Any) -> None:
+def test_the_first_id_the_last_id_and_ignored_labels_are_accepted(running: Any) -> None:
     ids = torch.tensor([0, 255]).repeat(2, 8)
     labels = torch.tensor([0, 255, IGNORED, IGNORED]).repeat(2, 4)
     padded = torch.tensor([0] * 12 + [-1] * 4).repeat(2, 1)

@@ -1,6 +1,4 @@
-"""Tests of gradients that are stored in 8 bits: their codes, steps under several plans, what they
-save, and where they are refused.
-"""
+"""Tests of gradients that are stored in 8 bits: codes, steps, savings and refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_read_as_nan() -> None:
         assert read[BLOCK:].tolist() == [0] * BLOCK
 
 
-def test_encoding_and_decoding_take_what_is_predicted() -> None:
+def test_encoding_and_decoding_move_the_predicted_bytes() -> None:
     count = 2**16
     for dtype in (torch.bfloat16, torch.float32):
         gradient = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -120,7 +118,7 @@ def planned(executable: Callable[..., Plan], knobs: dict[str, Any], **work: Any)
 def test_every_plan_has_the_reference_s_bits(
     executable: Callable[..., Plan], session: Callable[..., Any], work: dict[str, Any]
 ) -> None:
-    """Chunks, slots, places and the device that updates do not change a bit."""
+    """Chunks, slots, placements and the place of updates change no bit."""
     reference: Reference | None = None
     wanted: list[tuple[float, float | None]] = []
     first: dict[str, bytes] = {}
@@ -163,7 +161,7 @@ def test_every_plan_has_the_reference_s_bits(
 def test_the_first_update_is_near_that_of_exact_gradients(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """And the norm is that of the gradient before it is encoded."""
+    """The norm is that of the gradients before they are encoded."""
     coded = planned(executable, {})
     exact = executable("overlapped", layers=3)
     found = []
@@ -222,7 +220,9 @@ def test_a_step_that_is_not_finite_changes_nothing(
 # ---- what they save
 
 
-def test_they_take_half_of_the_memory_and_of_the_copies(executable: Callable[..., Plan]) -> None:
+def test_coded_gradients_take_half_of_the_memory_and_of_the_copies(
+    executable: Callable[..., Plan],
+) -> None:
     plan = planned(executable, KNOBS[0])
     exact = executable("overlapped", layers=3, **KNOBS[0])
     held, copied = [], []
@@ -245,7 +245,7 @@ def test_a_lower_bound_is_not_above_the_time(
     assert PlacementSearch(plan, costs).least_ns() <= makespan_ns(policies.lower(plan), costs)
 
 
-def test_they_are_named_and_found_where_exact_gradients_do_not_fit(
+def test_coded_gradients_are_suggested_where_exact_ones_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("alternatives", "Adviser._more_memory"):
@@ -264,10 +264,10 @@ def test_they_are_named_and_found_where_exact_gradients_do_not_fit(
     assert entry.tokens_per_second == found.tokens_per_second
 
 
-def test_a_plan_with_them_gets_advice_that_it_can_follow(
+def test_a_plan_with_coded_gradients_gets_advice_that_it_can_follow(
     make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has one micro-batch, and other clipping stores no gradients."""
+    """The plan has one micro-batch, and other clipping stores no gradients."""
     monkeypatch.setattr(advice, "alternatives", lambda *_, **__: [])
     model = make_model(layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024)
     work = Workload(batch=8, sequence=64, loss_chunk=512, gradients="8bit")

@@ -1,5 +1,6 @@
-"""Tests of every family: the executor's loss and gradients are those of transformers' whole model
-under plain autograd.
+"""Tests of every family: the executor's loss and gradients are those of transformers' whole model.
+
+The whole model uses plain autograd.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ KINDS = {
     "hy_v3": 2,
 }
 COMPILED = ("llama", "qwen3_moe", "deepseek_v3", "mistral", "qwen2", "qwen3", "nanochat")
-"""families of which the graphs are counted"""
+"""families for which compiled graphs are counted"""
 ROUTED = (
     "granitemoe",
     "gpt_oss",
@@ -123,8 +124,9 @@ ROUTED = (
 def test_loss_and_gradients_are_those_of_the_whole_model(
     run: Callable[..., Any], family: str, dtype: str
 ) -> None:
-    """Loss and gradients match the whole model with accumulation, a head in chunks, and recomputed
-    blocks of three layers.
+    """Loss and gradients match those of the whole model.
+
+    The plan has accumulation, a head in chunks, and recomputed blocks of three layers.
     """
     with run(model_of(family), dtype=dtype, accumulation=2) as running:
         model, batches = (
@@ -169,9 +171,12 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
     ("family", "padded"),
     [*others_nightly(ROUTED, False), *others_nightly(ROUTED, True, among=("gpt_oss", "mixtral"))],
 )
-def test_the_routers_loss_counts(run: Callable[..., Any], family: str, padded: bool) -> None:
-    """The routers' loss is the mean over the micro-batches, as computed by the whole model. One
-    layer's graph is kept from the forward pass, and the others' are not.
+def test_the_routers_loss_is_part_of_a_step_s_loss(
+    run: Callable[..., Any], family: str, padded: bool
+) -> None:
+    """The routers' loss is the mean over the micro-batches of that of the whole model.
+
+    One layer keeps its graph from the forward pass, and the other layers do not.
     """
     if padded and family in CANNOT_SEPARATE_DOCUMENTS:
         pytest.skip("this family cannot separate documents")
@@ -240,8 +245,9 @@ def test_llama_4_has_a_coefficient_and_no_such_loss(run: Callable[..., Any]) -> 
 def test_a_saved_model_is_loaded_trained_and_saved_again(
     run: Callable[..., Any], tmp_path: Path, family: str, dtype: str
 ) -> None:
-    """A model that transformers saved is loaded and exported with the same names and bits. After a
-    step and an export, transformers' model has the same loss and gradients.
+    """A model that transformers saved is loaded and exported with the same names and bits.
+
+    After a step and an export, transformers' model has the same loss and gradients.
     """
     model_spec = model_of(family)
     with run(model_spec, dtype=dtype) as running:
@@ -274,7 +280,7 @@ def test_a_saved_model_is_loaded_trained_and_saved_again(
 
 
 @pytest.mark.parametrize("family", ["codegen", "falcon", "falcon_h1", "gptj", "llama", "mpt"])
-def test_layers_of_a_deep_stack_are_handed_arguments(family: str) -> None:
+def test_layers_of_a_deep_model_get_their_arguments(family: str) -> None:
     """The layers of a model with more layers than hidden states have dimensions get their
     arguments. Some models use only the first element of what a layer returns.
     """
@@ -283,8 +289,8 @@ def test_layers_of_a_deep_stack_are_handed_arguments(family: str) -> None:
         Workload(batch=2, sequence=SEQUENCE, dtype="fp32"),
     )
     templates = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-    assert templates._edges._recording[-1].rows.shape == (2, SEQUENCE, model.hidden)
-    assert len(templates._causal) == 9
+    assert templates._embedding_and_head._recording[-1].rows.shape == (2, SEQUENCE, model.hidden)
+    assert len(templates._causal_arguments) == 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -303,7 +309,7 @@ def test_there_is_one_template_for_each_kind_of_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES))
-def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
+def test_a_meta_model_has_the_buffers_of_the_loaded_model(family: str) -> None:
     config = config_of(model_of(family))
     whole, real = (
         meta_model(config, torch.bfloat16, torch.device("cpu")),
@@ -324,11 +330,12 @@ def test_a_skeleton_s_buffers_are_the_model_s(family: str) -> None:
         *others_nightly(COMPILED, True, among=("qwen3_moe",)),
     ],
 )
-def test_compiled_there_is_one_graph_for_each_kind_of_layer(
+def test_compiled_layers_have_one_graph_for_each_kind(
     monkeypatch: pytest.MonkeyPatch, family: str, documents: bool
 ) -> None:
-    """A compiled model has one graph for each kind of layer and one for the head. No graph is
-    broken, and another layer, another micro-batch or other documents need no other graph.
+    """A compiled model has one graph for each kind of layer and one for the head.
+
+    No graph is broken. Another layer, another micro-batch or other documents need no other graph.
     """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
@@ -381,7 +388,7 @@ def test_compiled_there_is_one_graph_for_each_kind_of_layer(
 def test_a_padded_vocabulary_gives_the_same_head(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Whatever a family does with its logits, and whether embedding and head are tied."""
+    """This holds for every treatment of logits, with tied and untied embeddings."""
     model = model_of(family, vocab_size=251)
     work = Workload(batch=2, sequence=SEQUENCE, loss_chunk=20)
     assert (model.vocabulary, model.projected_rows(work)) == (251, 256)
@@ -412,7 +419,7 @@ def test_a_padded_vocabulary_gives_the_same_head(
         torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * most)
 
 
-def test_layers_of_several_kinds_are_calibrated_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_layer_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_STEPS", 2)
@@ -462,9 +469,9 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
 def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_documents(
     make_plan: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """A Llama 4 model whose layers without positions scale queries by position is refused with
-    documents. It is accepted with shorter rows, with positions in all layers, or without the
-    scaling.
+    """A Llama 4 model that scales queries by their position in a row is refused with documents.
+
+    It is accepted with shorter rows, with positions in all layers, or without the scaling.
     """
     plan = make_plan("resident", model=model_of("llama4_text", floor_scale=4), documents=True)
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)

@@ -1,4 +1,4 @@
-"""fp8 linear layers on the CPU: their definition, the layers that stay in bf16, and plans."""
+"""Tests of fp8 linear layers on the CPU: the definition, layers that stay in bf16, and plans."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of parameters without a gradient: frozen ones, as with PyTorch's `requires_grad = False`,
-and those that do not affect the loss.
+"""Tests of parameters without a gradient: frozen ones, and those that do not affect the loss.
+
+Frozen parameters train as with PyTorch's `requires_grad = False`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def is_frozen(layer: str, tensor: str) -> bool:
 
 
 def in_pytorch(plan: Plan, steps: int) -> tuple[list[tuple[float, float]], Any]:
-    """Trains transformers' model with PyTorch's AdamW and `requires_grad = False`. Returns losses
-    and norms, and the model.
+    """Trains transformers' model with PyTorch's AdamW and `requires_grad = False`.
+
+    Returns losses and norms, and the model.
     """
     model = whole_model(plan, config_of(plan.model))
     groups: dict[float, list[torch.nn.Parameter]] = {0.0: [], SETTINGS.weight_decay: []}
@@ -94,8 +96,9 @@ def test_frozen_tensors_are_as_in_pytorch(
     policy: str,
     knobs: dict[str, Any],
 ) -> None:
-    """Frozen tensors stay unchanged to the bit, also with decay, and are not part of the norm. All
-    others train as in PyTorch, also after resuming from a checkpoint.
+    """Frozen tensors do not change, even with decay, and are not part of the norm.
+
+    All other tensors train as in PyTorch, also after a resume from a checkpoint.
     """
     sizes = {
         "dtype": "fp32",
@@ -118,7 +121,7 @@ def test_frozen_tensors_are_as_in_pytorch(
         )
     with session(
         plan, settings=SETTINGS
-    ) as running:  # other weights, which the checkpoint replaces
+    ) as running:  # The checkpoint replaces these other weights.
         restore(running.executor, tmp_path / "saved", {})
         results += [
             running.executor.step(drawn(plan, number), rate=RATE, number=number)
@@ -182,11 +185,12 @@ def unused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unused")
 @pytest.mark.parametrize("dtype_bound", [("fp32", 1e-5), ("bf16", 0.02)])
-def test_what_takes_no_part_in_the_loss_has_no_gradient(
+def test_tensors_that_do_not_affect_the_loss_have_no_gradient(
     run: Callable[..., Any], dtype_bound: tuple[str, float]
 ) -> None:
-    """A tensor that does not affect the loss has a gradient of zeros, where PyTorch has None. This
-    holds with two micro-batches, and in slots that held another layer before.
+    """A tensor that does not affect the loss has a gradient of zeros, where PyTorch has None.
+
+    This holds with two micro-batches, and in slots that held another layer before.
     """
     dtype, bound = dtype_bound
     with run(model_of("llama"), dtype=dtype, accumulation=2) as running:
@@ -205,11 +209,12 @@ def test_what_takes_no_part_in_the_loss_has_no_gradient(
 
 
 @pytest.mark.usefixtures("unused")
-def test_what_takes_no_part_in_the_loss_is_not_trained_under_any_plan(
+def test_tensors_that_do_not_affect_the_loss_are_not_trained_under_any_plan(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """A tensor that does not affect the loss stays unchanged under every plan without decay. With
-    decay it shrinks, whereas PyTorch skips tensors whose gradient is None.
+    """Without decay, a tensor that does not affect the loss is unchanged under every plan.
+
+    With decay it shrinks. PyTorch skips tensors whose gradient is None.
     """
     found = []
     for policy, knobs in PLANS:

@@ -1,5 +1,7 @@
-"""Tests of Gemma 3n in the runtime: weights that layers change in place, a host that does not wait,
-compiled layers, and a folder whose vision tower cannot be built.
+"""Tests of Gemma 3n in the runtime.
+
+They cover weights that transformers changes in place, compiled layers, and a folder whose vision
+tower cannot be built.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from megatrain.simulator.model.workload import Workload
 
 
 def test_a_step_clamps_coefficients_without_changing_the_weights(run: Callable[..., Any]) -> None:
-    """transformers clamps the coefficients in place. The weights are resident, so that a clamp in
-    the slot would be one of the master. Another clip gives another loss.
+    """transformers clamps the coefficients in place, and the runtime must not.
+
+    The weights are resident here, so a clamp in place would change the masters. Another clip value
+    gives another loss.
     """
     losses = []
     for clip in (0.01, 100.0):
@@ -32,7 +36,7 @@ def test_a_step_clamps_coefficients_without_changing_the_weights(run: Callable[.
 
 
 def test_a_sparse_mlp_is_cut_off_as_in_transformers() -> None:
-    """The number of standard deviations is a constant. Its bits are those of transformers."""
+    """The cutoff in standard deviations is a constant with the bits of transformers."""
     from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
     for dtype in ("fp32", "bf16"):
@@ -47,8 +51,9 @@ def test_a_sparse_mlp_is_cut_off_as_in_transformers() -> None:
 
 
 def test_compiled_layers_of_a_kind_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers between the first and the last are compiled without a break, one graph for each kind,
-    and give the bits of eager ones.
+    """Layers between the first and the last are compiled to one unbroken graph for each kind.
+
+    They give the bits of eager layers.
     """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
@@ -88,8 +93,9 @@ def test_compiled_layers_of_a_kind_are_one_graph(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_s_names_need_no_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vision tower requires a package that text does not. Its tensors are none of the model's,
-    so an export copies them.
+    """The vision tower requires a package that text does not need.
+
+    Its tensors do not belong to the model, so an export copies them.
     """
     config = tiny_multimodal.config_of("gemma3n")
     own = AutoModel._model_mapping._extra_content
@@ -104,7 +110,7 @@ def test_a_folder_s_names_need_no_vision_tower(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_of_wide_tables_come_in_blocks() -> None:
-    """A whole gradient in fp32 of the second table would take twice the memory of its weights."""
+    """The whole fp32 gradient of the second table would take twice the memory of its weights."""
     model = model_of("gemma3n_text")
     work = Workload(batch=2, sequence=SEQUENCE, dtype="bf16")
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))

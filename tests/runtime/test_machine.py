@@ -1,4 +1,4 @@
-"""Tests of what the runtime asks of the machine and sets on it."""
+"""Tests of the settings of the allocator and the number of threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.runtime.execution import executor
 @pytest.mark.parametrize(
     "name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
 )
-def test_what_the_user_tells_the_allocator_stays(
+def test_the_user_s_settings_of_the_allocator_are_kept(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for other in machine._ALLOCATOR:
@@ -26,7 +26,7 @@ def test_what_the_user_tells_the_allocator_stays(
     }
 
 
-def test_the_allocator_is_told_to_grow_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_gets_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     machine.grow_segments()
     assert os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -36,7 +36,7 @@ def test_the_allocator_is_told_to_grow_its_segments(monkeypatch: pytest.MonkeyPa
     ("cores", "cpu", "cuda"),
     [(1, 1, 1), (2, 1, 2), (4, 3, 4), (8, 7, 7), (16, 15, 14), (64, 63, 56)],
 )
-def test_many_cores_leave_some_to_the_threads_that_enqueue(
+def test_some_of_many_cores_are_left_to_the_threads_that_enqueue(
     monkeypatch: pytest.MonkeyPatch, cores: int, cpu: int, cuda: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))

@@ -1,5 +1,6 @@
-"""Tests of the language model of a multimodal folder: it trains as inside transformers' whole
-model, and is exported back into it.
+"""Tests of the language model of a multimodal folder.
+
+It trains as inside transformers' whole model, and is exported back into it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
 TRAINED = 3
-"""number of exports that are compared, with a step before each but the first"""
+"""number of compared exports; there is a step before each but the first"""
 
 
 @pytest.fixture
 def inside(
     tmp_path: Path, make_plan: Callable[..., Plan], session: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `inside(kind)`, which saves a multimodal model to `tmp_path / "whole"` and opens a
-    session with its language model.
+    """Returns `inside(kind)`, which opens a session with the language model of a multimodal model.
+
+    The multimodal model is saved to `tmp_path / "whole"`.
     """
 
     def make(kind: str) -> Any:
@@ -58,8 +60,10 @@ def inside(
 
 
 def reloaded(folder: Path) -> Any:
-    """Returns the exported model, as transformers loads it. It is in evaluation mode, because Gemma
-    3 in training mode needs to know which tokens are images. Without dropout both compute the same.
+    """Returns the exported model, as transformers loads it, in evaluation mode.
+
+    In training mode, Gemma 3 needs to know which tokens are images. Without dropout, both modes
+    compute the same.
     """
     model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
@@ -67,11 +71,12 @@ def reloaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
+def test_a_language_model_trains_as_inside_the_whole_model_and_is_exported_into_it(
     inside: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
-    """Exporting the untrained model gives the folder that it came from. After training, loss and
-    gradients are those of the whole model that transformers loads.
+    """Exporting the untrained model gives the original folder.
+
+    After training, loss and gradients are those of the whole model that transformers loads.
     """
     folder = tmp_path / "whole"
     with inside(kind) as running:
@@ -111,7 +116,7 @@ def test_it_trains_as_inside_the_whole_model_and_goes_back_into_it(
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("outer", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False, None])
-def test_its_head_is_tied_where_transformers_ties_it(
+def test_the_head_of_a_language_model_is_tied_where_transformers_ties_it(
     tmp_path: Path, kind: str, outer: bool | None, inner: bool | None
 ) -> None:
     tiny_multimodal.config_of(kind).save_pretrained(tmp_path)
@@ -142,9 +147,10 @@ def test_an_export_in_bf16_leaves_the_other_tensors_as_they_are(
     assert reloaded(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_from_random_weights_it_is_exported_alone(tmp_path: Path) -> None:
-    """A language model that starts from random weights is exported without the other parts, since
-    the vision tower was not trained with it.
+def test_a_language_model_from_random_weights_is_exported_alone(tmp_path: Path) -> None:
+    """A language model that starts from random weights is exported without the other parts.
+
+    The vision tower was not trained with it.
     """
     tiny_multimodal.save("gemma3", tmp_path)
     config = exported_config(tmp_path, ModelSpec.load(str(tmp_path)), init="random")

@@ -1,5 +1,7 @@
-"""Tests of Muon on the CPU: the reference's bits over ten steps, `torch.optim.Muon` nearby, and
-runs that fail, are saved, resumed and exported. `tests/properties` draws plans.
+"""Tests of Muon on the CPU.
+
+Ten steps have the bits of the reference and are near those of `torch.optim.Muon`. Runs fail, or are
+saved, resumed and exported. `tests/properties` tests random plans.
 """
 
 from __future__ import annotations
@@ -120,8 +122,9 @@ def test_ten_steps_give_the_reference_s_bits(
 def updated(
     shape: tuple[int, int], steps: int, *, number: int = 1, clip: float = 1.0, coded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns masters, momentum and first masters of matrices of `shape` after some steps. If
-    `coded`, the format is master24.
+    """Returns masters, momentum and first masters of matrices of `shape` after some steps.
+
+    If `coded`, the state format is master24.
     """
     generator = torch.Generator().manual_seed(0)
     found = Matrices(number, *shape)
@@ -153,7 +156,7 @@ def updated(
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_it_is_near_pytorch_s_muon_over_ten_steps(shape: tuple[int, int], coded: bool) -> None:
+def test_ten_steps_are_near_those_of_pytorch_s_muon(shape: tuple[int, int], coded: bool) -> None:
     ours, momentum, first = updated(shape, 10, coded=coded)
     parameter = torch.nn.Parameter(first.view(shape).clone())
     theirs = torch.optim.Muon(
@@ -174,8 +177,9 @@ def test_it_is_near_pytorch_s_muon_over_ten_steps(shape: tuple[int, int], coded:
 
 
 def test_a_matrix_that_ends_inside_a_block_gives_the_reference_s_bits() -> None:
-    """The padding of a tensor is part of the last block. It does not change the scale, and stays 0,
-    whatever is in the gradient there.
+    """The padding of a tensor is part of the last block.
+
+    It does not change the scale, and stays 0 with any gradient.
     """
     draw, found = torch.Generator().manual_seed(0), Matrices(3, 10, 14)
     count, padded = 3 * found.size, found.padded
@@ -216,10 +220,10 @@ def test_a_matrix_that_ends_inside_a_block_gives_the_reference_s_bits() -> None:
 
 
 @pytest.mark.parametrize("state", ["master24", "bf16-sr"])
-def test_an_update_of_codes_moves_and_holds_what_is_predicted(
+def test_an_update_of_codes_moves_and_holds_the_predicted_bytes(
     monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """Counted without the matrix products, as the difference to the format `exact`."""
+    """The bytes are counted without matrix products, as the difference from the format `exact`."""
     monkeypatch.setattr(muon, "_orthogonalised", lambda _first, second, *_: second)
     found, low = Matrices(1, 128, 128), FORMATS[state].low
     weights, gradient = torch.randn(2, found.size).bfloat16()
@@ -256,7 +260,7 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamw_s() -> None:
         assert 0.1 < float(step.square().mean().sqrt()) < 0.25
 
 
-def test_each_expert_is_orthogonalised_by_itself() -> None:
+def test_each_expert_is_orthogonalised_separately() -> None:
     generator, found = torch.Generator().manual_seed(0), Matrices(3, 16, 24)
     room = torch.empty(sum(found.workspace), dtype=torch.uint8)
     first, second, square, other, *_ = muon._views(room, found)
@@ -294,7 +298,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, coded: bool) -> N
 
 
 @pytest.mark.parametrize("coded", [False, True])
-def test_a_clip_factor_of_nan_leaves_everything_as_it_was(coded: bool) -> None:
+def test_a_clip_factor_of_nan_changes_nothing(coded: bool) -> None:
     master, momentum, first = updated((24, 40), 1, clip=float("nan"), coded=coded)
     assert torch.equal(master, first)
     assert not momentum.count_nonzero()
@@ -302,9 +306,9 @@ def test_a_clip_factor_of_nan_leaves_everything_as_it_was(coded: bool) -> None:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a group of matrices have at most 512 elements, so that chunks end between experts."""
+    """Limits a group of matrices to 512 elements, so chunks end between experts."""
     monkeypatch.setattr(sizes, "_GROUP", 512)
-    made = (update_layout._layout, update_layout._alike)
+    made = (update_layout._layout, update_layout._shared_layout)
     for cached in made:
         cached.cache_clear()
     yield

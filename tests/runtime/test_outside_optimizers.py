@@ -1,6 +1,7 @@
-"""Tests of optimizers from files: with no, one and two moments every plan has the reference's bits
-and can be saved and resumed. An optimizer that cannot be used is refused before anything is
-allocated.
+"""Tests of optimizers from files with no, one and two moments.
+
+Every plan has the reference's bits and can be saved and resumed. An optimizer that cannot be used
+is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Returns a function that saves an optimizer with the given body of `update`, by default
-    without moments, and returns its path.
+    """Returns a function that saves an optimizer with the given body of `update`.
+
+    It returns the path of the file. By default, the optimizer has no moments.
     """
 
     def saved(body: str, moments: int = 0) -> str:
@@ -202,7 +204,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(
 
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("moments", [0, 1, 2])
-def test_a_clip_factor_of_nan_leaves_everything_as_it_was(
+def test_a_clip_factor_of_nan_changes_nothing(
     files: dict[int, str], moments: int, low: bool
 ) -> None:
     optimizer, count = find(files[moments]), 100
@@ -306,7 +308,7 @@ def test_a_setting_that_the_optimizer_does_not_read_is_refused(
     assert "allowed: max_norm, groups" in str(caught.value)
 
 
-def test_an_executor_refuses_it_before_anything_is_allocated(
+def test_an_executor_refuses_an_unusable_optimizer_before_anything_is_allocated(
     executable: Callable[..., Plan], write: Write
 ) -> None:
     plan, allocated = executable(optimizer=write("weights.sub_(1.0)")), list[object]()
@@ -321,7 +323,7 @@ def test_an_executor_refuses_it_before_anything_is_allocated(
     assert not allocated
 
 
-def test_a_file_named_adamw_is_not_taken_for_the_built_in_one(
+def test_a_file_named_adamw_does_not_count_as_the_built_in_optimizer(
     executable: Callable[..., Plan], session: Callable[..., Any], write: Write
 ) -> None:
     path = write("weights.sub_(gradient * rate)", moments=2)

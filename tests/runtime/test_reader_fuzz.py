@@ -1,5 +1,7 @@
-"""Fuzz tests of reading checkpoints, plans and configs: each is read, or refused with a UserError
-of one line. There is no other exception and no hang.
+"""Fuzz tests of reading checkpoints, plans and configs.
+
+Each input is read, or refused with a UserError of one line. There is no other exception and no
+hang.
 """
 
 from __future__ import annotations
@@ -136,9 +138,7 @@ def spoiled_text(draw: st.DrawFn, good: bytes) -> bytes:
 
 
 def accepted(read: Callable[[], object]) -> bool:
-    """Returns whether `read` accepts its input. Any error but a UserError of one line fails the
-    test.
-    """
+    """Returns whether `read` accepts its input. Asserts that a UserError is one line."""
     try:
         read()
     except UserError as error:
@@ -151,9 +151,7 @@ def accepted(read: Callable[[], object]) -> bool:
 
 
 def fuzz(test: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Returns two tests of a function: one with 300 cases, and one with 5,000 for the nightly
-    run.
-    """
+    """Returns two tests of a function: with 300 cases, and with 5,000 for the nightly run."""
     quick, thorough = (
         hypothesis.settings(max_examples=count, database=None)(
             hypothesis.given(data=st.data())(test)
@@ -258,7 +256,7 @@ test_any_plan, test_any_plan_nightly = fuzz(read_a_plan)
 def running(
     plan: Plan, session: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Checkpoints]]:
-    """Opens a session and its checkpoints, of which there is one."""
+    """Opens a session with one checkpoint."""
     states = random.getstate(), torch.get_rng_state()
     with session(plan) as made:
         checkpoints = Checkpoints(tmp_path_factory.mktemp("fuzzed"))
@@ -279,8 +277,9 @@ def running(
 
 
 def read_a_checkpoint(running: tuple[Any, Checkpoints], data: st.DataObject) -> None:
-    """Checks that a changed manifest is refused or restores the checkpoint of step 1. It is changed
-    with and without a matching checksum.
+    """Checks that a changed manifest is refused or restores the checkpoint of step 1.
+
+    Manifests are changed with and without a matching checksum.
     """
     session, checkpoints = running
     good = (checkpoints.folder / "good.json").read_bytes()

@@ -1,6 +1,7 @@
-"""Tests of steps in the state formats other than `exact`: faults, evaluation, the seed, and what an
-update takes where PyTorch does it. `test_blockwise.py` has the arithmetic, and
-`test_schedule_invariance.py` every policy.
+"""Tests of steps in state formats other than `exact`.
+
+They cover failures, evaluation, the seed, and the memory of updates by PyTorch. `test_blockwise.py`
+tests the arithmetic, and `test_schedule_invariance.py` every policy.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_the_seed_decides_rounding_at_random(
 def test_an_update_in_pytorch_has_room_for_its_temporaries(
     monkeypatch: pytest.MonkeyPatch, low: bool
 ) -> None:
-    """Counted for a block of another size, since everything is proportional to it."""
+    """Temporaries are counted for a block of another size, because they are proportional to it."""
     count = 2**14
     monkeypatch.setattr(adamw, "kernels", lambda _: None)
     monkeypatch.setattr(blockwise, "_CPU_BLOCK", count)

@@ -1,4 +1,4 @@
-"""Layers in pieces of tokens: the gradients of the whole model, and what is refused."""
+"""Tests of layers that compute in token pieces: gradients of the whole model, and refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ own."""
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Compiles whole functions to graphs, but not to kernels, which would take a minute. Returns
-    the list of the graphs.
+    """Compiles whole functions to graphs, but not to kernels, which would take a minute.
+
+    Returns the list of graphs.
     """
     found: list[Any] = []
     compiled = torch.compile
@@ -61,8 +62,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_loss_and_gradients_are_those_of_the_whole_model(
     run: Callable[..., Any], graphs: list[Any], family: str, interval: int, compiled: bool
 ) -> None:
-    """With pieces that do not divide the tokens (if not compiled), recomputed layers and, in blocks
-    of one, a layer whose graph is kept.
+    """Eager layers have pieces that do not divide the number of tokens.
+
+    Layers are recomputed, and in blocks of one layer, one layer keeps its graph.
     """
     with run(
         model_of(family),

@@ -1,4 +1,4 @@
-"""Numbers as in training, and bit patterns of every kind, for tests of kernels."""
+"""Numbers as in training, and random bit patterns, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ infinities, NaNs"""
 
 
 def any_floats(generator: torch.Generator, count: int, *, wild: bool) -> torch.Tensor:
-    """Returns fp32 [n]. If `wild`, a quarter are special values and the rest random bit patterns.
-    Otherwise they are values as in training.
+    """Returns a float32 tensor of shape [n].
+
+    If `wild`, a quarter of the values are special and the others are random bit patterns. Otherwise
+    all are values as in training.
     """
     if not wild:
         return (

@@ -1,7 +1,8 @@
-"""Wrong invocations of the command, drawn at random: a valid one of each verb, with one mistake.
+"""Random wrong invocations of the command: a valid invocation of any verb with one mistake.
 
-As a program, it reads invocations as JSON lines and executes each in this process, in which PyTorch
-cannot be imported. It answers a line of JSON for each: [status, standard output, standard error].
+As a program, this module reads invocations as JSON lines and executes each in its own process, in
+which PyTorch cannot be imported. It answers each with a JSON line: [status, standard output,
+standard error].
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ VALID: dict[str, tuple[str, ...]] = {
     "quality": ("--out", "new", "--variants", "exact", "--device", "cpu"),
     "serve": ("--static", "new", "--models", "qwen2.5-0.5b", "--machines", "rtx4090"),
 }
-"""A verb, and for `train` what is trained -> the rest of an invocation that would do something. For
-`chat`, `eval`, `export`, `convert`, `compare` and `report`, it fails only because the folder is no
-run."""
+"""Verb, and for `train` the target -> the other words of a valid invocation. With `chat`, `eval`,
+`export`, `convert`, `compare` and `report`, it fails only because the folder is no run."""
 BAD_NUMBERS = ("0", "-1", "two", "1e99", "nan", "", "3.5.2", "0x10", "½", "-24GiB", "--")
 BAD_SIZES = ("-24GiB", "banana", "0", "", "24 apples", "1e9GiB", "nan")
 BAD_NAMES = ("gone", "./gone", "h300", "qwen9", "no/such/name", "a b", "é", "\udce9", "x" * 300)
@@ -158,11 +158,11 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         "--port": BAD_NUMBERS,
     },
 }
-"""A verb -> its options -> values that it refuses."""
+"""Verb -> option -> refused values."""
 
 
 def _misspelt(word: str, draw: random.Random) -> str:
-    """Returns `word` with two letters exchanged, or one of them doubled or left out."""
+    """Returns `word` with two letters exchanged, or with one letter doubled or left out."""
     place = draw.randrange(word.count("-", 0, 2), len(word) - 1)
     first, second = word[place], word[place + 1]
     part = draw.choice([second + first, first + first + second, second])
@@ -195,7 +195,7 @@ def draw_mistake(name: str, draw: random.Random) -> list[str]:
 
 
 def write_files(plan: Path) -> None:
-    """Writes broken files next to `plan`, and a plan that was edited by hand."""
+    """Writes broken files and a plan edited by hand into the folder of `plan`."""
     text = plan.read_text()
     (plan.parent / "broken.toml").write_text(text[: len(text) // 2].rpartition("=")[0])
     (plan.parent / "binary.toml").write_bytes(b"\xff\xfe\x00\x81" * 64)
@@ -204,7 +204,7 @@ def write_files(plan: Path) -> None:
 
 
 def draw_mistakes(count: int, seed: int = 0) -> list[list[str]]:
-    """Returns wrong invocations, about equally many of each verb."""
+    """Returns wrong invocations, about the same number for each verb."""
     draw, verbs = random.Random(seed), list(VALID)
     return [draw_mistake(verbs[number % len(verbs)], draw) for number in range(count)]
 
@@ -218,8 +218,9 @@ class _NoPyTorch:
 
 
 def execute(words: list[str]) -> tuple[int | None, str, str]:
-    """Returns the status, the standard output and the standard error of one invocation. The status
-    is None if an exception escapes. `quality` is a program of its own, and no verb.
+    """Returns the status, the standard output and the standard error of one invocation.
+
+    The status is None if an exception escapes. `quality` is a separate program and not a verb.
     """
     from megatrain.experiments.cli import main as cli
     from megatrain.experiments.quality import __main__ as quality
@@ -237,7 +238,7 @@ def execute(words: list[str]) -> tuple[int | None, str, str]:
 
 
 def main() -> NoReturn:
-    """Executes the invocations of standard input."""
+    """Executes the invocations read from standard input."""
     finder: Any = _NoPyTorch()
     sys.meta_path.insert(0, finder)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A hub in a folder, for tests: data sets by name, behind huggingface_hub's functions."""
+"""A fake Hugging Face hub in a folder, which replaces functions of huggingface_hub in tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 
 class FakeHub:
-    """Data sets on the hub. While `online` is false, nothing can be asked or fetched."""
+    """A hub of data sets and models. While `online` is false, every request fails."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.online = folder, True
         self.asked: list[str] = []
-        """names and revisions that were asked for"""
+        """names and revisions that were requested"""
         self.fetched: list[str] = []
         """files that were fetched"""
         self._heads: dict[str, str] = {}
@@ -45,7 +45,7 @@ class FakeHub:
     def write(
         self, name: str, files: dict[str, str], commit: str = FIRST, configs: Any = None
     ) -> None:
-        """Makes a commit of a data set, the newest."""
+        """Adds a commit to a data set."""
         self._heads[name], self._cards[name] = commit, configs
         for file, text in files.items():
             path = self.folder / "hub" / name / commit / file

@@ -1,4 +1,4 @@
-"""Forgets the objects from outside the package that an earlier test has loaded."""
+"""Clears caches of plugins, which an earlier test may have loaded."""
 
 from __future__ import annotations
 

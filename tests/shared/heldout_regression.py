@@ -1,5 +1,7 @@
-"""Predicts stored rows of the held-out experiment again, with the current simulator and the
-calibration in the same folder, and replays their steps. Reports the rows whose error grew.
+"""Compares today's predictions of the stored held-out rows with those stored.
+
+The current simulator predicts each row with the calibration in the same folder, and replays its
+measured step. Rows whose error has grown are reported.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.timeline import Timeline
 
 TOLERANCE = 0.001
-"""Growth of an error that counts as rounding."""
+"""Growth of an error that is ignored as rounding."""
 
 
 def moved(
     rows: Iterable[HeldoutRow], hardware: HardwareSpec, timelines: Mapping[str, StoredTimeline]
 ) -> list[str]:
-    """Returns one line for each row whose plan now lowers to another schedule, or whose error of
-    the step time, the device peak or the replay has grown. The replay is checked if the row's
-    timeline is stored.
+    """Returns one line for each row that is predicted worse than before.
+
+    A row is worse if its plan lowers to another schedule, or if the error of its step time, its
+    device peak or its replay has grown. The replay is checked if the row's timeline is stored.
     """
     found = []
     for row in rows:
@@ -62,9 +65,7 @@ def moved(
 
 
 def row_of(row: HeldoutRow, hardware: HardwareSpec, stored: StoredTimeline | None) -> HeldoutRow:
-    """Returns `row` with today's prediction. If its timeline is stored, the row has today's replay
-    error too.
-    """
+    """Returns `row` with today's prediction, and today's replay error if its timeline is stored."""
     plan = row.plan
     costs = cost_model(hardware, plan.model, plan.workload)
     schedule = lower(plan)
@@ -86,9 +87,7 @@ def moved_in(folder: Path) -> list[str]:
 
 
 def replay_error(schedule: Schedule, measured: Timeline, costs: CostModel) -> float:
-    """Returns the signed error of the engine: the step time simulated from the measured durations,
-    against the measured step time.
-    """
+    """Returns the signed relative error of the step time simulated from the measured durations."""
     step_ns = measured.makespan_ns
     return (
         simulate(schedule, Replayed(measured, costs.dispatch_ns)).makespan_ns - step_ns

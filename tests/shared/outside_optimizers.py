@@ -1,4 +1,4 @@
-"""Sources of optimizers from outside the package, with no, one and two moments."""
+"""Source code of optimizers outside the package with no, one and two moments."""
 
 from __future__ import annotations
 

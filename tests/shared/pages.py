@@ -1,4 +1,4 @@
-"""The pages of the documentation: README.md, CONTRIBUTING.md and docs/*.md, for tests to read."""
+"""Reads the pages of the documentation: README.md, CONTRIBUTING.md and docs/*.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def saved_examples(page: str) -> dict[str, str]:
-    """Returns the page's Python examples that are followed by "Saved as `FILE`", by file."""
+    """Returns {file: source} of the page's Python examples that say "Saved as `FILE`" below."""
     found = re.findall(r"```python\n(.*?)```\s+Saved as `(\w+\.py)`", read(page), re.DOTALL)
     return {file: code.rpartition("```python\n")[2] for code, file in found}
 
@@ -57,7 +57,7 @@ COMMANDS = [
     for line in re.sub(r" \\\n +", " ", block.text).splitlines()
     if line.startswith(("megatrain ", "$ megatrain "))
 ]
-"""The page and the line of every command in a fenced block that begins with `megatrain`.
+"""(page, line) of every line in a fenced block that begins with `megatrain`.
 
 Lines that a backslash continues are one line here.
 """

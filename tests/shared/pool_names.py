@@ -1,4 +1,4 @@
-"""Schedules whose pools have other names, for tests that names of pools do not matter."""
+"""Renames the pools of a schedule, to test that their names do not matter."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""A process that imports torch once, then forks the ranks of a run for every JSON line that it
-reads.
+"""A process that imports torch once and forks the ranks of a run for every JSON line.
 
-Each line has for each rank the arguments of one run after the other, and the ports of these runs. A
-run is one of `megatrain.experiments.ranks`, or of `megatrain` if its first word is `train`. What a
-rank prints goes to a file of its own. `folder` is the working directory, `timeout_s` is how long
-ranks wait for each other in a step, and `file_bytes` is the largest file that the last rank can
-write, `hangs_at` is the call of the embedding in which it sleeps for ever, and `stops_at` is the
-call of `Ranks.total` before which it stops itself. The answer is the process ids of the ranks. An
-empty line waits for them, and the answer is their exit statuses, each the largest of the rank's
-runs.
+A line has, for each rank, the arguments of its runs, which are executed one after the other, and
+the ports of the runs. A run executes `megatrain.experiments.ranks`, or `megatrain` if its first
+argument is `train`. Each rank prints into a file of its own. Other keys of a line:
+
+* `folder`: the working directory.
+* `timeout_s`: how long ranks wait for each other in a step.
+* `file_bytes`: the largest file that the last rank can write.
+* `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
+* `stops_at`: the call of `Ranks.total` before which the last rank stops itself.
+
+The answer is the process ids of the ranks. An empty line waits for the ranks, and its answer is
+their exit statuses. The status of a rank is the largest of its runs.
 """
 
 from __future__ import annotations
@@ -85,13 +88,13 @@ def _start(request: dict[str, Any]) -> list[int]:
             finally:
                 if "stops_at" not in request:
                     os._exit(status)
-            sys.exit(status)  # with all that Python does at its end
+            sys.exit(status)  # runs the exit handlers of Python
         processes.append(process)
     return processes
 
 
 def serve() -> None:
-    """Answers the lines of standard input."""
+    """Answers each line of standard input."""
 
     def answer(text: str) -> None:
         sys.stdout.write(f"{text}\n")

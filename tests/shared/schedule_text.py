@@ -1,4 +1,4 @@
-"""Reads the text of a schedule, so that a test can write one, or check that nothing is left out."""
+"""Reads the text form of a schedule, the reverse of `Schedule.to_text`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = ("offset", "bytes", "parameters", "flops", "elements", "high_priority
 
 
 def from_text(text: str) -> Schedule:
-    """Returns the schedule that `Schedule.to_text` wrote."""
+    """Returns the schedule of a text that `Schedule.to_text` wrote."""
     first, *lines = text.splitlines()
     buffers, ops = [], []
     for line in lines:

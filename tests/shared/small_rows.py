@@ -1,4 +1,4 @@
-"""Small training rows, a workload for them, and a comparison of batches."""
+"""Small training rows, their workload, and a comparison of batches."""
 
 from __future__ import annotations
 

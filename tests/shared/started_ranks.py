@@ -1,4 +1,4 @@
-"""Driver: starts the ranks of a plan for several GPUs as processes."""
+"""Starts the ranks of a plan for several GPUs as processes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Driver:
         return answer
 
     def start(self, runs: list[list[list[str]]], **more: Any) -> list[int]:
-        """Starts for each rank its runs, one after the other. Returns the process ids. `more` is
-        what else `rank_driver.py` reads.
+        """Starts the runs of each rank, one after the other, and returns the process ids.
+
+        `more` has further keys for `rank_driver.py`.
         """
         self._runs += 1
         self._out = [self._folder / f"{self._runs}.{rank}" for rank in range(len(runs))]

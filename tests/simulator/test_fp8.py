@@ -1,5 +1,6 @@
-"""fp8 matrix products in the simulator: the workload, costs, memory, the machines that have them,
-and the verdict. Their arithmetic is in `tests/runtime/test_fp8.py`.
+"""Tests of fp8 matrix products in the simulator: workload, costs, memory, machines and verdict.
+
+`tests/runtime/test_fp8.py` tests their arithmetic.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WITHOUT = {
     "rtx3090",
     "ryzen-ai-max-395-128gb",
 }
-"""Machines without fp8 products, and one whose fp8 format is another."""
+"""Machines without fp8 products, and one with another fp8 format."""
 
 
 def test_fp8_is_a_part_of_the_shape_and_needs_bf16() -> None:
@@ -58,7 +59,7 @@ def test_fp8_is_a_part_of_the_shape_and_needs_bf16() -> None:
         Workload(batch=1, sequence=16, dtype="fp32", fp8="rowwise")
 
 
-def test_a_schedule_is_the_same_but_for_the_shape_of_its_layers(
+def test_a_schedule_is_the_same_except_for_the_shape_of_its_layers(
     make_plan: Callable[..., Plan],
 ) -> None:
     plain, fp8 = (lower(make_plan(fp8=fp8)) for fp8 in (None, "rowwise"))
@@ -142,12 +143,12 @@ def test_experts_and_routers_stay_in_bf16() -> None:
     mixture = ModelSpec.load("mixtral-8x7b")
     assert set(mixture.fp8_weights("0")) == {f"self_attn.{name}_proj.weight" for name in "qkvo"}
     assert verdict._fp8(mixture, ROWWISE) == (
-        "10.6 % of the layers' matrix products, by FLOPs, are in fp8 (rowwise); in bf16 stay"
+        "10.6 % of the layers' matrix products, by FLOPs, are in fp8 (rowwise); these stay in bf16:"
         " mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj"
     )
     latent = ModelSpec.load("deepseek-v3")
     assert verdict._fp8(latent, ROWWISE).endswith(
-        "stay mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight"
+        "bf16: mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight"
     )
     assert verdict._fp8(SMALL, ROWWISE).startswith("100 % of the layers' matrix products")
     assert verdict._fp8(SMALL, ROWWISE).endswith("(rowwise)")

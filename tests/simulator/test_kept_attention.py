@@ -47,7 +47,7 @@ def recompute(plan: Plan, *, kept: bool) -> Op:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
+def test_forward_saves_attention_recompute_reads_it_and_backward_releases_it(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
     """Forward saves the output of attention, recompute reads it, and backward releases it."""
@@ -77,11 +77,12 @@ def test_forward_leaves_it_recompute_takes_it_backward_frees_it(
 
 
 @pytest.mark.parametrize(("interval", "slots"), [(1, 1 + 2), (4, 1 + 3)])
-def test_in_host_memory_it_waits_for_recompute(
+def test_offloaded_attention_stays_in_host_memory_until_recompute(
     make_plan: Callable[..., Plan], interval: int, slots: int
 ) -> None:
-    """Forward releases the slot after a copy to the host, and recompute takes another after a copy
-    from there. Of a block, the attention of all layers is on the device at one time.
+    """Forward releases the slot after a copy to the host, and recompute loads it into another slot.
+
+    The attention of all layers of a block is on the device at the same time.
     """
     plan = make_plan(
         accumulation=2,
@@ -91,10 +92,10 @@ def test_in_host_memory_it_waits_for_recompute(
     schedule = policies.lower(plan)
     schedule.check()
     size = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype).bytes
-    for layer, parked in (("0", True), ("1", False), ("2", True), ("3", True)):
+    for layer, offloaded in (("0", True), ("1", False), ("2", True), ("3", True)):
         for micro in range(2):
             around = [schedule.by_id.get(f"{kind}{layer}.m{micro}") for kind in ("T", "TL")]
-            if not parked:
+            if not offloaded:
                 assert around == [None, None]
                 continue
             down, up = around
@@ -112,7 +113,7 @@ def test_in_host_memory_it_waits_for_recompute(
     assert sum(buffer.place == "device" for buffer in kept) == slots
 
 
-def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> None:
+def test_saved_attention_changes_only_the_recompute_op(make_plan: Callable[..., Plan]) -> None:
     """Saved attention changes only the FLOPs and the cost key of recompute."""
     plan = make_plan()
     kept = with_knobs(plan, placement=Placement(saved_attention="1"))
@@ -127,13 +128,13 @@ def test_only_its_recompute_is_another_op(make_plan: Callable[..., Plan]) -> Non
             assert (other.flops, other.shape, other.bytes) == (op.flops, op.shape, op.bytes)
 
 
-def test_it_takes_the_output_and_four_bytes_a_head_and_token() -> None:
+def test_saved_attention_takes_its_output_and_four_bytes_per_head_and_token() -> None:
     """Saved attention takes its output, and 4 bytes for each head and token."""
     choice = assess(planned(LONG, Placement(saved_attention="0-9")), cost_model(H200, MODEL, LONG))
     assert choice.account.pools["device.attention"] == 10 * 131072 * 28 * (128 * 2 + 4)
 
 
-def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) -> None:
+def test_a_layer_that_cannot_save_attention_is_named(make_plan: Callable[..., Plan]) -> None:
     for family, layer in (("gemma2", "0"), ("phi3", "1")):
         with pytest.raises(
             UserError, match=rf"placement: saved_attention: found layer {layer} of a {family} model"
@@ -152,7 +153,7 @@ def test_a_layer_that_cannot_keep_it_is_named(make_plan: Callable[..., Plan]) ->
 
 
 def test_a_kernel_is_named_in_shapes_only_where_it_is_chosen() -> None:
-    """A cost key only names the kernel of attention if the plan chooses one."""
+    """A cost key names the kernel of attention only if the plan chooses one."""
     work = Workload(batch=1, sequence=8)
     assert [
         msgspec.structs.replace(work, attention=kernel).shape for kernel in (None, "flash", "cudnn")
@@ -205,7 +206,7 @@ def test_a_measured_recompute_without_attention_is_looked_up() -> None:
     ] == [(1000, False), (300, False)]
 
 
-def test_an_unmeasured_one_takes_the_datasheet_s_share_of_the_one_with_attention() -> None:
+def test_an_unmeasured_recompute_without_attention_is_scaled_by_the_datasheet() -> None:
     """Recompute without attention that was not measured is scaled from recompute with attention.
 
     The datasheet gives the factor.
@@ -253,7 +254,7 @@ def seconds(plan: Plan) -> float:
         Workload(batch=1, sequence=65536, attention="cudnn"),
     ],
 )
-def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
+def test_saving_the_attention_of_long_sequences_makes_a_step_faster(work: Workload) -> None:
     """The search saves the attention of long sequences, and the step is faster."""
     plan = chosen(work)
     placement = plan.knobs.placement
@@ -262,7 +263,7 @@ def test_long_sequences_keep_it_and_gain_by_it(work: Workload) -> None:
     assert seconds(plan) < 0.92 * seconds(without)
 
 
-def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -> None:
+def test_checkpoints_are_offloaded_if_saved_attention_does_not_fit_next_to_them() -> None:
     """If checkpoints and saved attention do not both fit, the checkpoints are offloaded."""
     plan = chosen(LONG, 90 * GIB)
     assert plan.knobs.placement.offloaded_inputs == "all"
@@ -274,14 +275,14 @@ def test_where_checkpoints_and_it_do_not_both_fit_the_checkpoints_are_parked() -
     )
 
 
-def test_where_the_device_has_no_room_for_it_it_is_offloaded() -> None:
+def test_saved_attention_that_does_not_fit_the_device_is_offloaded() -> None:
     plan = chosen(LONG, 40 * GIB)
     placement = plan.knobs.placement
     assert placement.offloaded_inputs == "all"
-    parked = plan.placed("offloaded_attention")
-    assert parked < plan.placed("saved_attention")
-    assert len(parked) > 3
-    others = plan.placed("saved_attention") - parked
+    offloaded = plan.placed("offloaded_attention")
+    assert offloaded < plan.placed("saved_attention")
+    assert len(offloaded) > 3
+    others = plan.placed("saved_attention") - offloaded
     here = msgspec.structs.replace(
         placement, saved_attention=",".join(others), offloaded_attention=""
     )
@@ -295,6 +296,6 @@ def test_where_the_device_has_no_room_for_it_it_is_offloaded() -> None:
         msgspec.structs.replace(LONG, sequence=32768, dtype="fp32"),
     ],
 )
-def test_short_sequences_and_fp32_do_not(work: Workload) -> None:
+def test_attention_of_short_sequences_and_in_fp32_is_not_saved(work: Workload) -> None:
     """The search does not save the attention of short sequences or fp32."""
     assert not chosen(work).knobs.placement.saved_attention

@@ -1,6 +1,4 @@
-"""Tests of what the simulator knows of Muon: its state, chunks of whole matrices, the time of its
-matrix products, and plans that it cannot have.
-"""
+"""Tests of Muon in the simulator: state, chunks of whole matrices, time, and refused plans."""
 
 from __future__ import annotations
 
@@ -60,7 +58,9 @@ def test_muon_updates_the_matrices_of_decoder_layers(
     ("state", "matrix", "moment"),
     [("exact", 8, 4), ("master24", 4.0625, 1.0625), ("bf16-sr", 3.0625, 1.0625)],
 )
-def test_a_matrix_has_one_moment_and_all_else_two(state: str, matrix: float, moment: float) -> None:
+def test_a_matrix_has_one_moment_and_every_other_tensor_two(
+    state: str, matrix: float, moment: float
+) -> None:
     model = ModelSpec.load("qwen2.5-7b")
     plan = Plan(
         policy="overlapped",
@@ -188,7 +188,7 @@ def test_policies_that_update_on_the_host_are_refused_in_one_line(
         ({"state": "master24", "dtype": "fp32"}, "found master24 with dtype fp32"),
     ],
 )
-def test_what_muon_cannot_do_is_refused_by_name(
+def test_unsupported_plans_with_muon_are_refused_by_name(
     make_plan: Callable[..., Plan], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

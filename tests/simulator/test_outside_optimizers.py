@@ -35,7 +35,7 @@ H200 = HardwareSpec.load("h200")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[int, str]:
-    """Paths of optimizer files by their number of moments."""
+    """Number of moments -> path of an optimizer file."""
     for moments, text in TEXTS.items():
         (tmp_path / f"optimizer_{moments}.py").write_text(text, encoding="utf-8")
     return {moments: str(tmp_path / f"optimizer_{moments}.py") for moments in TEXTS}
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> dict[int, str]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, files: dict[int, str]) -> Iterator[None]:
-    """An installed package with two optimizers, one with the name of the built-in one."""
+    """Installs two optimizers by entry points, one with the name of the built-in optimizer."""
     lion = type(find(files[1]))
     points = [
         importlib.metadata.EntryPoint(name, "somewhere:Lion", OPTIMIZERS.group)
@@ -80,7 +80,7 @@ def test_an_installed_optimizer_is_found_by_name() -> None:
         ("class A(Optimizer):\n    moments = 1", "found no `update`; allowed: one"),
     ],
 )
-def test_a_file_that_defines_no_optimizer_is_one_line(
+def test_a_file_that_defines_no_optimizer_gives_a_one_line_error(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "mine.py"
@@ -93,10 +93,10 @@ def test_a_file_that_defines_no_optimizer_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_plan_of_adamw_says_nothing_of_it(
+def test_a_plan_with_adamw_does_not_name_its_optimizer(
     make_plan: Callable[..., Plan], files: dict[int, str], tmp_path: Path
 ) -> None:
-    """A plan only names its optimizer if it is not AdamW."""
+    """A plan names its optimizer only if it is not AdamW."""
     make_plan().save(tmp_path / "plan.toml")
     assert "optimizer" not in (tmp_path / "plan.toml").read_text()
     make_plan(optimizer=files[1]).save(tmp_path / "lion.toml")
@@ -106,7 +106,7 @@ def test_a_plan_of_adamw_says_nothing_of_it(
 @pytest.mark.parametrize("moments", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("policy", policies.names())
-def test_every_policy_has_a_sound_schedule_for_it(
+def test_every_policy_has_a_valid_schedule_for_an_outside_optimizer(
     make_plan: Callable[..., Plan], files: dict[int, str], policy: str, dtype: Dtype, moments: int
 ) -> None:
     """Every policy has a valid schedule for an optimizer with any number of moments."""

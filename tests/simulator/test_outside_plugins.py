@@ -46,7 +46,7 @@ Install = Callable[[str, str, str], None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """A function that installs an object of this module under a group and a name."""
+    """Returns a function that installs an object of this module under a group and a name."""
     points: list[importlib.metadata.EntryPoint] = []
 
     def found(*, group: str) -> list[importlib.metadata.EntryPoint]:
@@ -79,7 +79,7 @@ def config(model_type: str) -> dict[str, object]:
     }
 
 
-def test_an_installed_family_is_described_as_its_twin(install: Install) -> None:
+def test_an_installed_copy_of_a_family_gives_the_same_model(install: Install) -> None:
     """An installed family that copies a built-in one describes the same model."""
     install("megatrain.families", "qwen2_of_mine", "OUTSIDE")
     mine, twin = (ModelSpec.from_config(config(name), name) for name in ("qwen2_of_mine", "qwen2"))
@@ -133,7 +133,7 @@ def test_a_machine_s_installed_cost_model_predicts(install: Install) -> None:
         ("missing.py", "found no file missing.py"),
     ],
 )
-def test_a_cost_model_that_cannot_be_used_is_one_line(
+def test_a_cost_model_that_cannot_be_used_gives_a_one_line_error(
     install: Install, name: str, message: str
 ) -> None:
     install("megatrain.cost_models", "broken", "broken")

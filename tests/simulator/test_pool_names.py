@@ -108,7 +108,7 @@ def test_evaluation_needs_no_names(make_plan: Callable[..., Plan], policy: str) 
     assert makespan_ns(found, costs) == makespan_ns(expected, costs)
 
 
-def test_what_every_gpu_has_is_counted_for_each(make_plan: Callable[..., Plan]) -> None:
+def test_buffers_that_every_gpu_has_are_counted_for_each(make_plan: Callable[..., Plan]) -> None:
     """Each GPU has its own staging buffers and offloaded inputs.
 
     GPUs share state on the host.

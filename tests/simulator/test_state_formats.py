@@ -42,8 +42,9 @@ def test_a_plan_file_names_any_format_but_exact(
 
 @pytest.mark.parametrize("policy", ["sequential", "double_buffer", "resident", "overlapped"])
 def test_a_format_decides_the_bytes_of_state(make_plan: Callable[..., Plan], policy: str) -> None:
-    """The bytes of persistent state, and of the copies that move it, are the format's. The digest
-    of each format is another one, and every schedule is correct.
+    """The bytes of persistent state and of its copies are those of the format.
+
+    Formats have different digests, and every schedule is valid.
     """
     digests = set()
     for state, width in BYTES.items():

@@ -1,4 +1,4 @@
-"""Layers in pieces of tokens: bytes, FLOPs, refusals, and the plan that `check` finds."""
+"""Tests of layers that compute in token pieces: bytes, FLOPs, refusals, and found plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_activations_and_temporary_values_of_7b_in_pieces() -> None:
         for each in (work, plain)
     ]
     assert layers[0] < 0.4 * layers[1]
-    # A piece that has all tokens is none.
+    # A piece with all tokens means no pieces.
     one = msgspec.structs.replace(work, token_piece=524288)
     assert activations_estimate(SEVEN, one) == whole
     assert workspace_estimate(SEVEN, one) == workspace_estimate(SEVEN, plain)

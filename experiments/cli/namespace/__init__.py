@@ -1,4 +1,4 @@
-"""Trains language models larger than a GPU's memory on one GPU, and predicts how it will go.
+"""Trains language models larger than a GPU's memory, and predicts memory and speed beforehand.
 
 >>> from megatrain import Config, Trainer
 >>> from megatrain.simulator import judge
@@ -6,7 +6,7 @@
 
 import importlib
 
-TYPE_CHECKING = False  # as in `typing`, whose import would take longer than the rest of the start
+TYPE_CHECKING = False  # not from `typing`: that import takes longer than the rest of this module
 if TYPE_CHECKING:
     from megatrain.runtime import Callback, Config, Trainer
 
@@ -16,9 +16,10 @@ __all__ = ["Callback", "Config", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Returns a public name, which is looked up at its first use.
+    """Returns the public object `name`, which is imported at first use.
 
-    The version takes 50 ms to look up, and a class loads PyTorch.
+    Looking up the version takes 50 ms, and importing a class loads PyTorch. Raises AttributeError
+    for any other name.
     """
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("megatrain")

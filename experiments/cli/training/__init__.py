@@ -1,1 +1,1 @@
-"""What `megatrain train` does around the training: checks, the plan for a model, progress."""
+"""The parts of `megatrain train` outside the training loop: checks, plan, progress, upload."""

@@ -1,6 +1,6 @@
-"""Adaptation: a callback that plans again from what a training measured, and switches plans.
+"""Adaptation: a callback that plans again from measured steps, and switches to a faster plan.
 
-Every plan gives the same bits, so that a switch changes nothing but the time.
+Every plan gives the same bits, so a switch changes nothing but the speed.
 """
 
 from __future__ import annotations
@@ -39,35 +39,40 @@ from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
 LEAST_GAIN = 0.03
-"""The smallest saving that a switch must give, as a share of the remaining time. The saving is net
-of the time of the switch."""
+"""The least saving of a switch, as a share of the remaining time. The time of the switch itself is
+subtracted from the saving."""
 _PROBE_BYTES = 64 * 2**20
+"""The largest number of bytes that is written to measure the rate of the disk."""
 _KINDS_NAMED = 2
+"""The largest number of kinds of operations that a note names."""
 _LEAST_OF_DIFFERENCE, _LEAST_OF_STEP = 0.1, 0.01
-"""least shares that a kind of operation explains if it is named, of the difference between the
-measured and the predicted step, and of the measured step"""
+"""A kind of operation is named only if it explains at least these shares of the difference between
+measured and predicted step, and of the measured step."""
 _HARDWARE = "hardware.toml"
 _NOT_ENTERED = "not_entered.txt"
-"""mark in the folder of a plan that was accepted, until memory is allocated for it"""
+"""The name of a mark in the folder of an accepted plan, until memory is allocated for the plan."""
 
 
 class Proposal(NamedTuple):
-    """A plan for a training, made from what the training has measured."""
+    """A plan for a training, made from its measured steps."""
 
     choice: Choice
+    """The plan, and its prediction."""
     hardware: HardwareSpec
-    """the machine, with its corrections"""
+    """The machine, with corrections from the measured steps."""
     seconds: float
-    """predicted seconds of a step: the measured step, times the ratio of both predictions"""
+    """The predicted step time under the plan: the measured step time, times the ratio of the
+    predictions for this plan and for the present one."""
     largest: str
-    """the kinds of operation that explain most of the difference from the prediction"""
+    """The kinds of operations that explain most of the difference between measurement and
+    prediction, as text in parentheses."""
 
 
 class Adaptation(Callback):
     """Plans again after the first steady steps of a training, and switches if this saves time.
 
-    After a switch, it measures as many steps. If the other plan is slower than the former one was,
-    it returns to that once, if this saves time. It does no more in one call of `fit`.
+    After a switch, it measures the same number of steps. If the new plan is slower than the former
+    one, it switches back, if this saves time. It then does nothing more in this call of `fit`.
     """
 
     def __init__(self) -> None:
@@ -75,7 +80,7 @@ class Adaptation(Callback):
         self._seconds: list[float] = []
         self._folder = Path()
         self._untried: Path | None = None
-        """folder of the plan that was accepted, until its first step has begun and ended"""
+        """The folder of the accepted plan, until the plan's first step has ended."""
         self._former, self._former_seconds = "", 0.0
         self._began: float | None = None
         self._opening_seconds = self._switch_seconds = 0.0
@@ -96,7 +101,7 @@ class Adaptation(Callback):
             )
         self._folder = trainer.out
         for mark in list((self._folder / PLANS).glob(f"*/{_NOT_ENTERED}")):
-            shutil.rmtree(mark.parent, ignore_errors=True)  # of a run that ended before the switch
+            shutil.rmtree(mark.parent, ignore_errors=True)  # the run ended before the switch
         if self._began is not None:
             self._opening_seconds = time.monotonic() - self._began
 
@@ -113,7 +118,7 @@ class Adaptation(Callback):
 
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         if self._untried is not None and isinstance(error, KeyboardInterrupt):
-            # A signal came before the first step. It says nothing against the plan.
+            # A signal ended the run before the plan's first step, so the plan may be tried again.
             shutil.rmtree(self._untried, ignore_errors=True)
         self._forget_untried()
 
@@ -144,26 +149,32 @@ class Adaptation(Callback):
             trainer.note(f"the plan stays: {error}")
 
     def _adapt(self, trainer: TrainingRun, measured: float, left: int) -> None:
-        """Plans again, and switches to the plan that was found if that saves enough time."""
+        """Plans again, and switches to the new plan if that saves enough time.
+
+        Args:
+            trainer: the training.
+            measured: the median of the measured step times, in seconds.
+            left: the number of steps that are left.
+        """
         begin = time.monotonic()
-        found = propose(trainer, measured)
-        plan, place = found.choice.plan, self._folder / PLANS / found.choice.plan.digest
+        proposal = propose(trainer, measured)
+        plan, place = proposal.choice.plan, self._folder / PLANS / proposal.choice.plan.digest
         text = (
-            f"measured {format_seconds(measured)} a step{found.largest}; planned again in"
+            f"measured {format_seconds(measured)} a step{proposal.largest}; planned again in"
             f" {format_seconds(time.monotonic() - begin)}: "
         )
         same = plan.digest == trainer.plan.digest
-        if same or not found.choice.feasible or found.seconds >= measured:
+        if same or not proposal.choice.feasible or proposal.seconds >= measured:
             trainer.note(f"{text}the plan stays, since no faster one was found")
             return
         change = described_change(trainer.plan, plan)
-        text += f"{change}; predicted {_gain(measured, found.seconds)}"
+        text += f"{change}; predicted {_gain(measured, proposal.seconds)}"
         cost = 0.0
-        if _share_saved(measured, found.seconds, left, cost) > LEAST_GAIN:
+        if _share_saved(measured, proposal.seconds, left, cost) > LEAST_GAIN:
             cost = self._switching_seconds(trainer)
             text += f"; switching takes about {format_seconds(cost)}"
         text += f"; {left:,} step{'s are' if left != 1 else ' is'} left: "
-        if _share_saved(measured, found.seconds, left, cost) <= LEAST_GAIN:
+        if _share_saved(measured, proposal.seconds, left, cost) <= LEAST_GAIN:
             least = f"{100 * LEAST_GAIN:.0f} % of the time left"
             trainer.note(f"{text}the plan stays, since a switch would save less than {least}")
         elif place.exists():
@@ -173,7 +184,7 @@ class Adaptation(Callback):
             try:
                 mark = "The run has not switched to this plan.\n"
                 write_text(place / _NOT_ENTERED, mark)
-                write_hardware(place / _HARDWARE, found.hardware, "megatrain train --adapt")
+                write_hardware(place / _HARDWARE, proposal.hardware, "megatrain train --adapt")
                 save_plan(plan, place, trainer.source, place)
                 trainer.switch(place / "plan.toml")
             except UserError:
@@ -185,7 +196,10 @@ class Adaptation(Callback):
             trainer.note(f"{text}the training switches to this plan")
 
     def _judge(self, trainer: TrainingRun, measured: float, left: int) -> None:
-        """Compares the other plan with the former one, and returns to that if it was faster."""
+        """Compares the new plan with the former one, and switches back if the former was faster.
+
+        The arguments are those of `_adapt`, measured under the new plan.
+        """
         text = (
             f"measured {format_seconds(measured)} a step under the other plan,"
             f" {format_seconds(self._former_seconds)} under the former one: "
@@ -197,28 +211,31 @@ class Adaptation(Callback):
         else:
             trainer.switch(self._folder / PLANS / self._former / "plan.toml")
             self._phase = "return"
-            trainer.note(f"{text}slower, so that the training returns to the former one")
+            trainer.note(f"{text}slower, so the training returns to the former one")
 
     def _switching_seconds(self, trainer: TrainingRun) -> float:
-        """Returns the time that a switch takes: as long as this training took to allocate and load,
-        and the writing and reading of a checkpoint at the rate of the run's disk.
+        """Returns the estimated seconds of a switch.
+
+        They are the time that this training took to allocate memory and load weights, plus the time
+        to write and read a checkpoint at the measured rate of the run's disk.
         """
         size = checkpoint_bytes(trainer.executor)
         return self._opening_seconds + 2 * size / write_rate(self._folder, min(size, _PROBE_BYTES))
 
 
 def propose(trainer: TrainingRun, measured: float) -> Proposal:
-    """Returns the best plan for the workload and the limits of a training, by a cost model that is
-    corrected by its measured steps. A step takes `measured` seconds.
+    """Returns the best plan for the workload and the memory limits of a training.
 
-    Raises UserError if the machine's file cannot be read, or if nothing can be planned for it.
+    The cost model is corrected by the measured durations of the training's operations. `measured`
+    is the measured step time in seconds. Raises UserError if the hardware file cannot be read, or
+    if nothing can be planned for it.
     """
     plan, schedule = trainer.plan, trainer.executor.schedule
-    known = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-    plain = msgspec.structs.replace(known, corrections={})
-    predicted = simulate(schedule, cost_model(plain, plan.model, plan.workload))
+    before = hardware_of(trainer.origin / "plan.toml", plan.hardware)
+    uncorrected = msgspec.structs.replace(before, corrections={})
+    predicted = simulate(schedule, cost_model(uncorrected, plan.model, plan.workload))
     factors = corrections(predicted, trainer.timelines, schedule)
-    hardware = msgspec.structs.replace(known, corrections={**known.corrections, **factors})
+    hardware = msgspec.structs.replace(before, corrections={**before.corrections, **factors})
     with without_garbage_collection():
         best = candidates(
             plan.model,
@@ -237,18 +254,18 @@ def propose(trainer: TrainingRun, measured: float) -> Proposal:
 def largest(
     predicted: Timeline, factors: Mapping[str, float], schedule: Schedule, measured: float
 ) -> str:
-    """Returns the kinds that explain most of the difference between the measured and the predicted
-    step, in parentheses.
+    """Returns the kinds of operations that explain most of the difference between the measured and
+    the predicted step, as text in parentheses, or an empty string.
 
-    An operation of a few microseconds may take ten times as long as predicted and explain nothing.
-    So a kind is named only if its own difference goes in the same direction, and if it is at least
-    10 % of the difference and 1 % of the step.
+    A kind is named only if its own difference has the same sign, and is at least 10 % of the
+    difference and 1 % of the step. An operation of a few microseconds may take ten times as long as
+    predicted, and explain nothing.
 
     Args:
         predicted: The predicted timeline.
-        factors: The measured time of each `KIND@LANE` by the predicted time.
+        factors: `KIND@LANE` -> measured time divided by predicted time.
         schedule: The schedule of the timeline.
-        measured: The seconds of a measured step.
+        measured: The measured step time in seconds.
     """
     before, difference = durations([predicted], schedule), 1e9 * measured - predicted.makespan_ns
     least = max(_LEAST_OF_DIFFERENCE * abs(difference), _LEAST_OF_STEP * 1e9 * measured)
@@ -264,7 +281,7 @@ def largest(
 
 
 def described_change(before: Plan, after: Plan) -> str:
-    """Returns the policy and the knobs that differ, `policy a -> b, weight_slots 2 -> 3`."""
+    """Returns the policy and knobs that differ, such as `policy a -> b, weight_slots 2 -> 3`."""
     policy = find(after.policy)
     pairs = [("policy", before.policy, after.policy)]
     for name in policy.knobs:
@@ -278,19 +295,29 @@ def described_change(before: Plan, after: Plan) -> str:
 
 
 def _gain(before: float, after: float) -> str:
-    """Returns a step's time and how much less it is, `0.90 s a step, 25.0 % less`."""
+    """Returns the step time `after` and the saving, such as `0.90 s a step, 25.0 % less`. Both
+    arguments are in seconds.
+    """
     return f"{format_seconds(after)} a step, {100 * (1 - after / before):.1f} % less"
 
 
 def _share_saved(now: float, other: float, left: int, cost: float) -> float:
-    """Returns the share of the time that `left` steps take, at `now` seconds each, that a switch to
-    steps of `other` seconds saves. The switch takes `cost` seconds.
+    """Returns the share of the remaining time that a switch saves. It is negative for a loss.
+
+    Args:
+        now: the step time without the switch, in seconds.
+        other: the step time after the switch, in seconds.
+        left: the number of steps that are left.
+        cost: the time that the switch takes, in seconds.
     """
     return (left * (now - other) - cost) / (left * now) if left else 0.0
 
 
 def write_rate(folder: Path, size: int) -> float:
-    """Returns the bytes per second at which `size` bytes are written to the disk with `folder`."""
+    """Returns the rate in bytes per second at which `size` bytes are written to a file in `folder`.
+
+    Raises UserError if they cannot be written.
+    """
     block = os.urandom(min(size, 2**20))
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

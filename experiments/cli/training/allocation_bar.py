@@ -1,6 +1,6 @@
 """Progress bar on standard error for the allocation of a run's memory.
 
-Touching and registering a terabyte of host memory takes minutes.
+Allocating and pinning a terabyte of host memory takes minutes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def allocation_bar() -> Iterator[Callable[[int, int], None]]:
-    """Yields the executor's callback `on_allocate(done, total)`, both in bytes.
+    """Yields a callback `on_allocate(done, total)` for the executor. Both arguments are in bytes.
 
     The bar appears with the first call. It is not shown if standard error is not a terminal.
     """

@@ -13,7 +13,7 @@ from megatrain.runtime.training.answers import Answer, add_answer
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 _MOST_TOKENS = 256
-"""the most tokens of an answer"""
+"""The maximum number of tokens in an answer."""
 
 
 def answer_questions(
@@ -22,7 +22,13 @@ def answer_questions(
     """Prints the answer of the run's newest model to each question, and stores it in the run.
 
     Each token is the most likely one, and each question begins a new conversation. If the model
-    cannot answer, one line says why and what to type. This is not a failure of the run.
+    cannot answer, one line says why and which command asks later. The run does not fail.
+
+    Args:
+        run: the folder of a finished run.
+        questions: the questions.
+        args: the options of the command, which select the device.
+        seed: the seed of the random numbers.
     """
     later = f"ask later with: megatrain chat {shlex.quote(str(run))}"
     try:
@@ -32,7 +38,7 @@ def answer_questions(
     except KeyboardInterrupt as error:  # also SIGTERM and SIGHUP
         error.add_note(f"the run is finished; {later}")
         raise
-    except Exception as error:  # the model is exported, whatever fails in transformers
+    except Exception as error:  # the run has succeeded, even if transformers fails here
         first = (str(error).splitlines() or [""])[0] or type(error).__name__
         print(f"no more answers: {first}; {later}")
 
@@ -48,22 +54,23 @@ def _answer(run: Path, questions: Sequence[str], args: argparse.Namespace, seed:
     if not conversation.templated:
         print("no chat template: the model continues the text")
     for question in questions:
-        said: list[str] = []
+        parts: list[str] = []
         print(f"\n> {question}", flush=True)
         try:
-            conversation.answer(question, lambda text: _show(text, said))  # noqa: B023
-        except UserError as error:  # of this question, which may be too long
+            conversation.answer(question, lambda text: _show(text, parts))  # noqa: B023
+        except UserError as error:  # this question may be too long, the next may not
             print(f"no answer: {error}")
             continue
         finally:
             conversation.forget()
         print()
-        answer = "".join(said)
+        answer = "".join(parts)
         add_answer(
             run, Answer(step=model.step, model=model.folder, question=question, answer=answer)
         )
 
 
-def _show(text: str, said: list[str]) -> None:
-    said.append(text)
+def _show(text: str, parts: list[str]) -> None:
+    """Prints `text`, and appends it to `parts`."""
+    parts.append(text)
     show(text)

@@ -1,6 +1,6 @@
 """Calibrations of this machine, kept in the user's cache folder for the next training.
 
-A calibration is for one machine, one model and one sequence length. The name of its file says so:
+A calibration is for one machine, one model and one sequence length. Its file is named
 MACHINE-DIGEST--MODEL_SHAPE--WORKLOAD_SHAPE.toml.
 """
 
@@ -30,7 +30,7 @@ from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 
 _LONGEST_NAME = 200
-"""The most characters of a file's name, less than the 255 that file systems allow."""
+"""The maximum length of a file's name without its ending. File systems allow 255 characters."""
 
 
 def calibration(
@@ -47,9 +47,12 @@ def calibration(
     If the cache does not have it, this machine is measured first, which takes about a minute.
 
     Args:
-        workload: its batch and accumulation do not matter, because a few batches are measured.
+        model: the model whose layers are measured.
+        workload: the workload. Its batch and accumulation are ignored: several batches are
+            measured.
+        device: the device to measure.
         device_bytes: replaces the device memory that the machine reports.
-        host_bytes: replaces the host memory that a plan may have on this machine.
+        host_bytes: replaces the host memory that the machine reports.
         again: whether to measure although the cache has the calibration.
 
     Raises UserError if the machine cannot be measured, or if the cache cannot be written.
@@ -98,8 +101,8 @@ def _name(
     device: torch.device,
     limits: tuple[int | None, int | None],
 ) -> str:
-    """Returns the name of a calibration's file. The digest has everything that the numbers depend
-    on and that the rest of the name does not say.
+    """Returns the name of a calibration's file. Its digest covers the machine, the memory limits,
+    the model's config and the workload.
     """
     described = machine.describe(device)
     parts = (described, limits, model.config, workload)
@@ -110,12 +113,14 @@ def _name(
 
 
 def _plain(text: str) -> str:
-    """Returns `text` with only letters, digits, points and hyphens."""
+    """Returns `text` with a hyphen for each run of characters other than letters, digits, points
+    and hyphens.
+    """
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-")
 
 
 def _usable(file: Path) -> bool:
-    """Returns whether `file` is a calibration. One of an earlier version may not be."""
+    """Returns whether `file` is a calibration that this version can read."""
     try:
         return file.is_file() and HardwareSpec.load(str(file)).costs is not None
     except UserError:

@@ -1,4 +1,4 @@
-"""The device on which a trained model generates text, if it fits there."""
+"""Chooses the device on which a trained model generates text, and prints the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Returns the size of the weights in a model's folder. Raises UserError if it has none."""
+    """Returns the size in bytes of a model folder's weights. Raises UserError if it has none."""
     files = weight_files(folder, otherwise="name a folder with weights")
     return sum(file.stat().st_size for file in files)
 
@@ -31,16 +31,14 @@ def refuse_larger_than_host(folder: Path, needed: int) -> None:
 
 def show(text: str) -> None:
     """Prints a part of an answer, without characters that control the terminal."""
-    print(
-        "".join(each for each in text if each.isprintable() or each in "\n\t"), end="", flush=True
-    )
+    print("".join(c for c in text if c.isprintable() or c in "\n\t"), end="", flush=True)
 
 
 def generation_device(args: argparse.Namespace, folder: Path, needed: int) -> torch.device:
-    """Returns the device on which weights of `needed` bytes fit. Without `--device`, a GPU is
-    preferred.
+    """Returns the device of `--device`, on which weights of `needed` bytes must fit.
 
-    Raises DoesNotFit if there is none.
+    With `--device auto` it is the GPU if they fit there, and the CPU otherwise. Raises DoesNotFit
+    if they do not fit.
     """
     import torch
 

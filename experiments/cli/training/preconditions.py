@@ -1,7 +1,7 @@
-"""check_training: reports what a training run lacks before PyTorch is loaded.
+"""Checks the inputs of a training run before PyTorch is loaded.
 
-Loading PyTorch and transformers takes up to half a minute. A mistake in the command should not cost
-that. What only the contents of the model and the data show is reported later.
+Loading PyTorch and transformers takes up to half a minute, so mistakes in the command are reported
+first. Mistakes in the contents of the model and of the data are reported later.
 """
 
 from __future__ import annotations
@@ -19,35 +19,47 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
 
     Args:
         plan_file: the plan's file.
-        model: what `--model` names, or None for the model in the plan.
+        model: the value of `--model`, or None for the model in the plan.
+        config: the settings of the run.
+    """
+    from megatrain.runtime.layers.supported import refuse_unsupported
+    from megatrain.simulator.policies import executable
+    from megatrain.simulator.schedule.plan import Plan
+
+    plan = Plan.load(plan_file)
+    refuse_unsupported(plan.model, plan.workload)
+    executable(plan)
+    relative = plan_file.parent / plan.source
+    check_inputs(model or str(relative if relative.exists() else plan.source), config)
+
+
+def check_inputs(source: str, config: Config) -> None:
+    """Raises UserError if the weights, the data or the package of a tracker is missing, or if a
+    path or the chat template cannot be used.
+
+    Args:
+        source: the model's folder or its name on the hub. The hub is not asked for it. With random
+            initial weights, it is not used.
         config: the settings of the run.
     """
     from megatrain.runtime.data.rows.sources import sources_of
     from megatrain.runtime.data.tokens.tokenize import read_chat_template
     from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.files.model_source import name_on_hub
-    from megatrain.runtime.layers.supported import refuse_unsupported
     from megatrain.runtime.training.trackers import refuse_missing
-    from megatrain.simulator.policies import executable
-    from megatrain.simulator.schedule.plan import Plan
 
-    plan, data = Plan.load(plan_file), config.data
-    refuse_unsupported(plan.model, plan.workload)
-    executable(plan)
-    if config.training.init == "model":
-        beside = plan_file.parent / plan.source
-        source = model or str(beside if beside.exists() else plan.source)
-        if name_on_hub(source) is None:
-            weight_files(Path(source))
+    data = config.data
+    if config.training.init == "model" and name_on_hub(source) is None:
+        weight_files(Path(source))
     for path in (*data.paths, data.evaluation_data, data.chat_template, data.cache):
-        refuse_other_than_utf8(path)
+        _refuse_other_than_utf8(path)
     sources_of(data)
-    refuse_missing(config.logging)
     if data.chat_template:
         read_chat_template(data.chat_template)
+    refuse_missing(config.logging)
 
 
-def refuse_other_than_utf8(path: str) -> None:
+def _refuse_other_than_utf8(path: str) -> None:
     """Raises UserError if `path` is not UTF-8 text, because TOML files cannot store it."""
     try:
         path.encode()

@@ -1,7 +1,7 @@
-"""Makes the plan of `megatrain train MODEL`: lengths of the data, calibration, batch, verdict.
+"""Makes the plan of `megatrain train MODEL`.
 
-It determines what the options of `megatrain calibrate` and `megatrain plan` state otherwise. The
-plan is then executed like any other.
+It reads the lengths of the data, calibrates this machine, chooses sequence and batch, and prints
+the verdict. Without it, the user would run `megatrain calibrate` and `megatrain plan`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training.preconditions import refuse_other_than_utf8
+from megatrain.experiments.cli.training.preconditions import check_inputs
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import fitted
-from megatrain.runtime.files.model_source import hub_name, name_on_hub
+from megatrain.runtime.files.model_source import hub_name
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.units import format_bytes, format_count, format_seconds
@@ -40,16 +40,16 @@ _CHOSEN = {
     "--accumulation": "micro-batches per optimizer step (default: the fastest)",
     "--dtype": "dtype that layers compute in (default: bf16 on a GPU, fp32 on a CPU)",
     "--tokens-per-step": "tokens per optimizer step, rounded to whole sequences (default: 32768,"
-    " and fewer if an epoch would have less than 20 steps)",
+    " or fewer if an epoch would have less than 20 steps)",
     "--policy": "a scheduling policy, a .py file that defines one, or `best` for the fastest"
     " (default)",
 }
-"""Options that `train` chooses if they are not given, and their help."""
+"""Option that `train` chooses if it is not given -> its help."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how a model is planned. They are for `train MODEL` only."""
-    others = len(parser._actions)
+    """Adds the options for planning a model. They are for `train MODEL` only."""
+    first = len(parser._actions)
     group = parser.add_argument_group("plan, for `train MODEL`")
     group.add_argument(
         "--hardware",
@@ -60,17 +60,17 @@ def describe(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recalibrate",
         action="store_true",
-        help="measure this machine again, although there is a calibration of it",
+        help="measure this machine again, although it was calibrated before",
     )
     options.add_limits(parser)
     options.add_policy(parser)
     options.add_step_tokens(parser)
     options.add_workload(parser, loss_chunk=None)
     parser.set_defaults(batch=None, seq=None, accumulation=None, dtype=None)
-    added = parser._actions[others:]
+    added = parser._actions[first:]
     for action in added:
         action.help = _CHOSEN.get(action.option_strings[0], action.help)
-    # reversed, since the first action of a dest has its default
+    # Reversed, because the first action of each dest has its default.
     parser.set_defaults(
         plan_options={
             action.dest: (action.option_strings[0], action.default) for action in reversed(added)
@@ -79,7 +79,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def names_model(args: argparse.Namespace) -> bool:
-    """Returns whether the first argument is a model to plan, and not a plan's file.
+    """Returns whether the first argument is a model, for which a plan must be made.
 
     Raises UserError for a model with --resume, and for options of planning with a plan.
     """
@@ -114,8 +114,8 @@ def names_model(args: argparse.Namespace) -> bool:
 def refuse_missing_model(args: argparse.Namespace) -> None:
     """Raises UserError if the model or the plan that the first argument names does not exist.
 
-    A model on the hub is not looked for. This is checked before every other mistake, which may be
-    due to it.
+    The hub is not asked for a model. This check comes first, because other errors may follow from a
+    wrong name.
     """
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.schedule.plan import Plan
@@ -134,11 +134,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     Raises UserError if the model has no weights to begin with, if the data does not exist, or if
     options contradict each other.
     """
-    from megatrain.runtime.data.rows.sources import sources_of
-    from megatrain.runtime.data.tokens.tokenize import read_chat_template
-    from megatrain.runtime.files.model_folder import weight_files
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
-    from megatrain.runtime.training.trackers import refuse_missing
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
@@ -166,46 +162,33 @@ def check(args: argparse.Namespace, config: Config) -> None:
         if folder:
             refuse_multimodal(Path(name), model)
         _refuse_workload(args, model)
-    if config.training.init == "model":
-        source = args.model or name
-        if args.model is None and not (folder or hub_name(name)):
-            raise UserError(
-                f"model {name}",
-                found="a config without weights",
-                allowed="a folder with weights, or --init random",
-                fix="name a folder with weights, or pass --init random to begin with random ones",
-            )
-        if name_on_hub(source) is None:
-            weight_files(Path(source))
-    for path in (*config.data.paths, config.data.evaluation_data, config.data.chat_template):
-        refuse_other_than_utf8(path)
-    sources_of(config.data)
-    if config.data.chat_template:
-        read_chat_template(config.data.chat_template)
-    refuse_missing(config.logging)
+    weightless = args.model is None and not (folder or hub_name(name))
+    if config.training.init == "model" and weightless:
+        raise UserError(
+            f"model {name}",
+            found="a config without weights",
+            allowed="a folder with weights, or --init random",
+            fix="name a folder with weights, or pass --init random to begin with random ones",
+        )
+    check_inputs(args.model or name, config)
 
 
 def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
-    """Raises UserError if the options of the workload contradict each other, whatever is chosen for
-    those that are not given, or if there is no such optimizer or policy.
+    """Raises UserError if the options of the workload contradict each other, or if the optimizer or
+    the policy does not exist.
     """
     from megatrain.simulator import policies
     from megatrain.simulator.model import optimizer
 
-    options.workload(
-        argparse.Namespace(
-            **{
-                **vars(args),
-                "batch": args.batch or 1,
-                "seq": args.seq or 1,
-                "accumulation": args.accumulation or 1,
-                "dtype": args.dtype or "bf16",
-                "state": EXACT if args.state == ANY else args.state,
-            }
-        ),
-        model,
-        quiet=True,
+    complete = options.replaced(
+        args,
+        batch=args.batch or 1,
+        seq=args.seq or 1,
+        accumulation=args.accumulation or 1,
+        dtype=args.dtype or "bf16",
+        state=EXACT if args.state == ANY else args.state,
     )
+    options.workload(complete, model, quiet=True)
     optimizer.find(args.optimizer)
     if args.policy not in ("best", "all"):
         policies.find(args.policy)
@@ -213,9 +196,9 @@ def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
 
 @contextlib.contextmanager
 def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
-    """Yields the file of the plan for a model, its data and this machine, in a temporary folder.
+    """Makes a plan for a model, its data and this machine. Yields its file in a temporary folder.
 
-    Prints what was chosen, and the verdict. Raises DoesNotFit if no plan fits in memory.
+    Prints the choices and the verdict. Raises DoesNotFit if no plan fits in memory.
     """
     from megatrain.experiments.cli.verdict import from_options
     from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
@@ -226,17 +209,15 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     from megatrain.simulator.model.specs import ModelSpec
 
     device, name = options.device(args), str(args.plan)
-    asked = argparse.Namespace(**vars(args))
-    asked.model = str(model_folder(name)) if hub_name(name) else name
+    asked = options.replaced(args, model=str(model_folder(name)) if hub_name(name) else name)
     asked.policy = "best" if args.policy == "all" else args.policy
     model = ModelSpec.load(asked.model)
-    # --model has the weights and the tokenizer if it is given, as with a plan
-    weights = args.model or asked.model
+    weights = args.model or asked.model  # the tokenizer is there, too
     if config.training.init == "model":
-        with folder_weights(model_folder(weights)):  # a damaged file is found before a calibration
+        with folder_weights(model_folder(weights)):  # reports a damaged file before calibrating
             pass
     documents = _documents(weights, config, model)
-    # what is measured and chosen from the data does not depend on the format
+    # The choices from the data and the calibration do not depend on the state format.
     asked.state = EXACT if args.state == ANY else args.state
     choice = _choose(asked, config, model, documents, device)
     refuse_unsupported(model, choice.workload)
@@ -259,14 +240,14 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
 
 
 class _Choice(NamedTuple):
-    """What was chosen from the data."""
+    """The choices that were made from the data."""
 
     workload: Workload
-    """The workload, with one row."""
+    """The workload, with a batch and an accumulation of 1."""
     rows: int
-    """Rows of an epoch."""
+    """The number of rows in an epoch."""
     step_rows: int
-    """Rows of an optimizer step."""
+    """The number of rows in an optimizer step."""
 
     def steps(self, config: Config) -> int:
         """Returns the number of optimizer steps of the training."""
@@ -282,9 +263,9 @@ def _choose(
     documents: Documents,
     device: torch.device,
 ) -> _Choice:
-    """Chooses dtype, sequence, and the rows of a step, and writes them to `asked`.
+    """Chooses dtype, sequence, and the rows of a step, and stores them in `asked`.
 
-    Prints the choice in one line. Raises UserError if the data has fewer rows than a step.
+    Prints the choices. Raises UserError if the data has fewer rows than a step.
     """
     from megatrain.experiments.cli.training.row_choice import (
         chosen_rows,
@@ -314,7 +295,7 @@ def _choose(
         step_rows = chosen_rows(rows, asked.seq)
     if batch or accumulation:
         asked.batch = batch or max(step_rows // accumulation, 1)
-        # Gradients in 8 bits are those of a single micro-batch.
+        # Gradients in 8 bits cannot be accumulated over micro-batches.
         most = 1 if asked.gradients != "exact" else max(step_rows // asked.batch, 1)
         asked.accumulation = accumulation or most
         asked.tokens_per_step, step_rows = None, asked.batch * asked.accumulation
@@ -335,7 +316,9 @@ def _choose(
 
 
 def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
-    """Returns the documents to train on, with the tokenizer of `source`, if it has one."""
+    """Returns the training documents, tokenized with the tokenizer of `source`, if it is a folder
+    or a name on the hub.
+    """
     from megatrain.runtime.data.opening import training_documents
     from megatrain.runtime.files.model_folder import model_folder
 
@@ -345,18 +328,22 @@ def _documents(source: str, config: Config, model: ModelSpec) -> Documents:
 
 
 def _dtype(asked: argparse.Namespace, device: torch.device) -> str:
-    """Returns the usual dtype of a device, or the one that `--hardware` has."""
+    """Returns the usual dtype of a device. If `--hardware` has no rate for it, returns the first
+    dtype that has one.
+    """
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    usual = "bf16" if device.type == "cuda" else "fp32"
-    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {usual: 1.0}
-    return usual if usual in rates else next(iter(rates))
+    default = "bf16" if device.type == "cuda" else "fp32"
+    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {default: 1.0}
+    return default if default in rates else next(iter(rates))
 
 
 def _hardware(
     args: argparse.Namespace, model: ModelSpec, workload: Workload, device: torch.device
 ) -> str:
-    """Returns what the plan names as its machine: a name of the library, or an absolute path."""
+    """Returns the machine's name for the plan: a name in the library, or the absolute path of a
+    hardware file. Calibrates this machine if `--hardware` is not given and the cache is empty.
+    """
     if args.hardware:
         return os.path.abspath(args.hardware) if os.path.exists(args.hardware) else args.hardware
     import msgspec
@@ -365,7 +352,8 @@ def _hardware(
 
     file = calibration(
         model,
-        msgspec.structs.replace(workload, token_piece=None),  # from which those in pieces follow
+        # Costs with pieces of tokens are derived from costs without.
+        msgspec.structs.replace(workload, token_piece=None),
         device,
         device_bytes=args.device_memory,
         host_bytes=args.host_memory,
@@ -375,7 +363,7 @@ def _hardware(
 
 
 def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
-    """Prints the verdict in at most five lines, and which layers are not compiled."""
+    """Prints the verdict on a training of `steps` steps, and which layers are not compiled."""
     from megatrain.experiments.cli.verdict.text import step_tokens
     from megatrain.runtime.training.progress import format_duration
     from megatrain.simulator.verdict.verdict import summarize

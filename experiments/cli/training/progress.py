@@ -1,8 +1,8 @@
 """Progress bars of a training run, on the terminal.
 
 There is one bar each for allocating memory, loading weights, and training. The lines below the
-training bar show loss, learning rate, speed, memory, and how the steps compare with the
-prediction. Notes on the data are printed above the bars.
+training bar show loss, learning rate, speed, memory, and the error of the predicted step time.
+Notes on the data are printed above the bars.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 
 _WIDE_COLUMNS = 72
-"""from this width on, the time left is to the right of the bar, and otherwise below it"""
+"""The time left is to the right of the bar in a terminal of at least this width, otherwise below
+the bar."""
 
 
 class _Bars(Progress):
     """Bars with lines of text below them."""
 
     details: tuple[Sequence[str], ...] = ()
-    """parts of each line; a line that is too long for the terminal continues on the next"""
+    """The parts of each line. A line that is too long for the terminal is broken between parts."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -59,11 +60,12 @@ def _lines(parts: Sequence[str], width: int) -> list[str]:
 class ProgressBars(Callback):
     """Callback that draws the progress bars.
 
-    The bars appear when the first layer is loaded. All checks of the user's input have passed by
-    then, so that an error message does not follow half-drawn bars.
+    The bars appear when the first layer is loaded. By then all checks of the user's input have
+    passed, so no error message follows half-drawn bars.
     """
 
     def __init__(self, parameters: int) -> None:
+        """Creates the bars for a model with this number of parameters."""
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
         self._bars = _Bars(*columns, console=Console())
         self._parameters, self._loaded = parameters, 0
@@ -109,8 +111,8 @@ class ProgressBars(Callback):
 
     def _measure_memory(self, trainer: TrainingRun) -> None:
         sizes = [
-            f"{format_bytes(trainer.executor.allocated(each))} {each}"
-            for each in ("device", "host")
+            f"{format_bytes(trainer.executor.allocated(place))} {place}"
+            for place in ("device", "host")
         ]
         self._memory = " + ".join(sizes)
 
@@ -139,12 +141,12 @@ class ProgressBars(Callback):
             ends = now + timedelta(seconds=left)
             day = "" if ends.date() == now.date() else f"{ends:%d %b }"
             times = f"{format_duration(left)} left, until {day}{ends:%H:%M}"
-        beside = self._bars.console.width >= _WIDE_COLUMNS
+        wide = self._bars.console.width >= _WIDE_COLUMNS
         self._bars.details = (
-            ("" if beside else times, *phrases(step), self._evaluated),
+            ("" if wide else times, *phrases(step), self._evaluated),
             (self._memory, self._compared),
         )
-        state = f"{done}  {times}" if beside and times else done
+        state = f"{done}  {times}" if wide and times else done
         self._bars.update(self._training, completed=step.number, state=state)
         if step.checksum is not None:
             self._print(exact(step))
@@ -154,7 +156,7 @@ class ProgressBars(Callback):
         self._evaluated = f"evaluation {evaluation.loss:.4f} at step {evaluation.number}"
 
     def compared(self, text: str) -> None:
-        """Shows how measured steps compare with the prediction."""
+        """Shows `text`, which compares measured steps with the prediction, below the bar."""
         self._compared = text
 
     def close(self) -> None:
@@ -166,7 +168,10 @@ class ProgressBars(Callback):
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
-    """Shows that this machine is measured. Yields a function that prints what is measured next."""
+    """Shows a spinner while this machine is measured.
+
+    Yields a function that prints the time and its argument, the name of the next measurement.
+    """
     console, began = Console(), monotonic()
 
     def progress(what: str) -> None:

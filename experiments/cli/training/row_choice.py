@@ -7,24 +7,26 @@ import math
 import numpy as np
 
 COVERED = 0.99
-"""The share of documents that a chosen sequence does not cut, unless the model's limit is lower."""
+"""The least share of documents that a chosen sequence does not cut, unless the model's own limit is
+shorter."""
 STEP_TOKENS = 32_768
-"""Tokens of a step, unless the data is small."""
+"""The maximum number of tokens in a step."""
 STEPS_AN_EPOCH = 20
-"""The least number of steps that an epoch has, unless each step has a single row."""
+"""The least number of steps in an epoch, unless each step has a single row."""
 _MULTIPLE = 64
+"""A chosen sequence is a multiple of this number of tokens, unless a limit prevents it."""
 _TEXT_SEQUENCE = 2048
-"""The longest sequence that is chosen for running text, which continues in the next row."""
+"""The longest sequence that is chosen for running text, in tokens."""
 
 
 def chosen_sequence(lengths: np.ndarray, *, whole: bool, limit: int | None) -> int:
-    """Returns the tokens of a row.
+    """Returns the sequence length: the number of tokens in a row.
 
     Args:
-        lengths: [documents] tokens of each document.
-        whole: whether a document that is longer than a row is cut. If not, as with running text, it
-            continues in another row. The row is then shorter if the data is small.
-        limit: the most tokens of a row by the model's config, or None.
+        lengths: the number of tokens in each document, [documents].
+        whole: whether a document that is longer than a row is cut. Otherwise, as with running text,
+            it continues in the next row, and rows are shorter if the data is small.
+        limit: the maximum sequence length by the model's config, or None.
 
     >>> chosen_sequence(np.array([100, 150, 420]), whole=True, limit=4096)
     448
@@ -45,9 +47,9 @@ def chosen_sequence(lengths: np.ndarray, *, whole: bool, limit: int | None) -> i
 
 
 def chosen_rows(rows: int, sequence: int) -> int:
-    """Returns the rows of a step, a power of two, so that it can be split into micro-batches.
+    """Returns the number of rows in a step, for an epoch of `rows` rows of `sequence` tokens.
 
-    `rows` is the number of rows of an epoch.
+    It is a power of two, so a step can be split into equal micro-batches.
 
     >>> chosen_rows(100_000, 448), chosen_rows(400, 448), chosen_rows(9, 448)
     (64, 16, 1)
@@ -57,9 +59,12 @@ def chosen_rows(rows: int, sequence: int) -> int:
 
 
 def described(lengths: np.ndarray, sequence: int, *, cuts: bool) -> str:
-    """Returns one phrase on the lengths of documents, and on how many a sequence cuts.
+    """Returns a phrase with the lengths of documents and the number that a sequence cuts.
 
-    `cuts` is whether documents that are longer than a row are cut.
+    Args:
+        lengths: the number of tokens in each document, [documents].
+        sequence: the number of tokens in a row.
+        cuts: whether documents that are longer than a row are cut.
 
     >>> described(np.array([100, 150, 420]), 448, cuts=True)
     'median 150 tokens, 95 % up to 420, longest 420: sequence 448 cuts none'

@@ -1,5 +1,6 @@
-"""The ranks of `megatrain train` with a plan for several GPUs: one process for each, started by
-torchrun.
+"""The ranks of `megatrain train` with a plan for several GPUs.
+
+A rank is a process that torchrun starts, one for each GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
 def ranks_of(
     args: argparse.Namespace, plan_file: Path | None, config: Config
 ) -> Iterator[Ranks | None]:
-    """Joins the ranks of a plan. None for a plan for one GPU, or if it cannot be read, which the
-    caller reports.
+    """Joins the ranks of a plan for several GPUs, and yields them.
+
+    Yields None for one GPU, and for a plan that cannot be read, which the caller reports later.
 
     Args:
         args: the options of the command.
-        plan_file: the plan's file, or None for a model that is yet to be planned.
+        plan_file: the plan's file, or None for a model without a plan.
         config: the settings of the run, which must be the same on all ranks.
 
-    Raises UserError if the ranks do not fit the plan, or if an option is for one GPU only.
+    Raises UserError if the number of ranks is not that of the plan, if the ranks cannot be joined,
+    or if an option is for one GPU only.
     """
     started = 1
     if "WORLD_SIZE" in os.environ:

@@ -1,6 +1,6 @@
 """StepComparison: a callback that compares the first steps of a training with their prediction.
 
-Only what the run measures anyway is used, after a step has ended, so that no step waits for it.
+It uses only measurements that every run makes, and runs between steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.experiments.cli.options import hardware_of
-from megatrain.experiments.run_report.peaks import memory_errors
+from megatrain.experiments.files.peaks import memory_errors
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.run_folder import measured_memory
 from megatrain.runtime.training.training_run import TrainingRun
@@ -24,36 +24,36 @@ from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
 
 COMPARED_STEPS = 3
-"""number of steps after the warm-up that are compared"""
+"""Number of steps that are compared, after the warm-up."""
 LARGE = 0.05
-"""error of the predicted step from which on it is explained"""
+"""If the step is slower than predicted by more than this error, the difference is explained."""
 _LEAST_SHARE = 0.1
-"""least share of the difference that a kind of operation explains if it is named"""
+"""A kind of operation is named only if it explains at least this share of the difference."""
 
 
 class StepComparison(Callback):
-    """Notes measured against predicted step time and memory, once for each plan, after its first
-    steps.
+    """Notes measured and predicted step time and memory, once for each plan, after its first steps.
 
-    The first two steps are left out. If the difference is large, the note names the kind of
-    operation and the lane that explain the largest part.
+    The first two steps are left out. If the step is much slower than predicted, another note names
+    the kind of operation and the lane that explain the largest part of the difference.
     """
 
     def __init__(
         self, show: Callable[[str], object] | None = None, *, recalibrates: bool = False
     ) -> None:
-        """Takes how the error of the step time is shown, and what the advice depends on.
+        """Creates the callback.
 
         Args:
-            show: receives the error of the predicted step time as a short text, if given.
-            recalibrates: whether the command measures the machine itself, with `--recalibrate`.
+            show: called with a short text on the error of the predicted step time, if given.
+            recalibrates: whether the command measures the machine itself and has the option
+                `--recalibrate`. The advice then names this option.
         """
         self._show, self._recalibrates = show, recalibrates
         self._seconds: dict[int, float] = {}
         self._done = False
 
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
-        """Compares again, under another plan."""
+        """Starts a new comparison, for the new plan."""
         self._seconds, self._done = {}, False
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
@@ -65,9 +65,7 @@ class StepComparison(Callback):
         self._done = True
         try:
             report = self._compare(trainer)
-        except (
-            UserError
-        ):  # the machine's file is missing or damaged, which does not stop the training
+        except UserError:  # a missing or damaged hardware file must not stop the training
             return
         advice = advice_on(
             calibrated=is_calibrated(trainer.origin / trainer.plan.hardware),
@@ -94,9 +92,10 @@ class StepComparison(Callback):
 
 
 def error_text(report: ErrorReport, before: str = "") -> str:
-    """Returns the error of the predicted step, `error -1.3 %`, after the words `before`.
+    """Returns the error of the predicted step time as text, such as `error -1.3 %`, after `before`.
 
-    A step that took twice the prediction or more is `2.5 times the prediction`.
+    For a step that took at least twice the predicted time, the text is such as `2.5 times the
+    prediction`, without `before`.
     """
     assert report.steps is not None
     ratio = report.steps.median_seconds / report.steps.predicted_seconds
@@ -106,32 +105,35 @@ def error_text(report: ErrorReport, before: str = "") -> str:
 
 
 def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str) -> list[str]:
-    """Returns a line on measured against predicted step time and memory. If the step is much
-    slower than predicted, there are two more, what explains most of it and `advice`.
+    """Returns one line with the measured and predicted step time and memory.
+
+    If the step is much slower than predicted, two more lines follow: the largest part of the
+    difference, and `advice`.
     """
     steps, memory = report.steps, report.memory
     assert steps is not None
-    whole = [each for each in memory if each.what == "whole device peak"] or list(memory)[:1]
+    shown = [error for error in memory if error.what == "whole device peak"] or list(memory)[:1]
     error = steps.predicted_seconds / steps.median_seconds - 1
     faster = ", faster than predicted" if error > LARGE else ""
     line = (
         f"measured {format_seconds(steps.median_seconds)} a step, predicted"
         f" {format_seconds(steps.predicted_seconds)} ({error_text(report)}{faster})"
     )
-    for each in whole:
+    for peak in shown:
         line += (
-            f"; {each.what} {format_bytes(each.measured_bytes)}, predicted"
-            f" {format_bytes(each.predicted_bytes)}"
+            f"; {peak.what} {format_bytes(peak.measured_bytes)}, predicted"
+            f" {format_bytes(peak.predicted_bytes)}"
         )
     return [line, _explained(report, schedule), advice] if error < -LARGE else [line]
 
 
 def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
-    """Returns how the user gets a better prediction.
+    """Returns one line that says how to get a better prediction.
 
     Args:
-        calibrated: whether the machine was measured, and is not one of the library.
-        recalibrates: whether the command measures the machine itself, with `--recalibrate`.
+        calibrated: whether the machine was measured, and does not come from the library.
+        recalibrates: whether the command measures the machine itself and has the option
+            `--recalibrate`.
     """
     if not calibrated:
         return (
@@ -147,12 +149,14 @@ def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
 
 
 def _explained(report: ErrorReport, schedule: Schedule) -> str:
-    """Returns the kind of operation and its lane, or the part of the step, that explain most."""
+    """Returns a line on the largest part of the difference: a kind of operation and its lane or, if
+    each kind explains less than 10 %, a part of the step.
+    """
     sign = 1 if report.error > 0 else -1
-    kind = max(report.kinds, key=lambda each: sign * each.of_step)
+    kind = max(report.kinds, key=lambda kind: sign * kind.of_step)
     share = kind.of_step / report.error if report.error else 0.0
     if share < _LEAST_SHARE:
-        part = max(report.parts, key=lambda each: sign * each.of_step)
+        part = max(report.parts, key=lambda part: sign * part.of_step)
         where = "time with no lane busy" if part.name == "waiting" else f"the lane {part.name}"
         return f"the largest part of the difference: {where}"
     lane = next(op.lane for op in schedule.ops if op.kind == kind.kind)

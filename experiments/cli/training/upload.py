@@ -19,19 +19,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push-to-hub",
         metavar="NAME",
-        help="upload the model to the hub at the end, as NAME or org/NAME, with a card that"
-        " describes it; it is private",
+        help="upload the model to the hub at the end, as NAME or org/NAME, with a model card; it is"
+        " private unless --public is given",
     )
     parser.add_argument(
-        "--public", action="store_true", help="with --push-to-hub: everybody can see the model"
+        "--public", action="store_true", help="with --push-to-hub: make the model public"
     )
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError if the options contradict each other or the model could not be uploaded.
 
-    Asks the hub, and only after what can be checked here, who the user is. A name without an
-    organization becomes that of the user's own.
+    Checks the options first, and then asks the hub for the user's name and organizations. If
+    `--push-to-hub` has no organization, sets it to USER/NAME.
     """
     name: str | None = args.push_to_hub
     if name is None:
@@ -70,7 +70,7 @@ def check(args: argparse.Namespace) -> None:
             fix="make one at https://huggingface.co/settings/tokens",
         )
     own = str(user["name"])
-    homes = [own, *(str(each["name"]) for each in user.get("orgs", []))]
+    homes = [own, *(str(organization["name"]) for organization in user.get("orgs", []))]
     home = name.partition("/")[0] if "/" in name else own
     if home not in homes:
         raise UserError(
@@ -84,15 +84,15 @@ def check(args: argparse.Namespace) -> None:
     if private is False and not args.public:
         raise UserError(
             "--push-to-hub",
-            found=f"{args.push_to_hub}, which is there and which everybody can see",
+            found=f"{args.push_to_hub}, which exists and is public",
             allowed="a new or a private model",
             fix="add --public, or choose another name",
         )
     if private and args.public:
         raise UserError(
             "--public",
-            found=f"{args.push_to_hub}, which is there and private",
-            allowed="a new model, or one that everybody can see",
+            found=f"{args.push_to_hub}, which exists and is private",
+            allowed="a new or a public model",
             fix="leave --public out, make the model public on its page, or choose another name",
         )
 
@@ -112,7 +112,13 @@ def _is_private(name: str) -> bool | None:
 def upload(folder: Path, card: str, args: argparse.Namespace, again: list[str]) -> None:
     """Uploads the model in `folder` with its card, and prints its address.
 
-    Raises RunError if that fails, with the command that tries again. `again` are its first words.
+    Args:
+        folder: the model folder. Its README.md is not uploaded.
+        card: the model card, in Markdown, which is uploaded as README.md.
+        args: the options `push_to_hub`, with its organization, and `public`.
+        again: the first words of the command that repeats the upload.
+
+    Raises RunError, which names this command, if the upload fails.
     """
     words = [*again, "--push-to-hub", args.push_to_hub, *(["--public"] if args.public else [])]
     command = " ".join(map(shlex.quote, words))

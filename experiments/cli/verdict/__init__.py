@@ -1,1 +1,1 @@
-"""The text of a verdict: does a model fit, how fast, why, and what to type next."""
+"""Computes verdicts from command-line options, and formats them as text."""

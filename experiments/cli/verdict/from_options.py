@@ -1,4 +1,4 @@
-"""The machine, the plans and the verdict that the options of a command ask for."""
+"""Finds the machine, the plans and the verdict for the options of a command."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
 
 BATCHES = (32, 16, 8, 4, 2, 1)
-"""Micro-batches to try where none is named. A larger one is seldom faster, and needs more
+"""Micro-batches to try if `--batch` is not given. A larger one is seldom faster, and needs more
 memory."""
-
-
 PIECES = tuple(2**power for power in range(11, 17))
-"""Tokens of a piece to try where none is named and the model does not fit without pieces. Smaller
-pieces take more time, and larger ones seldom less."""
+"""Values of `--token-piece` to try if it is not given and the model does not fit without pieces.
+Smaller pieces take more time, and larger ones seldom take less."""
 
 
 def policies(named: str) -> list[str]:
     """Returns the names of the policies that `--policy` selects.
 
     `best` selects the policies that the runtime executes and that can be the fastest. `all` also
-    selects policies that serve as baselines, and models of other systems.
+    selects the baselines, and the models of other systems.
     """
     from megatrain.simulator.policies import contenders, names, peers
 
@@ -47,12 +45,14 @@ def choices(
 ) -> list[Choice]:
     """Returns the best plan of each policy that `args.policy` selects, the best plan first.
 
-    With `--tokens-per-step`, the plans are those of the fastest split into micro-batches.
+    With `--tokens-per-step`, the step is split into micro-batches in the fastest way.
 
     Args:
-        source: the model, as the plan names it.
-        hardware_name: the hardware, as the plan names it.
-        model: the model. The default is the one that `args.model` names.
+        args: the options of the command.
+        hardware: the machine.
+        source: the name of the model in the plan.
+        hardware_name: the name of the hardware in the plan.
+        model: the model, or None for the model that `args.model` names.
 
     Raises UserError if both `--tokens-per-step` and `--accumulation` are given, or if the machine
     does not have the memory of `--device-memory`.
@@ -104,18 +104,18 @@ def choices(
 def outlook(
     args: argparse.Namespace, hardware: HardwareSpec, source: str, model: ModelSpec
 ) -> Choice | None:
-    """Returns what is known of the best plan before plans are searched, or None if nothing is.
+    """Returns what memory alone tells about the best plan before a search, or None if nothing.
 
-    If it does not fit, it is the plan that `choices` returns, without its digest and its time.
-    Otherwise, only its speed is right, as the most that any plan can have.
+    If no plan fits, it is the plan that `choices` would return, without its digest and its step
+    time. Otherwise, only its step time means something: no plan is faster.
 
-    The arguments are those of `choices`. Raises UserError as `choices` does.
+    Arguments and errors are the same as in `choices`.
     """
     import msgspec
 
-    from megatrain.simulator.planner.outlook import outlook as found_by_memory
+    from megatrain.simulator.planner.outlook import outlook as outlook_by_memory
 
-    found = found_by_memory(
+    choice = outlook_by_memory(
         model,
         hardware,
         options.workload(args, model, quiet=True),
@@ -123,24 +123,24 @@ def outlook(
         host_limit=args.host_memory,
         policies=policies(args.policy),
     )
-    if found is None:
+    if choice is None:
         return None
-    return msgspec.structs.replace(found, plan=msgspec.structs.replace(found.plan, source=source))
+    return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, source=source))
 
 
 def outlook_verdict(args: argparse.Namespace, choice: Choice, hardware: HardwareSpec) -> Verdict:
-    """Returns the verdict on a choice of `outlook`. Only what is right in it is right here."""
+    """Returns the verdict on the result of `outlook`, which says which of the numbers are valid."""
     from megatrain.simulator.verdict.verdict import summarize
 
     return _stated(summarize(choice, hardware), args)
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
-    """Returns what `--json` prints: all fields of the verdict, in bytes and seconds."""
+    """Returns the object that `--json` prints: all fields of the verdict, in bytes and seconds."""
     import msgspec
 
-    found: dict[str, object] = msgspec.to_builtins(verdict)
-    return found
+    plain: dict[str, object] = msgspec.to_builtins(verdict)
+    return plain
 
 
 def with_fitting_state(
@@ -148,29 +148,34 @@ def with_fitting_state(
 ) -> argparse.Namespace:
     """Returns `args` with a state format instead of `--state any`.
 
-    The format is the one with the most bytes in which the model fits, if necessary with a
-    micro-batch of one sequence. If it fits in none, it is the one with the fewest bytes.
+    It is the least compressed format in which the model fits, if necessary with a micro-batch of
+    one sequence. If the model fits in no format, it is the most compressed one.
     """
     if args.state != ANY:
         return args
     from megatrain.simulator.policies import find
 
     executed = any(not find(name).prediction_only for name in policies(args.policy))
-    coded = executed and args.dtype in ("bf16", options.FP8)
-    coded = coded and args.optimizer in WITH_STATE_FORMATS
-    able = tuple(FORMATS) if coded else (EXACT,)
-    tried = [argparse.Namespace(**{**vars(args), "state": state}) for state in able]
+    compressible = (
+        executed and args.dtype in ("bf16", options.FP8) and args.optimizer in WITH_STATE_FORMATS
+    )
+    states = tuple(FORMATS) if compressible else (EXACT,)
+    candidates = [options.replaced(args, state=state) for state in states]
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
-    fitting = (each for each in tried if _fitting(each, hardware, model, batches, least=True)[0])
-    return next(fitting, tried[-1])
+    fitting = (
+        candidate
+        for candidate in candidates
+        if _fitting(candidate, hardware, model, batches, least=True)[0]
+    )
+    return next(fitting, candidates[-1])
 
 
 def with_loss_chunk(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with the loss chunk that the planner chooses, if none is named.
+    """Returns `args` with the loss chunk that the planner chooses, if `--loss-chunk` is not given.
 
-    With `--tokens-per-step` it depends on the batch, so `choices` chooses it later.
+    With `--tokens-per-step` the loss chunk depends on the batch, so `choices` chooses it later.
     """
     if args.loss_chunk is not None or getattr(args, "tokens_per_step", None) is not None:
         return args
@@ -184,47 +189,47 @@ def with_loss_chunk(
         host_limit=args.host_memory,
         policies=policies(args.policy),
     )
-    return argparse.Namespace(**{**vars(args), "loss_chunk": chosen.loss_chunk})
+    return options.replaced(args, loss_chunk=chosen.loss_chunk)
 
 
 def with_fitting_piece(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with a number of tokens for `--token-piece` if it is not named, if the model
-    does not fit with one sequence, and if it fits with pieces: the number with the fastest plan. A
-    micro-batch that is not named then has one sequence.
+    """Returns `args` with the `--token-piece` of the fastest plan, if the model fits only with
+    pieces and `--token-piece` is not given. If a piece is chosen and `--batch` is not given, the
+    micro-batch has one sequence.
     """
-    one = argparse.Namespace(**{**vars(args), "batch": 1})
+    one_row = options.replaced(args, batch=1)
     sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
     obstacle = model.pieces_obstacle(compiled=args.compile)
     able = not (args.dtype == options.FP8 or obstacle)
-    if args.token_piece or not (able and sizes) or _fitting(one, hardware, model, (1,))[0]:
+    if args.token_piece or not (able and sizes) or _fitting(one_row, hardware, model, (1,))[0]:
         return args
-    found: dict[float, argparse.Namespace] = {}
+    by_seconds: dict[float, argparse.Namespace] = {}
     for piece in sizes:
-        tried = argparse.Namespace(**{**vars(args), "batch": args.batch or 1, "token_piece": piece})
-        if _fitting(tried, hardware, model, (tried.batch,))[0]:
-            best = choices(tried, hardware, model.name, hardware.name, model)[0]
+        candidate = options.replaced(args, batch=args.batch or 1, token_piece=piece)
+        if _fitting(candidate, hardware, model, (candidate.batch,))[0]:
+            best = choices(candidate, hardware, model.name, hardware.name, model)[0]
             if best.feasible:
-                found.setdefault(best.step_seconds, tried)
-    if not found:
+                by_seconds.setdefault(best.step_seconds, candidate)
+    if not by_seconds:
         return args
-    # A search may find a plan that fits although those that `_fitting` looks at do not.
-    whole = argparse.Namespace(**{**vars(args), "batch": args.batch or 1})
-    fits = choices(whole, hardware, model.name, hardware.name, model)[0].feasible
-    return args if fits else found[min(found)]
+    # The search may find a plan that fits without pieces although `_fitting` does not.
+    without_pieces = options.replaced(args, batch=args.batch or 1)
+    fits = choices(without_pieces, hardware, model.name, hardware.name, model)[0].feasible
+    return args if fits else by_seconds[min(by_seconds)]
 
 
 def with_fitting_batch(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with the largest of the usual micro-batches that fits, or 1 if none does.
+    """Returns `args` with the largest micro-batch of BATCHES that fits, or 1 if none fits.
 
     With `--token-piece` it is the fastest of them, because layers in pieces compute no faster with
-    more sequences, and those take more memory.
+    more sequences, which take more memory.
 
-    A size for which a calibrated machine has no costs is left out. If it has none for any, the
-    largest is taken, so that the search says what is missing.
+    Sizes for which a calibrated machine has no costs are left out. If it has no costs for any size,
+    the largest is used, so the error of the search says what is missing.
     """
     fitting, priced = _fitting(args, hardware, model, BATCHES)
     if args.token_piece and fitting and fitting[0].batch > BATCHES[-1]:
@@ -235,34 +240,36 @@ def with_fitting_batch(
 def with_fitting_workload(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> tuple[argparse.Namespace, bool]:
-    """Returns `args` with a piece of tokens, a micro-batch and a loss chunk where none is named.
+    """Returns `args` with a token piece, a micro-batch and a loss chunk where they are not given,
+    and whether `with_fitting_batch` chose the micro-batch.
 
-    The second result says whether the micro-batch is the one of `with_fitting_batch`. It has one
-    sequence if a piece was chosen.
+    If a token piece was chosen, the micro-batch has one sequence.
     """
     args = with_fitting_piece(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
     if chosen:
         args = with_fitting_batch(args, hardware, model)
-    args = argparse.Namespace(**{**vars(args), "batch": args.batch or 1})
+    args = options.replaced(args, batch=args.batch or 1)
     return with_loss_chunk(args, hardware, model), chosen
 
 
 def _fastest(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, largest: int
 ) -> argparse.Namespace:
-    """Returns `args` with the micro-batch of the most tokens a second. `largest` is the largest of
-    the usual ones that fits. Smaller ones are tried as long as they are faster.
+    """Returns `args` with the micro-batch that has the highest throughput.
+
+    `largest` is the largest micro-batch of BATCHES that fits. Smaller ones are tried as long as
+    they are faster.
     """
-    best, least = argparse.Namespace(**{**vars(args), "batch": largest}), math.inf
+    best, least = options.replaced(args, batch=largest), math.inf
     for batch in (size for size in BATCHES if size <= largest):
-        tried = argparse.Namespace(**{**vars(args), "batch": batch})
-        planned = with_loss_chunk(tried, hardware, model)
+        candidate = options.replaced(args, batch=batch)
+        planned = with_loss_chunk(candidate, hardware, model)
         choice = choices(planned, hardware, model.name, hardware.name, model)[0]
         seconds = choice.step_seconds / batch if choice.feasible else math.inf
         if seconds >= least:
             break
-        best, least = tried, seconds
+        best, least = candidate, seconds
     return best
 
 
@@ -274,10 +281,14 @@ def _fitting(
     *,
     least: bool = False,
 ) -> tuple[list[argparse.Namespace], list[argparse.Namespace]]:
-    """Returns `args` with the first of `batches` that fits, or nothing; and with the last of them
-    that the machine has costs for, or the first if it has none.
+    """Returns two lists of at most one element.
 
-    With `least`, and if no loss chunk is named, it fits with a chunk that the planner may choose.
+    The first list has `args` with the first of `batches` that fits. It is empty if none fits. The
+    second list has `args` with the last batch that was tried and that the machine has costs for, or
+    with the first of `batches` if it has no costs for any.
+
+    With `least`, and without `--loss-chunk`, a batch fits if it fits with one of the smallest loss
+    chunks that the planner may choose.
     """
     import msgspec
 
@@ -288,10 +299,10 @@ def _fitting(
 
     limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
     names = [name for name in policies(args.policy) if not find(name).prediction_only]
-    sized = [argparse.Namespace(**{**vars(args), "batch": batch}) for batch in batches]
+    sized = [options.replaced(args, batch=batch) for batch in batches]
     priced = sized[:1]
-    for tried in sized if names else ():
-        work = options.workload(tried, model, quiet=True)
+    for candidate in sized if names else ():
+        work = options.workload(candidate, model, quiet=True)
         chosen = least and args.loss_chunk is None
         works = least_chunks(work, hardware) if chosen else (work,)
         plan = Plan(
@@ -304,26 +315,30 @@ def _fitting(
             host_limit_bytes=args.host_memory or hardware.host_bytes,
         )
         try:
-            plans = (msgspec.structs.replace(plan, workload=each) for each in works)
-            if any(fits(each, hardware, names) for each in plans):
-                return [tried], [tried]
+            if any(
+                fits(msgspec.structs.replace(plan, workload=work), hardware, names)
+                for work in works
+            ):
+                return [candidate], [candidate]
         except UserError:
             continue
-        priced = [tried]
+        priced = [candidate]
     return [], priced
 
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
-    """Returns the machine that `--hardware` names, or this one, with the cores of `--cores`."""
+    """Returns the machine of `--hardware` or, without this option, this machine. If `--cores` is
+    given, it has this number of cores.
+    """
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     if args.hardware:
-        found = HardwareSpec.load(args.hardware)
+        hardware = HardwareSpec.load(args.hardware)
     else:
         from megatrain.experiments.cli.verdict.this_machine import this_machine
 
-        found = this_machine()
-    return found.with_cores(args.cores) if args.cores else found
+        hardware = this_machine()
+    return hardware.with_cores(args.cores) if args.cores else hardware
 
 
 def explained(
@@ -336,13 +351,16 @@ def explained(
     explore: bool = True,
     marginal: bool = True,
 ) -> Verdict:
-    """Returns the verdict on a choice for the options of `args`.
+    """Returns the verdict on `choice`, with what the options of `args` ask for.
 
     Args:
-        batch_chosen: whether the micro-batch was chosen because none was named.
-        chunk_chosen: whether the loss chunk was chosen because none was named.
-        explore: whether to add what other plans would give, as `explored` does.
-        marginal: whether that includes what one more GiB gains.
+        args: the options of the command.
+        choice: the plan and its prediction.
+        hardware: the machine.
+        batch_chosen: whether the micro-batch was chosen because `--batch` was not given.
+        chunk_chosen: whether the loss chunk was chosen because `--loss-chunk` was not given.
+        explore: whether to search other plans, for the room and the advice, as `explored` does.
+        marginal: whether to search for the gain from one more GiB, too.
     """
     import msgspec
 
@@ -358,8 +376,8 @@ def explained(
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:
-    """Returns `verdict`, whose host memory is not assumed if an option states it, or if the machine
-    is this one.
+    """Returns `verdict` with its host memory marked as known, if `--host-memory` is given, or if
+    the machine is this one.
     """
     import msgspec
 

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatrain.simulator.base.units import format_count
 
 LABEL = 8
-"""Columns of the label before each line."""
+"""The width of the label before each line, in characters."""
 _MOST, _LEAST = 80, 50
 BAR = 20
-"""Characters of a bar, unless the terminal is too narrow."""
+"""The length of a bar in characters, unless the terminal is too narrow."""
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[kMBT]|m?s)\b)")
 
 
 def terminal_width(most: int = _MOST) -> int:
-    """Returns the columns to print in: those of the terminal, from 50 to `most`, and `most` for a
-    file.
+    """Returns the width to print in, in characters: the width of the terminal, but at least 50 and
+    at most `most`. If standard output is no terminal and COLUMNS is not set, the result is `most`.
     """
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         return most
@@ -29,9 +29,10 @@ def terminal_width(most: int = _MOST) -> int:
 
 
 def fitted(text: str, width: int | None = None) -> str:
-    """Returns lines, wrapped at `width` columns. No word is broken.
+    """Returns `text` with its lines wrapped at `width` columns. No word is broken.
 
-    Without `width` it is that of the terminal, and a file gets the lines as they are.
+    The default of `width` is the width of the terminal. If standard output is a file, `text` is
+    returned unchanged.
 
     >>> print(fitted("training: 35 documents, 441,628 tokens in 432 rows", 30))
     training: 35 documents,
@@ -90,9 +91,10 @@ def flowed(items: Iterable[str], width: int) -> list[str]:
 
 
 def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
-    """Returns a command that can be pasted. It is continued on a new line after a backslash.
+    """Returns the lines of a command, which can be pasted: all but the last end in a backslash.
 
-    An option stays with its value.
+    `indent` is the number of blanks before the first line, and further lines have four more. An
+    option stays on the line of its value.
 
     >>> command(["megatrain", "plan", "tiny", "--batch", "32"], 32)
     ['        megatrain plan tiny \\\\', '            --batch 32']
@@ -114,9 +116,11 @@ def command(words: Iterable[str], width: int, indent: int = LABEL) -> list[str]:
 
 
 def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
-    """Returns a table behind an empty label. The first and the last column are aligned to the left,
-    the others to the right. If the last column is too wide, it goes into lines of its own. In
-    a row that is too wide without it, the other columns do, too.
+    """Returns the lines of a table behind an empty label.
+
+    The first and the last column are aligned to the left, the others to the right. A last cell that
+    does not fit in `width` is moved to lines of its own. If the row is still too wide, the middle
+    cells are moved to the next line, too.
     """
     columns = range(len(cells[0]) - 1)
     sizes = [max(len(row[column]) for row in cells) for column in columns]
@@ -141,22 +145,24 @@ def rows(cells: list[tuple[str, ...]], width: int) -> list[str]:
 
 
 def shown_columns(sizes: Mapping[str, int], width: int, droppable: Sequence[str]) -> list[str]:
-    """Returns the names of the columns to show in `width`. `sizes` has the characters of each. If
-    they are too wide, the `droppable` ones are left out, the first of them first.
+    """Returns the names of the columns that fit in `width` characters.
+
+    `sizes` has the width of each column. Columns of `droppable` are left out in their order until
+    the others fit.
 
     >>> shown_columns({"model": 20, "VRAM": 12, "RAM": 12}, 40, ["VRAM", "RAM"])
     ['model', 'RAM']
     """
     names = list(sizes)
-    for name in droppable:
-        if sum(sizes[each] for each in names) <= width:
+    for dropped in droppable:
+        if sum(sizes[name] for name in names) <= width:
             break
-        names = [each for each in names if each != name]
+        names = [name for name in names if name != dropped]
     return names
 
 
 def left_out(sizes: Iterable[str], shown: Iterable[str], width: int) -> list[str]:
-    """Returns a line on the columns that are not shown, if there are any.
+    """Returns a line that lists the columns that are not shown, or no line if all are shown.
 
     >>> left_out(["model", "VRAM", "RAM"], ["model", "RAM"], 50)
     ['left out in 50 columns: VRAM']
@@ -176,15 +182,16 @@ def bar(part: float, whole: float, size: int = BAR) -> str:
 
 
 def unit_of(size: float) -> tuple[str, int]:
-    """Returns the binary unit that suits a size, and its bytes. Memory is never in TiB, where one
-    decimal would be too coarse.
+    """Returns the largest binary unit up to GiB that is not larger than `size`, and its bytes.
+
+    TiB is not used, because one decimal would be too coarse.
     """
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
     return next(unit for unit in units if size >= unit[1] or unit[1] == 1)
 
 
 def size(count: float) -> str:
-    """Returns a size with one decimal.
+    """Returns a number of bytes as text with at most one decimal.
 
     >>> size(60 * 2**30), size(25_000_000), size(2**30 * 1536)
     ('60 GiB', '23.8 MiB', '1,536 GiB')
@@ -194,7 +201,7 @@ def size(count: float) -> str:
 
 
 def fixed(count: float) -> str:
-    """Returns a size with exactly one decimal, so that sizes below each other line up.
+    """Returns a number of bytes as text with exactly one decimal, so sizes in a column line up.
 
     >>> fixed(60 * 2**30)
     '60.0 GiB'
@@ -204,9 +211,9 @@ def fixed(count: float) -> str:
 
 
 def part_of(part: float, whole: float) -> str:
-    """Returns the text of `part` for an output such as `1.0 of 2.0 GiB`, where `whole` follows.
+    """Returns the text of `part` for an output such as `1.0 of 2.0 GiB`, in which `whole` follows.
 
-    It has no unit if it has the same unit as `whole`.
+    The text has no unit if the unit is that of `whole`. Both arguments are in bytes.
 
     >>> part_of(2**33, 2**34), part_of(2**20, 2**34)
     ('8.0', '1.0 MiB')
@@ -259,8 +266,10 @@ def seconds(time: float) -> str:
 
 
 def hours(time: float, *others: float) -> str:
-    """Returns hours as minutes, hours or days, whichever suits the first of them. The others are
-    a range, which is left out if both ends read the same.
+    """Returns a number of hours as text in minutes, hours or days.
+
+    `others` are the two ends of a range, which follows in the same unit. It is left out if both
+    ends have the same text.
 
     >>> hours(2.0, 1.6, 2.5), hours(100), hours(0.5, 0.5, 0.501)
     ('2.0 hours (1.6 to 2.5)', '4.2 days', '30 minutes')

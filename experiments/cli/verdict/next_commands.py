@@ -1,4 +1,4 @@
-"""Writes the commands to type after `megatrain check`, with the options that it was given."""
+"""Builds the commands that `megatrain check` suggests, with the options that it was given."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
-    """Returns the words of each command, and what it does.
+    """Returns the words of each command, and a phrase on what it does.
 
-    For a model that fits, they train it, or write its plan. For another one, they list what fits
-    with the same options, but for the size of a micro-batch. Training needs weights, so a model
-    that is not a folder is called MODEL.
+    For a model that fits, the commands train it and write its plan. Otherwise, the command lists
+    the models that fit with the same options except the micro-batch. Training needs weights, so a
+    model that is not a folder is called MODEL.
 
     Args:
-        args: the options as they were given, so that `--state any` stays.
+        args: the options as they were given, with `--state any` not yet replaced.
         verdict: the verdict on the model.
     """
     limits = [
@@ -70,7 +70,10 @@ def _quoted(*words: str) -> list[str]:
 
 
 def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
-    """Returns the words of those options whose value is not the default."""
+    """Returns the words of the options whose value differs from the default.
+
+    `values` maps the name of an option, without hyphens, to its value and its default.
+    """
     return [
         word
         for name, (value, default) in values.items()
@@ -80,8 +83,8 @@ def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
 
 
 def _size(verdict: Verdict) -> list[str]:
-    """Returns the options of the size of a step, and the loss chunk if it was chosen for this size.
-    `train` chooses the size from the data.
+    """Returns the options for batch, sequence and accumulation, and for the loss chunk if it was
+    chosen for them. They are not for `train`, which chooses them from the data.
     """
     work = verdict.workload
     return _options(
@@ -95,8 +98,9 @@ def _size(verdict: Verdict) -> list[str]:
 
 
 def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """Returns the other options of the workload that differ from the defaults. `train` needs them
-    as well: without them, another training is planned, which may not fit.
+    """Returns the other options of the workload that differ from the defaults.
+
+    `train` needs them, too. Without them it would plan another workload, which may not fit.
     """
     work = verdict.workload
     values: dict[str, tuple[object, object]] = {

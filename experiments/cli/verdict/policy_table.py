@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 _SIZES = {"policy": 17, "step": 8, "tokens/s": 10, "hours": 9, "VRAM": 10, "RAM": 10}
 _LIMIT = "limited by"
 _DROPPED = (_LIMIT, "step", "RAM", "VRAM")
-"""Columns that a narrow terminal does not show, the first of them first."""
+"""Columns that are left out on a narrow terminal, in this order."""
 
 
-def table(found: list[Verdict], width: int = 80, *, names: Sequence[str] = ()) -> str:
-    """Returns a table with one line per policy, of at most `width` columns. Below it are those of
-    `names` that have no line.
+def table(verdicts: list[Verdict], width: int = 80, *, names: Sequence[str] = ()) -> str:
+    """Returns a table with one line per verdict, at most `width` characters wide.
 
     Other systems are marked with a star. A plan that does not fit is marked OOM (out of memory),
-    with the memory that it lacks. A narrow table has fewer columns.
+    with the memory that it lacks. A narrow table has fewer columns. A line below the table lists
+    the policies of `names` that have no verdict.
     """
-    rows = [_cells(verdict) for verdict in found]
+    rows = [_cells(verdict) for verdict in verdicts]
     sizes = {**_SIZES, _LIMIT: 2 + max(len(row[_LIMIT]) for row in [{_LIMIT: _LIMIT}, *rows])}
-    if not any(verdict.training for verdict in found):
+    if not any(verdict.training for verdict in verdicts):
         del sizes["hours"]
     shown = layout.shown_columns(sizes, width, _DROPPED)
 
@@ -38,9 +38,9 @@ def table(found: list[Verdict], width: int = 80, *, names: Sequence[str] = ()) -
 
     lines = [line({name: name for name in sizes}), *map(line, rows)]
     lines += layout.left_out(sizes, shown, width)
-    if any(verdict.prediction_only for verdict in found):
+    if any(verdict.prediction_only for verdict in verdicts):
         lines.append("* another system, for prediction only")
-    missing = [name for name in names if name not in [verdict.policy for verdict in found]]
+    missing = [name for name in names if name not in [verdict.policy for verdict in verdicts]]
     if missing:
         why = "`megatrain check --policy NAME` says why"
         lines += textwrap.wrap(f"not with these options: {', '.join(missing)}; {why}", width)
@@ -62,7 +62,7 @@ def _cells(verdict: Verdict) -> dict[str, str]:
 
 
 def lacking(verdict: Verdict) -> str:
-    """Returns which memory the plan lacks."""
+    """Returns the memory that the plan lacks most, such as `3.5 GiB VRAM`."""
     excess = {
         "VRAM": verdict.device_peak_bytes - verdict.device_limit_bytes,
         "RAM": verdict.host_peak_bytes - verdict.host_limit_bytes,

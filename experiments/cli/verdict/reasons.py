@@ -1,8 +1,7 @@
-"""Formats the reasons for a verdict: what `check --why` prints below it.
+"""Formats the reasons for a verdict, which `check --why` prints below it.
 
-They are the plan's knobs and placement, the lanes, the bounds, the runner-up, the gain of one more
-GiB, and where the durations come from. Nothing is computed here: every number is a field of the
-verdict.
+The reasons are the plan's knobs and placement, the lanes, the bounds, the runner-up, the gain from
+one more GiB, and the source of the durations. Every number is a field of the verdict.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ PLACEMENT_LABELS = {
 def reasons(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines of `check --why`, wrapped at `width` columns."""
     logits = f"logits of {verdict.workload.loss_chunk:,} tokens at a time"
-    known = (
+    plan = (
         "another system, prediction only"
         if verdict.prediction_only
         else f"{_knobs(verdict)}, {logits}"
     )
-    lines = layout.labelled("Plan", f"policy {verdict.policy}: {known}", width)
+    lines = layout.labelled("Plan", f"policy {verdict.policy}: {plan}", width)
     if verdict.feasible:
         lines += layout.labelled("Lanes", _lanes(verdict), width)
         lines += layout.labelled("Bound", _bound(verdict), width)
@@ -59,7 +58,7 @@ def reasons(verdict: Verdict, width: int) -> list[str]:
 
 
 def _lanes(verdict: Verdict) -> str:
-    """Returns what each lane does, and for how long compute is idle behind it."""
+    """Returns the seconds of work on each lane, and how long compute is idle while it runs."""
     work = ", ".join(
         f"{lane} {format_seconds(seconds)}"
         for lane, seconds in sorted(verdict.lane_seconds.items(), key=lambda item: -item[1])
@@ -79,6 +78,7 @@ def _lanes(verdict: Verdict) -> str:
 
 
 def _bound(verdict: Verdict) -> str:
+    """Returns the lane with the most work, and the lower bound of the step time."""
     return (
         f"limited by {verdict.binding}, the lane with the most work; no order of these operations"
         f" takes less than {format_seconds(verdict.lower_bound_seconds)}"
@@ -87,7 +87,7 @@ def _bound(verdict: Verdict) -> str:
 
 
 def _rates(verdict: Verdict) -> str:
-    """Returns the rates of the matrix products, and what they are shares of."""
+    """Returns the TFLOPS, and their shares of the GPU's peak and of the measured rate."""
     active = (
         f" of all parameters, {verdict.tflops_6n_active:.4g} of the active ones"
         if verdict.active_parameters != verdict.parameters
@@ -105,7 +105,7 @@ def _rates(verdict: Verdict) -> str:
 
 
 def _runner_up(verdict: Verdict) -> str:
-    """Returns the second-best plan, or nothing if there is none."""
+    """Returns the second-best plan, or an empty string if there is none."""
     second = verdict.runner_up
     if second is None or not verdict.feasible:
         return ""
@@ -157,7 +157,7 @@ def _knobs(verdict: Verdict) -> str:
 
 
 def _placed(placement: Placement, fields: Iterable[str]) -> list[str]:
-    """Returns the labels of those `fields` that contain layers."""
+    """Returns the labels of the `fields` of `placement` that contain layers."""
     return [
         PLACEMENT_LABELS[field].format(layers)
         for field in fields
@@ -169,21 +169,21 @@ def marginal_gains(verdict: Verdict) -> list[str]:
     """Returns one line each for the gain from one more GiB of device memory and of host memory."""
     lines = []
     for margin in verdict.one_more_gib:
-        bought = (
+        gain = (
             f"{margin.gain:+.1%}, {margin.tokens_per_second:,.0f} tokens/s:"
             f" {_changes(margin.knobs, verdict)}, with the same policy"
             if margin.knobs
             else "no gain"
         )
-        lines.append(f"one more GiB of {margin.place} memory: {bought}")
+        lines.append(f"one more GiB of {margin.place} memory: {gain}")
     return lines
 
 
 def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
-    """Returns the differences between `knobs` and those of the verdict."""
+    """Returns the values of `knobs` that differ from the knobs of the verdict."""
     if knobs is None:
         return ""
-    here: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
+    own: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
     changed = [
         name
         for name in knobs.__struct_fields__
@@ -198,8 +198,8 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
     ]
     placed = [
         name
-        for name in here.__struct_fields__
-        if getattr(knobs.placement, name) != getattr(here, name)
+        for name in own.__struct_fields__
+        if getattr(knobs.placement, name) != getattr(own, name)
     ]
     parts += [
         PLACEMENT_LABELS[name].format(layers)
@@ -211,7 +211,7 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
 
 
 def rates_source(verdict: Verdict) -> str:
-    """Returns where the machine's rates come from."""
+    """Returns the source of the machine's rates."""
     if verdict.calibrated:
         return f"measured {verdict.calibrated}"
     if verdict.measured_by_others:
@@ -220,7 +220,7 @@ def rates_source(verdict: Verdict) -> str:
 
 
 def _costs(verdict: Verdict) -> str:
-    """Returns where the durations come from, and which of them were extrapolated."""
+    """Returns the source of the durations, and the kinds of operations that were extrapolated."""
     source = rates_source(verdict)
     if verdict.step_seconds_low is not None and verdict.step_seconds_high is not None:
         source += (

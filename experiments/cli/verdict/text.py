@@ -1,7 +1,6 @@
-"""Formats a verdict as text that a person reads: the answer first, then speed, memory and advice.
+"""Formats a verdict as text: the answer first, then speed, memory and advice.
 
-Nothing is computed here: every number is a field of the verdict. The reasons for the verdict are
-formatted by `verdict_reasons.py`.
+Every number is a field of the verdict. `reasons.py` formats the reasons for the verdict.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def text(
     why: bool = False,
     commands: Sequence[tuple[list[str], str]] = (),
 ) -> str:
-    """Returns the report of one plan, wrapped at `width` columns.
+    """Returns the report on one plan, wrapped at `width` columns.
 
     Args:
         verdict: The verdict to format.
-        width: The most columns of a line, except for words that are longer.
+        width: The maximum number of columns, which only a longer word exceeds.
         why: Whether to add the reasons: placement, knobs, runner-up and bounds.
-        commands: Commands to type next: their words, and what they do.
+        commands: The suggested commands: the words of each, and a phrase on what it does.
     """
     lines = [*heading(verdict, width), ""]
     if verdict.feasible:
@@ -76,13 +75,13 @@ def text(
 
 
 def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:
-    """Returns the commands to type next, each with a line on what it does below it."""
+    """Returns the lines of the suggested commands. A comment below each says what it does."""
     lines = []
     indent = " " * (layout.LABEL + 4)
-    for words, does in commands:
+    for words, effect in commands:
         lines += layout.command(words, width)
         lines += textwrap.wrap(
-            f"# {does}", width, initial_indent=indent, subsequent_indent=f"{indent}# "
+            f"# {effect}", width, initial_indent=indent, subsequent_indent=f"{indent}# "
         )
     return ["", "Next" + lines[0][4:], *lines[1:]] if lines else []
 
@@ -93,7 +92,9 @@ def heading(verdict: Verdict, width: int) -> list[str]:
 
 
 def answer(verdict: Verdict, place: str) -> str:
-    """Returns a sentence on whether the model fits in `place`, and if not, on what is lacking."""
+    """Returns a sentence that says whether the model fits on `place`, a machine with its memory,
+    and if not, a second one that says what is lacking.
+    """
     parameters = layout.count(verdict.parameters)
     active = (
         f", {layout.count(verdict.active_parameters)} active"
@@ -114,7 +115,7 @@ def answer(verdict: Verdict, place: str) -> str:
 
 
 def where(verdict: Verdict, assumed: str = "assumed; give yours by --host-memory") -> str:
-    """Returns the machine and its memory. If nobody stated its RAM, `assumed` says so."""
+    """Returns the machine and its memory. The note `assumed` follows if its RAM is not known."""
     unnamed = verdict.machine.startswith("machine ")
     machine = verdict.machine if unnamed else f"one {verdict.machine}"
     if verdict.gpus > 1:
@@ -139,7 +140,7 @@ def _enough_host_bytes(verdict: Verdict) -> int | None:
 
 
 def _shortage(verdict: Verdict) -> str:
-    """Returns how much host memory is needed, if that is enough, or what the nearest plan lacks."""
+    """Returns the host memory with which the model fits, or else the memory that the plan lacks."""
     enough = _enough_host_bytes(verdict)
     if enough is not None:
         return f"needs {layout.size(enough)} of RAM"
@@ -184,10 +185,10 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
 
 
 def spread(verdict: Verdict) -> str:
-    """Returns the range of the speed in tokens/s, or nothing if there is none."""
+    """Returns the range of the speed in tokens/s, or an empty string if there is none."""
     low, high = verdict.tokens_per_second_low, verdict.tokens_per_second_high
     ends = [layout.rough(end) for end in (low, high) if end is not None]
-    # A calibration's spread may be too small for three digits.
+    # The ends of a narrow range may be equal in three digits.
     return f"{ends[0]} to {ends[1]}" if len(set(ends)) == 2 else ""
 
 
@@ -226,7 +227,7 @@ def memory(verdict: Verdict, width: int = 80) -> list[str]:
 
 
 def shares(verdict: Verdict) -> str:
-    """Returns what the GPU does in a step, and what it waits for."""
+    """Returns the share of a step in which the GPU computes, and what it waits for in the rest."""
     waits = [
         f"{WAITS[name]} {share:.0%}"
         for name, share in sorted(verdict.step_shares.items(), key=lambda item: -item[1])
@@ -242,9 +243,9 @@ def shares(verdict: Verdict) -> str:
 
 
 def notes(verdict: Verdict) -> list[str]:
-    """Returns what a reader should know besides: one sentence each."""
+    """Returns further facts about the verdict, one sentence each."""
     longest, sequence = verdict.model_longest_row, verdict.workload.sequence
-    found = []
+    sentences = []
     if not verdict.feasible:
         enough = _enough_host_bytes(verdict)
         other = (
@@ -252,28 +253,28 @@ def notes(verdict: Verdict) -> list[str]:
             if enough is not None and enough < verdict.host_peak_bytes
             else ""
         )
-        found.append(f"the memory is that of the plan that comes nearest to fitting{other}")
+        sentences.append(f"the memory is that of the plan that comes nearest to fitting{other}")
     if longest is not None and sequence > longest:
-        found.append(
+        sentences.append(
             f"sequences of {sequence:,} tokens are longer than the model's own limit of {longest:,}"
             " (max_position_embeddings)"
         )
     if verdict.eager:
-        found.append(verdict.eager)
+        sentences.append(verdict.eager)
     if verdict.documents:
-        found.append(f"documents: {verdict.documents}")
+        sentences.append(f"documents: {verdict.documents}")
     if verdict.fp8:
-        found.append(verdict.fp8)
+        sentences.append(verdict.fp8)
     if piece := verdict.workload.piece:
-        found.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
+        sentences.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
     if verdict.calibrated and verdict.extrapolated:
-        found.append("some operations were not measured in this size; --why names them")
-    return found
+        sentences.append("some operations were not measured in this size; --why names them")
+    return sentences
 
 
 def room(verdict: Verdict) -> str:
-    """Returns the longest context and the largest micro-batch that fit, or nothing if they were not
-    computed.
+    """Returns the longest context and the largest micro-batch that fit, or an empty string if they
+    were not computed.
     """
     context, batch = verdict.longest_context, verdict.largest_batch
     if context is None:
@@ -289,8 +290,8 @@ def room(verdict: Verdict) -> str:
 
 
 def helpful(verdict: Verdict) -> list[Suggestion]:
-    """Returns the changes that would help. Of those that do not suffice, only if none does. Another
-    state format is named only where the model does not fit.
+    """Returns the changes with which the model fits or, if there are none, the changes that help
+    but do not suffice. For a model that fits, other state formats are left out.
     """
     shown = [entry for entry in verdict.advice if not (entry.compressed and verdict.feasible)]
     return [entry for entry in shown if entry.fits] or shown
@@ -308,11 +309,11 @@ def _advice(verdict: Verdict, width: int) -> list[str]:
 
 
 def suggestion(entry: Suggestion) -> tuple[str, ...]:
-    """Returns a row on one change: its gain, its speed, and what it costs."""
+    """Returns the row of one change: its name, its gain, its speed, and what it costs."""
     name = entry.model or " ".join(f"--{name} {value}" for name, value in entry.options.items())
     gain = f"{entry.gain:+.0%}" if entry.gain is not None else ""
     if not entry.fits:
-        return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still lack"
+        return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still missing"
     speed = (
         f"{layout.speed(entry.tokens_per_second)} tokens/s"
         if entry.tokens_per_second is not None
@@ -324,7 +325,7 @@ def suggestion(entry: Suggestion) -> tuple[str, ...]:
 def remedy(verdict: Verdict) -> str:
     """Returns the first change that makes the model fit, as a phrase for an error.
 
-    It is what the line `What would do` names first. Without such a change, returns what lacks.
+    It is the first change under `What would do`. If there is none, returns `verdict.reason`.
     """
     for entry in verdict.advice:
         if entry.fits:

@@ -11,16 +11,17 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 
 _USABLE = 0.96
-"""Share of a GPU's memory that tensors can have, as `megatrain calibrate` takes it."""
-_ASK = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+"""The share of a GPU's memory that tensors can use, as `megatrain calibrate` assumes."""
+_GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _MIB = 2**20
 
 
 def this_machine() -> HardwareSpec:
-    """Returns the library's machine with this machine's GPU, memory and cores.
+    """Returns this machine: the rates of the library's machine with the same GPU, and this
+    machine's memory and cores.
 
-    The driver names the first GPU and its memory. Rates are those of the library: nothing is
-    measured. Raises UserError if there is no NVIDIA GPU, or if the library does not have it.
+    The driver reports the first GPU and its memory. Nothing is measured. Raises UserError if there
+    is no NVIDIA GPU, or if the library does not have it.
     """
     name, total = _gpu()
     known = HardwareSpec.of_gpu(name)
@@ -42,12 +43,13 @@ def this_machine() -> HardwareSpec:
 
 
 def _gpu() -> tuple[str, int | None]:
-    """Returns the first GPU's name and its memory in bytes. The memory is None if the driver does
-    not say, as on a machine where CPU and GPU share one.
+    """Returns the first GPU's name and its memory in bytes.
+
+    The memory is None if the driver does not report it, as on a machine with unified memory.
     """
     try:
-        done = subprocess.run(_ASK, capture_output=True, text=True, timeout=30, check=True)
-        name, total = done.stdout.splitlines()[0].rsplit(", ", 1)
+        query = subprocess.run(_GPU_QUERY, capture_output=True, text=True, timeout=30, check=True)
+        name, total = query.stdout.splitlines()[0].rsplit(", ", 1)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         raise UserError(
             "--hardware",

@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 _SIZES = {"model": 19, "size": 8, "batch": 6, "tokens/s": 10, "VRAM": 11, "RAM": 11}
 _DROPPED = ("VRAM", "batch")
-"""Columns that a narrow terminal does not show, the first of them first."""
+"""Columns that are left out on a narrow terminal, in this order."""
 
 
 def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
-    """Prints one line for each model of the library that fits, the largest first, and returns the
-    exit status. Each line is printed as soon as its model was searched.
+    """Prints one line for each model of the library that fits, the largest first. Returns the exit
+    status.
 
-    The micro-batch is that of `--batch`, or the largest up to 32 that fits the model.
+    A line is printed as soon as the plan of its model is found. The micro-batch is that of
+    `--batch`, or the largest up to 32 that fits the model.
     """
     from megatrain.simulator.verdict.alternatives import library_models
 
-    found: list[Verdict] = []
+    fitting: list[Verdict] = []
     refused: UserError | None = None
-    rest = 0
+    too_large = 0
     for model in library_models():
         try:
             verdict = _verdict(args, hardware, model)
@@ -39,29 +40,29 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
             refused = error
             continue
         if not verdict.feasible:
-            rest += 1
+            too_large += 1
             continue
         if not args.json:
-            if not found:
+            if not fitting:
                 print("\n".join(_heading(verdict, args)), flush=True)
             print(_row(verdict), flush=True)
-        found.append(verdict)
-    if refused and not found and not rest:
+        fitting.append(verdict)
+    if refused and not fitting and not too_large:
         raise refused
     if args.json:
-        print(json.dumps({"models": [from_options.as_json(verdict) for verdict in found]}))
-    elif found:
-        others = "1 other model of the library does" if rest == 1 else f"{rest} others do"
+        print(json.dumps({"models": [from_options.as_json(verdict) for verdict in fitting]}))
+    elif fitting:
+        others = "1 other model of the library does" if too_large == 1 else f"{too_large} others do"
         print(f"{others} not fit.")
         for line in layout.left_out(_SIZES, _shown(), layout.terminal_width()):
             print(line)
     else:
         print("NO      No model of the library fits.")
-    return 0 if found else DoesNotFit.status
+    return 0 if fitting else DoesNotFit.status
 
 
 def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict:
-    """Returns the verdict on a model's fastest plan, or on any plan if none fits."""
+    """Returns the verdict on a model's fastest plan or, if no plan fits, on one of its plans."""
     from megatrain.experiments.cli import options
     from megatrain.simulator.planner.search import candidates
     from megatrain.simulator.verdict.alternatives import usual_policies
@@ -71,9 +72,8 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    usual = args.policy in ("best", "all")
-    names = usual_policies(hardware) if usual else [args.policy]
-    found = candidates(
+    names = usual_policies(hardware) if args.policy in ("best", "all") else [args.policy]
+    choices = candidates(
         model,
         hardware,
         options.workload(args, model, quiet=True),
@@ -81,7 +81,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
         host_limit=args.host_memory,
         policies=names,
     )
-    return summarize(found[0], hardware)
+    return summarize(choices[0], hardware)
 
 
 def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:
@@ -113,7 +113,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def _line(cells: dict[str, str]) -> str:
-    """Returns a line of the table, with the columns that the terminal has room for."""
+    """Returns a line of the table, with the columns that fit in the terminal."""
     first, *others = _shown()
     return cells[first].ljust(_SIZES[first]) + "".join(
         cells[name].rjust(_SIZES[name]) for name in others

@@ -1,1 +1,1 @@
-"""Renders conversations with a chat template, and finds the text that the model should learn."""
+"""Renders conversations with a chat template, and finds the text that has loss."""

@@ -1,5 +1,5 @@
-"""Renders conversations with the chat template of a tokenizer, and shows which text of the output
-belongs to which message.
+"""Renders conversations with the chat template of a tokenizer, and finds the text of each message
+in the output.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that have its thoughts."""
+"""Keys under which a message can have its reasoning."""
 UNSHOWN = (
     "the chat template does not show which text belongs to which message; {% generation %} in it"
     " would mark the text that the model generates"
 )
+"""The reason for a template in which marks are lost."""
 _CHANGED = (
     "the chat template changes the text of messages after {{% {} %}} took it; {{% generation %}}"
     " in it would mark the text that the model generates"
 )
+"""The reason for a template that changes marked text, with the kind of the block."""
 
 
 class Undetermined(Exception):
-    """Raised if it is unclear which text of a conversation the model generates, with the reason."""
+    """Raised if the text that the model generates cannot be found. The message is the reason."""
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`, which must have one, as it is and with marks."""
+    """The chat template of `tokenizer`, which must have one. Renders with or without marks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -47,9 +49,15 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> str:
-        """Returns the output of the template, or of `source`.
+        """Returns the output of the template.
 
-        Raises Undetermined for every error of the template, which may depend on the conversation.
+        Args:
+            conversation: has the tools and the other arguments of the template.
+            messages: the messages to render.
+            source: another template to use instead.
+            prompt: whether to add the generation prompt.
+
+        Raises Undetermined for every error of the template, because some conversations may be fine.
         """
         tools: Any = conversation.tools
         try:
@@ -70,14 +78,17 @@ class ChatTemplate:
     def marked_source(
         self, conversation: Conversation, *, items: bool = True, captured: Captured = "marked"
     ) -> MarkedTemplate:
-        """Returns the template with marks (`marked_template`)."""
+        """Returns the template for `conversation`, with marks (`marked_template`)."""
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
         return marked_template(source, items=items, captured=captured)
 
     def checked(
         self, conversation: Conversation, messages: list[dict[str, Any]], *, items: bool
     ) -> Rendering:
-        """Renders the marked template. Raises Undetermined if marks would change the text."""
+        """Renders the marked template as `marked` does.
+
+        Raises Undetermined also if a message contains the character with which marks begin.
+        """
         if MARK.encode() in msgspec.json.encode(
             [messages, conversation.tools, conversation.arguments]
         ):
@@ -94,38 +105,44 @@ class ChatTemplate:
     ) -> Rendering:
         """Renders the marked template, and removes the marks from its output.
 
+        Args:
+            conversation: has the tools and the other arguments of the template.
+            messages: the messages to render.
+            items: whether to mark messages, and not only `{% generation %}` blocks.
+            prompt: whether to add the generation prompt.
+
         Raises Undetermined if marks would change the text.
         """
         template = self.marked_source(conversation, items=items)
-        given = numbered(messages) if items else messages
+        inputs = numbered(messages) if items else messages
         if template.exact:
-            rendering = unmarked(self.render(conversation, given, template.source, prompt=prompt))
+            rendering = unmarked(self.render(conversation, inputs, template.source, prompt=prompt))
             assert rendering is not None, "nothing changes these marks"
             return rendering
         plain = self.render(conversation, messages, prompt=prompt)
-        why = ""
+        reason = ""
         for captured in get_args(Captured):
             template = self.marked_source(conversation, items=items, captured=captured)
             try:
-                marked = self.render(conversation, given, template.source, prompt=prompt)
-            except Undetermined:  # the template takes exception to the marks
+                marked = self.render(conversation, inputs, template.source, prompt=prompt)
+            except Undetermined:  # the template raises an error because of the marks
                 continue
-            found = unmarked(marked)
-            # A block may take text only to look at it, such as a macro that says whether there are
-            # calls. Then it needs no marks.
+            rendering = unmarked(marked)
+            # A block may only inspect its text, such as a macro that returns whether there are
+            # calls. It needs no marks.
             if (
-                found is not None
-                and found.text == plain
-                and (captured != "unmarked" or not (why or _astray(messages, found)))
+                rendering is not None
+                and rendering.text == plain
+                and (captured != "unmarked" or not (reason or _misplaced(messages, rendering)))
             ):
-                return found
+                return rendering
             loops = [loop for loop in written_loops(marked) if loop in template.captures]
-            why = why or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
-        raise Undetermined(why or UNSHOWN)
+            reason = reason or (_CHANGED.format(template.captures[loops[0]]) if loops else "")
+        raise Undetermined(reason or UNSHOWN)
 
 
-def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
-    """Whether text of a message is written only where other messages should be."""
+def _misplaced(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
+    """Returns whether the text of a message occurs only in the spans of other messages."""
     turns = {
         number: [rendering.text[begin:end] for begin, end in spans]
         for number, spans in rendering.messages.items()
@@ -145,10 +162,10 @@ def _astray(messages: Sequence[dict[str, Any]], rendering: Rendering) -> bool:
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
-    """Returns the texts of a message: its words, its thoughts and the names of its calls."""
+    """Returns the texts of a message: its content, its reasoning and the names of its calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    found += [message.get(key) for key in THOUGHTS]
-    found += [tool_calls.function(call).get("name") for call in tool_calls.calls(message)]
-    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts += [message.get(key) for key in THOUGHTS]
+    texts += [tool_calls.function(call).get("name") for call in tool_calls.calls(message)]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]

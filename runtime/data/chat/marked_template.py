@@ -1,12 +1,12 @@
-"""Adds marks to a chat template, so that its output shows which text belongs to which message.
+"""Adds marks to a chat template, so its output shows which text belongs to which message.
 
 Each loop over messages, or over their numbers, writes a mark before the text of each message, and
-one after the last. Each `{% generation %}` block writes marks around its content. The rest of the
-output must not change, so the caller compares the text without marks with the output of the
+another one after the last. Each `{% generation %}` block writes marks around its content. The rest
+of the output must not change, so the caller compares the text without marks with the output of the
 original template.
 
-A template can read or change the text of a `set`, `macro`, `call` or `filter` block before it is
-written. Loops in these blocks write marks only when they are over messages.
+A `set`, `macro`, `call` or `filter` block captures text: the template can read or change it before
+it is written.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from megatrain.runtime.data.chat.marks import (
 )
 
 _STATE = "megatrain_loops"
-"""Variable of a marked template. Its `messages` says for each running loop, beginning with the
-innermost one, whether it has had a message."""
+"""Variable of a marked template. Its `messages` is a list with an element for each running loop,
+the innermost first: whether the loop has had a message."""
 _CAPTURES = ("macro", "call", "filter", "set")
-"""Blocks whose output the template can read or change before it is written."""
+"""Blocks that capture text."""
 _BLOCKS = ("if", "with", "for", *_CAPTURES)
+"""Statements that open a block, which an `end` statement closes."""
 _VARYING = ("messages", "tools", "documents", "strftime_now")
 """Names whose values differ between conversations or between days."""
 
 
 Captured = Literal["marked", "trimmable", "unmarked"]
-"""What a block does that takes text: the loops in it are marked; they are marked, and white space
-at the ends of the text stands outside of the marks, so that `trim` finds it; they are not marked.
-"""
+"""How loops in blocks that capture text are marked: like all loops (`marked`), with white space at
+the ends of the captured text moved outside of the marks, where `trim` finds it (`trimmable`), or
+not at all (`unmarked`)."""
 _OUTER = "megatrain_outer"
 """Macro that moves white space at the ends of a text outside of the marks there."""
 _OUTER_MACRO = f"""
@@ -82,21 +83,21 @@ class MarkedTemplate:
     exact: bool
     """Whether its output without marks equals the original's for every conversation."""
     last_loop: str
-    """Number of the last loop outside of other blocks, if the text after this loop depends only on
-    the template's other arguments. Otherwise empty."""
+    """Number of the last loop outside of other blocks, if the text after this loop does not depend
+    on the conversation or the day. Otherwise empty."""
     captures: dict[str, str]
-    """Number of a loop in a block that takes text -> the kind of this block, such as `set`."""
+    """Number of a loop in a block that captures text -> the kind of this block, such as `set`."""
 
 
 class _Block(NamedTuple):
-    """A block whose end has not been reached."""
+    """A block whose end has not been reached yet."""
 
     tag: str
-    """First word of its statement."""
+    """The first word of its statement."""
     number: int
-    """Number that identifies it."""
+    """A number that identifies the block."""
     variable: str
-    """Variable of a loop, or empty."""
+    """The variable of a loop. Empty for other blocks."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -105,13 +106,15 @@ def marked_template(
 ) -> MarkedTemplate:
     """Returns `template` with marks.
 
-    Without `items`, only `{% generation %}` blocks get them. `captured` says what happens to the
-    loops in blocks that take text, such as `{% set %}`.
+    Args:
+        template: the source of the template.
+        items: whether loops over messages write marks. If not, only `{% generation %}` blocks do.
+        captured: how loops in blocks that capture text, such as `{% set %}`, are marked.
 
     Raises jinja2.TemplateSyntaxError if `template` is not a valid template.
     """
-    # These are the options of transformers. They remove white space while the template is split
-    # into tokens, and the `+` in statements below keeps the rest of it.
+    # These are the options of transformers. With them, the lexer removes white space. The `+` in
+    # the statements that are written below keeps the rest of it.
     lexer = Environment(trim_blocks=True, lstrip_blocks=True)
     written = [_statement(f" set {_STATE} = namespace(messages=[]) ")] if items else []
     written += [_OUTER_MACRO] if captured == "trimmable" else [""]
@@ -164,7 +167,7 @@ def marked_template(
 
 
 def _assigned(words: list[str]) -> set[str]:
-    """Returns the names that a statement assigns to. Other names may be among them."""
+    """Returns the names that a statement assigns to, possibly with other names."""
     ends = {"for": "in", "set": "=", "macro": "(", "with": ""}
     if words[0] not in ends:
         return set()
@@ -173,7 +176,7 @@ def _assigned(words: list[str]) -> set[str]:
 
 
 def _capture(open_blocks: list[_Block]) -> str:
-    """Returns the kind of the innermost open block that takes text, or an empty string."""
+    """Returns the kind of the innermost open block that captures text, or an empty string."""
     return next((block.tag for block in reversed(open_blocks) if block.tag in _CAPTURES), "")
 
 
@@ -181,7 +184,8 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
     """Returns the marks to write before and after a statement, and updates `open_blocks`.
 
     Args:
-        words: the statement.
+        words: the words of the statement.
+        open_blocks: the open blocks, the innermost last.
         number: the number of the block that the statement may open.
     """
     tag = words[0]
@@ -206,12 +210,12 @@ def _marks(words: list[str], open_blocks: list[_Block], number: int) -> tuple[st
 
 
 def _begin() -> str:
-    """Returns what stands before a loop."""
+    """Returns the statement to write before a loop."""
     return _remember(f"[false] + {_STATE}.messages")
 
 
 def _item(name: str, loop: int) -> str:
-    """Returns the mark before the text of the variable `name`, written only if it is a message."""
+    """Returns statements that write a mark if the variable `name` is a message."""
     own = f"{name}[{_literal(NUMBER)}]"
     before, after = (_literal(part) for part in mark(f"{ITEM} {loop} |").split("|"))
     return (
@@ -223,12 +227,13 @@ def _item(name: str, loop: int) -> str:
 
 
 def _end(loop: int) -> str:
-    """Returns what stands after a loop: a mark if it was over messages."""
+    """Returns statements that write a mark after a loop if it was over messages."""
     own = _literal(mark(f"{LOOP_ENDS} {loop}"))
     return _output(f"{own} if {_STATE}.messages[0]") + _remember(f"{_STATE}.messages[1:]")
 
 
 def _remember(messages: str) -> str:
+    """Returns the statement that sets the state of the running loops to an expression."""
     return _statement(f" set {_STATE}.messages = {messages} ")
 
 

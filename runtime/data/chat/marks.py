@@ -1,7 +1,7 @@
-"""Marks in the output of a chat template: they show which text belongs to which message.
+"""Marks in the output of a chat template, which show the message that each text belongs to.
 
-A mark is a few Unicode noncharacters, which text does not contain and filters such as `upper` do
-not change. `marked_template` adds the marks to a template.
+A mark consists of Unicode noncharacters. Text does not contain them, and filters such as `upper` do
+not change them. `marked_template` adds marks to a template.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 NUMBER, MARK, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""The key of a message that has its number, and the first and the last character of a mark."""
+"""The key under which a message has its number, and the first and last character of a mark."""
 ITEM, LOOP_ENDS, OPENS, CLOSES = "item", "end", "opens", "closes"
-"""The first word of a mark. The number of a loop and of a message can follow."""
-_HIDDEN = {ord(one): 0xFDD3 + place for place, one in enumerate("0123456789 cdeilmnopst")}
-"""Characters of the words of a mark -> noncharacters."""
+"""The first word of a mark: before a message, after a loop over messages, and at the beginning and
+the end of a `{% generation %}` block. The numbers of the loop and of the message can follow."""
+_HIDDEN = {ord(letter): 0xFDD3 + place for place, letter in enumerate("0123456789 cdeilmnopst")}
+"""Code of a character in the words of a mark -> code of the noncharacter that is written."""
 _SHOWN = {hidden: chr(shown) for shown, hidden in _HIDDEN.items()}
+"""Code of a noncharacter -> the character that it stands for."""
 
 
 class TextSpan(NamedTuple):
@@ -35,11 +37,11 @@ class Rendering:
     text: str
     """The whole output."""
     messages: dict[int, list[TextSpan]]
-    """Number of a message, from 0 -> its text, in order and without empty spans."""
+    """Number of a message, from 0 -> the spans of its text, in order. No span is empty."""
     generated: list[TextSpan]
-    """Text of `{% generation %}` blocks."""
+    """The spans of `{% generation %}` blocks."""
     last_loop: str
-    """Number of the outermost loop that wrote the last text of a message."""
+    """Number of the outermost loop that wrote the last text of a message, or empty."""
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,20 +66,18 @@ def mark(words: str) -> str:
 
 
 def unmarked(marked: str) -> Rendering | None:
-    """Removes the marks from the output of a marked template, and returns what they show.
+    """Removes the marks from the output of a marked template, and returns the text with its spans.
 
-    Returns None if marks are damaged or have another order than a template writes them in. The
-    conversation itself must not contain `MARK`.
+    Returns None if marks are damaged or out of order. The conversation itself must not contain
+    `MARK`.
     """
     first, *parts = marked.split(MARK)
     pieces, length = [first], len(first)
     messages: dict[int, list[TextSpan]] = {}
     generated: list[TextSpan] = []
     opened: list[int] = []
-    items: list[tuple[str, int]] = []
-    """Loops that are running, each with the number of its current message."""
-    begin = 0
-    """Where the text of the last item begins."""
+    items: list[tuple[str, int]] = []  # running loops, each with its current message
+    begin = 0  # where the text of the last item begins
     last_loop = ""
     for part in parts:
         words, closed, text = part.partition(CLOSE)
@@ -111,11 +111,11 @@ def unmarked(marked: str) -> Rendering | None:
 
 
 def _joined(spans: list[TextSpan]) -> list[TextSpan]:
-    """Returns `spans` with adjacent ones joined."""
-    found = spans[:1]
+    """Returns `spans`, with adjacent spans joined."""
+    joined = spans[:1]
     for span in spans[1:]:
-        if span.begin == found[-1].end:
-            found[-1] = TextSpan(found[-1].begin, span.end)
+        if span.begin == joined[-1].end:
+            joined[-1] = TextSpan(joined[-1].begin, span.end)
         else:
-            found.append(span)
-    return found
+            joined.append(span)
+    return joined

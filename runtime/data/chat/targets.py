@@ -1,10 +1,10 @@
-"""Renders conversations with a chat template, and finds the tokens that the model should learn.
+"""Renders conversations with a chat template, and finds the tokens that have loss.
 
 A turn is the text that the model generates for a message. It begins after the generation prompt,
 and ends with the token that stops the model. If a template marks this text with `{% generation %}`,
-its marks are used. For other templates, a marked copy of the template (`marked_template`) shows
-which text belongs to which message. The messages before a turn are rendered again with the
-generation prompt, which shows how much of the turn's text is the prompt. A template may render
+these marks are used. For other templates, a marked copy of the template (`marked_template`) shows
+which text belongs to which message. To find where the generation prompt ends in this text, the
+messages before the turn are rendered again with the generation prompt. A template may render
 earlier messages differently when a conversation continues.
 """
 
@@ -40,14 +40,16 @@ class _Rendered(NamedTuple):
     text: str
     """The whole conversation."""
     learned: list[TextSpan]
-    """Text with loss."""
+    """The spans with loss."""
     silent: Sequence[TextSpan] = ()
-    """Text without loss, although it is in `learned`."""
+    """Parts of `learned` that have no loss after all."""
 
     def flagged(self, piece: Piece) -> np.ndarray:
-        """Returns the ids of `piece` with TARGET set on tokens with a character in `learned`.
+        """Returns the token ids of `piece`, with TARGET set on tokens with a character in `learned`
+        and cleared on tokens with a character in `silent`.
 
-        This includes a token that begins before a turn and ends in it, as in transformers.
+        As in transformers, a token that begins before a turn and ends in it is a target. The ids
+        are changed in place.
         """
         for spans, flag in ((self.learned, TARGET), (self.silent, 0)):
             for span in spans:
@@ -69,8 +71,9 @@ class Chat:
         self._long = LongText(tokenizer)
         self._template = ChatTemplate(tokenizer)
         self._prompts: dict[tuple[str, bytes], str] = {}
-        """Generation prompts that are the same after every message, by the template and its other
-        arguments."""
+        """Template and its arguments -> its generation prompt, if this is always the same."""
+        self._writing: set[str] = set()
+        """Templates that are known to write the text of answers."""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """Whether the template marks the text that the model generates."""
@@ -102,83 +105,86 @@ class Chat:
             )
 
     def encode(self, conversations: list[Conversation]) -> list[np.ndarray | str]:
-        """Returns for each conversation its ids, or the reason why it cannot be used.
+        """Returns the token ids of each conversation, or the reason why it cannot be used.
 
-        Ids are [n] uint32, with the bit TARGET set for targets.
+        Token ids are [n] uint32, with the bit TARGET set for targets.
         """
-        found = [self._rendered(conversation) for conversation in conversations]
-        rendered = [one for one in found if isinstance(one, _Rendered)]
+        results = [self._rendered(conversation) for conversation in conversations]
+        rendered = [result for result in results if isinstance(result, _Rendered)]
         flagged: list[list[np.ndarray]] = []
-        for piece in self._long.encode((one.text, True) for one in rendered):
+        for piece in self._long.encode((conversation.text, True) for conversation in rendered):
             if piece.first:
                 flagged.append([])
             flagged[-1].append(rendered[len(flagged) - 1].flagged(piece))
         encoded = map(np.concatenate, flagged)
-        return [one if isinstance(one, str) else _with_targets(next(encoded)) for one in found]
+        return [
+            result if isinstance(result, str) else _with_targets(next(encoded))
+            for result in results
+        ]
 
     def remarks(self) -> list[str]:
         """Returns remarks for the user on the conversations that were encoded so far."""
-        found = []
+        lines = []
         if self._with_stop:
-            found.append(
+            lines.append(
                 "the template has no token that ends a turn, so"
                 f" {self._with_stop:,} conversations end with the token that begins the next"
                 " message"
             )
         if self._without_thought:
-            found.append(
+            lines.append(
                 "the template leaves out the reasoning in the last turn of"
                 f" {self._without_thought:,} conversations"
             )
         if self._without_tools:
-            found.append(
+            lines.append(
                 f"the template does not write the tools of {self._without_tools:,} conversations"
             )
-        return found
+        return lines
 
     # ---- one conversation ----
 
     def _rendered(self, conversation: Conversation) -> _Rendered | str:
         """Returns the rendered conversation, or the reason why it cannot be used."""
-        found = self._tried(conversation, tool_calls.with_objects)
+        result = self._tried(conversation, tool_calls.with_objects)
         if any(map(tool_calls.calls, conversation.messages)):
-            if isinstance(found, str) or tool_calls.shows_objects(
-                tool_calls.with_objects(conversation.messages), found.text
+            if isinstance(result, str) or tool_calls.shows_objects(
+                tool_calls.with_objects(conversation.messages), result.text
             ):
                 as_text = self._tried(conversation, tool_calls.with_texts)
-                found = found if isinstance(as_text, str) and isinstance(found, str) else as_text
-            if isinstance(found, str) and "tool_calls" not in self._tokenizer.get_chat_template(
+                result = result if isinstance(as_text, str) and isinstance(result, str) else as_text
+            if isinstance(result, str) and "tool_calls" not in self._tokenizer.get_chat_template(
                 tools=conversation.tools
             ):
-                found = "the chat template writes no tool calls: it does not mention `tool_calls`"
-        if not isinstance(found, str):
-            self._look(conversation, found.text)
-        return found
+                result = "the chat template writes no tool calls: it does not mention `tool_calls`"
+        if not isinstance(result, str):
+            self._count_omissions(conversation, result.text)
+        return result
 
     def _tried(
         self,
         conversation: Conversation,
         form: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
     ) -> _Rendered | str:
-        """Renders the conversation with the arguments of tool calls converted by `form`."""
+        """Renders the conversation with the arguments of tool calls converted by `form`, or returns
+        the reason why it cannot be used.
+        """
         try:
-            return self._found(replace(conversation, messages=form(conversation.messages)))
+            formed = replace(conversation, messages=form(conversation.messages))
+            rendered = self._with_loss(formed)
+            self._refuse_unwritten(formed)
+            return rendered
         except (Undetermined, ValueError) as error:
             return str(error)
 
-    def _found(self, conversation: Conversation) -> _Rendered:
-        """Renders the conversation and finds the text with loss. Raises Undetermined."""
+    def _with_loss(self, conversation: Conversation) -> _Rendered:
+        """Renders the conversation, and finds the text with loss.
+
+        Raises Undetermined if the text with loss cannot be found, or if the template leaves out a
+        tool call.
+        """
         messages = conversation.messages
-        turns = [
-            number
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant" and number >= conversation.prompt
-        ]
-        learned = [
-            number
-            for number in (turns[-1:] if self._loss == "last" else turns)
-            if number not in conversation.silent
-        ]
+        learned = self._learned(conversation)
         every = self._loss == "assistant" and not conversation.silent and not conversation.prompt
         calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
         if self._loss == "all" and not conversation.silent and not calling:
@@ -223,12 +229,59 @@ class Chat:
             )
         return _Rendered(rendering.text, spans)
 
+    def _learned(self, conversation: Conversation) -> list[int]:
+        """Returns the numbers of the assistant messages with loss."""
+        turns = [
+            number
+            for number, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and number >= conversation.prompt
+        ]
+        return [
+            number
+            for number in (turns[-1:] if self._loss == "last" else turns)
+            if number not in conversation.silent
+        ]
+
+    def _refuse_unwritten(self, conversation: Conversation) -> None:
+        """Raises Undetermined if the template writes a turn with loss, but no text of its message.
+
+        A template for images may expect content as a list of parts, and write nothing of a string.
+        The model would learn to end each turn at once. If another text changes the output, the
+        template is known to write answers, and is not checked again.
+        """
+        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        messages = conversation.messages
+        for number in self._learned(conversation) if source not in self._writing else ():
+            message = messages[number]
+            content = message.get("content")
+            if not isinstance(content, str) or not content.strip():
+                continue
+            text = self._template.render(conversation, messages)
+            other = {"role": message["role"], "content": f"x{content}x"}
+            before, after = messages[:number], messages[number + 1 :]
+            try:
+                changed = [*before, {**message, **other}, *after]
+                if self._template.render(conversation, changed) != text:
+                    self._writing.add(source)
+                    return
+                # The template may write other keys of the message.
+                if self._template.render(conversation, [*before, other, *after]) != text:
+                    continue
+                rendering = self._template.checked(conversation, messages, items=True)
+            except Undetermined:
+                continue
+            if _written(rendering, number):
+                raise Undetermined(
+                    f"the chat template leaves out the text of message {number + 1}, which is a"
+                    " string; a template for images may expect a list"
+                )
+
     def _turn(
         self, conversation: Conversation, rendering: Rendering, number: int
     ) -> list[TextSpan]:
-        """Returns the text that the model generates as message `number`.
+        """Returns the spans of the text that the model generates as message `number`.
 
-        It has several spans if the template writes the result of a tool between calls.
+        There are several spans if the template writes the result of a tool between calls.
         """
         spans = _written(rendering, number)
         if not rendering.messages:
@@ -251,7 +304,7 @@ class Chat:
             if key != "role" and isinstance(value, str) and value.strip()
         ]
         prompts = []
-        # If the template has no prompt for this turn, the prompt for the next turn serves as well.
+        # If the template writes no prompt before this message, the one after it is used.
         for before in (number, number + 1):
             try:
                 prompt = (
@@ -260,11 +313,11 @@ class Chat:
             except Undetermined:
                 if before > number:
                     raise
-                continue  # for example, because the template needs a user's message first
+                continue  # for example, because the template requires a user message first
             if prompt is None:
                 continue
-            # A template that trims its messages writes white space before the prompt that otherwise
-            # ends the message before.
+            # A template that trims messages may begin the prompt with the white space that usually
+            # ends the previous message.
             rest = prompt.lstrip()
             space = prompt[: len(prompt) - len(rest)]
             if not text.startswith(space) and rendering.text.endswith(space, 0, span.begin):
@@ -285,7 +338,7 @@ class Chat:
             raise Undetermined(
                 f"the chat template does not begin message {number + 1} with the generation prompt"
             )
-        # The message itself may begin like the rest of the prompt.
+        # If the message itself begins like the rest of the prompt, this part is not the prompt.
         own = (
             at
             for at in range(shared)
@@ -300,8 +353,8 @@ class Chat:
 
         Returns None if the template writes none of these messages.
         """
-        ours = [span for number in range(len(messages)) for span in _written(whole, number)]
-        if not ours:
+        whole_spans = [span for number in range(len(messages)) for span in _written(whole, number)]
+        if not whole_spans:
             return None
         marked = self._template.marked_source(conversation)
         key = (
@@ -312,10 +365,14 @@ class Chat:
         if key in self._prompts:
             return self._prompts[key]
         prompted = self._template.marked(conversation, messages, prompt=True)
-        theirs = [span for number in range(len(messages)) for span in _written(prompted, number)]
-        if not theirs:
+        prompted_spans = [
+            span for number in range(len(messages)) for span in _written(prompted, number)
+        ]
+        if not prompted_spans:
             return None
-        (begin, end), last = (max(spans, key=lambda span: span.end) for spans in (ours, theirs))
+        (begin, end), last = (
+            max(spans, key=lambda span: span.end) for spans in (whole_spans, prompted_spans)
+        )
         if last.end < len(prompted.text) or whole.text[begin:end] == prompted.text[last.begin :]:
             prompt = prompted.text[last.end :]
             if (
@@ -335,8 +392,7 @@ class Chat:
     ) -> int:
         """Returns the place where the model stops in message `number`, whose text is in `span`.
 
-        White space after a special token at the end is not generated, because the model has
-        stopped there.
+        If the text ends with a special token and white space, the model stops at the token.
         """
         text, eos = rendering.text, str(self._tokenizer.eos_token or "")
         last = number == len(conversation.messages) - 1
@@ -345,31 +401,31 @@ class Chat:
         turn = text[span.begin : span.end].rstrip()
         if turn.endswith(self._special or ("\0",)):
             return span.begin + len(turn)
-        follows = [
+        following = [
             other
             for other, spans in rendering.messages.items()
-            if any(one.begin == span.end for one in spans)
+            if any(next_span.begin == span.end for next_span in spans)
         ]
         stop = (
             self._stops.match(text, span.end)
-            if any(conversation.messages[other]["role"] != "assistant" for other in follows)
+            if any(conversation.messages[other]["role"] != "assistant" for other in following)
             else None
         )
-        # The token that begins the next message stops the model, such as GLM-4.5's <|user|>.
+        # The token that begins the next message, such as GLM-4.5's <|user|>, stops the model.
         return stop.end() if stop else span.end
 
     def _stop_after(self, conversation: Conversation, rendering: Rendering) -> str:
-        """Returns the token that begins the next message, if the last turn has no token at its end.
+        """Returns the token that would begin the next message, if it is what stops the model.
 
-        This token then stops the model. Returns an empty string if the turn has such a token, or if
-        the template does not show one.
+        Returns an empty string if the last turn ends with a special token, or if no special token
+        begins the next message.
         """
         if rendering.text.rstrip().endswith(self._special or ("\0",)):
             return ""
         calls = tool_calls.calls(conversation.messages[-1])
-        next_one = {"role": "tool" if calls else "user", "content": "x"}
+        next_message = {"role": "tool" if calls else "user", "content": "x"}
         try:
-            longer = self._template.marked(conversation, [*conversation.messages, next_one])
+            longer = self._template.marked(conversation, [*conversation.messages, next_message])
         except Undetermined:
             return ""
         # The last message may be rendered differently when another one follows.
@@ -377,8 +433,8 @@ class Chat:
         stop = self._stops.match(longer.text, spans[-1].end) if spans else None
         return stop.group() if stop else ""
 
-    def _look(self, conversation: Conversation, text: str) -> None:
-        """Updates the counts for `remarks`."""
+    def _count_omissions(self, conversation: Conversation, text: str) -> None:
+        """Counts conversations whose rendered `text` lacks tools or reasoning, for `remarks`."""
         names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)
         message = next(
@@ -400,7 +456,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _written(rendering: Rendering, number: int) -> list[TextSpan]:
-    """Returns the spans of message `number`, without those that are only white space."""
+    """Returns the spans of message `number` that have more than white space."""
     return [
         span
         for span in rendering.messages.get(number, ())
@@ -409,9 +465,9 @@ def _written(rendering: Rendering, number: int) -> list[TextSpan]:
 
 
 def _of_messages(rendering: Rendering, numbers: list[int]) -> list[TextSpan]:
-    """Returns the text that `{% generation %}` blocks wrote for the messages `numbers`.
+    """Returns the spans of `{% generation %}` blocks in the messages `numbers`.
 
-    Text of such a block after a message, outside of the loop, belongs to this message.
+    A block belongs to the last message that begins before it, even if it is after the loop.
     """
     begins = sorted(
         (span.begin, number)
@@ -421,10 +477,11 @@ def _of_messages(rendering: Rendering, numbers: list[int]) -> list[TextSpan]:
     if not begins:
         raise Undetermined(UNSHOWN)
     places = [begin for begin, _ in begins]
-    found = [(bisect_right(places, span.begin), span) for span in rendering.generated]
-    return [span for after, span in found if after and begins[after - 1][1] in numbers]
+    counted = [(bisect_right(places, span.begin), span) for span in rendering.generated]
+    return [span for count, span in counted if count and begins[count - 1][1] in numbers]
 
 
 def _with_targets(ids: np.ndarray) -> np.ndarray | str:
+    """Returns `ids` if they have a target, otherwise the reason why they cannot be used."""
     # The first token is never predicted.
     return ids if (ids[1:] >= TARGET).any() else "the chat template shows no assistant turn"

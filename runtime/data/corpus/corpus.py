@@ -1,7 +1,7 @@
 """Makes the micro-batches of each step from documents.
 
-They depend only on the documents, the options, the seed and the number of the step, so that a run
-can be resumed from the number of its step. Every row occurs once in each epoch. Text is shuffled by
+The micro-batches depend only on the documents, the options, the seed and the number of the step, so
+resuming a run needs no other state. Every row occurs once in each epoch. Text is shuffled by
 document and packed again in each epoch. Conversations are packed once. Rows are always shuffled.
 
 The label of a row's last token is the next token of its document, even if this token is in another
@@ -25,7 +25,10 @@ from megatrain.simulator.model.workload import Workload
 
 
 class Corpus:
-    """Documents packed into rows, shuffled by `seed`, or in their own order if it is None."""
+    """Documents that are packed into rows of one sequence, from which micro-batches are made.
+
+    Documents and rows are shuffled by `seed`. If it is None, they keep their order.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,14 @@ class Corpus:
         packing: Packing = "documents",
         where: str = "corpus",
     ) -> None:
-        """Packs the documents for `workload`. `where` names the data in errors.
+        """Packs the documents.
+
+        Args:
+            documents: the documents of an epoch.
+            workload: has the sequence, the batch and the accumulation.
+            seed: the seed of the order, or None to keep the order of the documents.
+            packing: how rows are filled (`DataOptions.packing`).
+            where: names the data in errors.
 
         Raises UserError if the packed documents have no label, or with a seed if they do not fill
         one step.
@@ -95,8 +105,7 @@ class Corpus:
     def digest(self) -> str:
         """Digest of the tokens of all documents.
 
-        It does not depend on the paths of files, or on how documents are chosen, packed and
-        ordered.
+        It does not depend on the paths of files, nor on the choice, packing and order of documents.
         """
         return self._documents.digest
 
@@ -112,7 +121,7 @@ class Corpus:
 
     @property
     def documents(self) -> bool:
-        """Whether batches contain the numbers of documents, `Batch.documents`."""
+        """Whether batches have `Batch.documents`, the number of each token's document."""
         return self.packing != "plain"
 
     @property
@@ -132,14 +141,13 @@ class Corpus:
         return len(self._rows_of(0)[0].begins)
 
     def step(self, number: int) -> list[Batch]:
-        """Returns the `accumulation` micro-batches of step `number`, from 1.
-
-        Steps may be requested in any order.
+        """Returns the micro-batches of step `number`, counted from 1. Steps may be requested in any
+        order.
         """
         return self.micro_batches(number, range(self._work.accumulation))
 
     def micro_batches(self, number: int, places: Iterable[int]) -> list[Batch]:
-        """Returns those micro-batches of step `number` that are at `places`, counted from 0."""
+        """Returns the micro-batches `places`, counted from 0, of step `number`, from 1."""
         work = self._work
         firsts = [((number - 1) * work.accumulation + place) * work.batch for place in places]
         return [self._batch(range(first, first + work.batch)) for first in firsts]
@@ -171,14 +179,14 @@ class Corpus:
         )
 
     def _rows_of(self, epoch: int) -> tuple[Rows, np.ndarray]:
-        """Returns the rows of an epoch and their order. Those of the last epoch are cached."""
-        kept = self._epoch
-        if kept is None or kept[0] != epoch:
+        """Returns the rows of an epoch and their order, [rows]. The last result is cached."""
+        cached = self._epoch
+        if cached is None or cached[0] != epoch:
             generator = np.random.default_rng([self._seed or 0, epoch])
             rows = self._constant or self._pack(generator)
             order = np.arange(len(rows)) if self._seed is None else generator.permutation(len(rows))
-            self._epoch = kept = (epoch, rows, order)
-        return kept[1], kept[2]
+            self._epoch = cached = (epoch, rows, order)
+        return cached[1], cached[2]
 
     def _batch(self, indices: range | list[int]) -> Batch:
         """Returns the micro-batch of the rows `indices`, counted over all epochs."""
@@ -201,7 +209,7 @@ class Corpus:
     def _fill(
         self, rows: Rows, row: int, ids: np.ndarray, labels: np.ndarray, numbers: np.ndarray
     ) -> None:
-        """Writes ids, labels and document numbers of one row into arrays of one sequence."""
+        """Writes the ids, labels and document numbers of row `row` into arrays, [sequence]."""
         at = 0
         for number, piece in enumerate(range(rows.firsts[row], rows.firsts[row + 1])):
             begin, end, follows = (

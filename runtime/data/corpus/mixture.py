@@ -1,8 +1,8 @@
 """Combines several sources of documents, each with a weight.
 
-An epoch has each document of a source WEIGHT
-times. For the fraction of a weight, documents are drawn from the source. The draw depends only on
-the seed and on the documents, so a resumed run has the same ones.
+An epoch has each document of a source WEIGHT times. For the fractional part of a weight, documents
+are drawn from the source. The draw depends only on the seed and on the number of documents, so a
+resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from megatrain.simulator.base.errors import UserError
 
 def joined(parts: Sequence[Documents], sources: Sequence[DataSource]) -> Documents:
     """Returns the documents of all parts, one part after the other. No token is copied.
+
+    Args:
+        parts: the documents of each source.
+        sources: the sources, which errors name.
 
     Raises UserError if some parts are text and others are conversations or prompts with answers,
     which are packed into rows in different ways.
@@ -61,14 +65,16 @@ def joined(parts: Sequence[Documents], sources: Sequence[DataSource]) -> Documen
 def weighted(
     documents: Documents, starts: Sequence[int], weights: Sequence[float], seed: int
 ) -> Documents:
-    """Returns the documents of an epoch, in which each document is as often as its source's weight.
+    """Returns the documents of an epoch: each document as often as the weight of its source says.
 
-    Of a source that is a single text, the fraction is the text's beginning.
+    For the fractional part of a weight, documents are drawn. If a source is a single text, its
+    beginning is taken instead.
 
     Args:
+        documents: the documents of all sources.
         starts: index of the first token of each source.
         weights: weight of each source.
-        seed: seed of the draw for the fractions of weights.
+        seed: seed of the draw.
     """
     if all(weight == 1 for weight in weights):
         return documents
@@ -88,13 +94,13 @@ def weighted(
             continue
         drawn = np.random.default_rng([seed, number]).permutation(own)
         chosen.append(np.sort(drawn[: max(1, round(len(own) * fraction))]))
-    parts = msgspec.json.encode([documents.digest, list(weights)])
+    digested = msgspec.json.encode([documents.digest, list(weights)])
     which = np.concatenate(chosen).astype(np.int64)
-    whole_ones, pieces = documents.chosen(which), replace(documents, ends=ends)
-    last = [pieces.chosen(own) for own in cut]
+    shortened = replace(documents, ends=ends)
+    parts = [documents.chosen(which), *(shortened.chosen(own) for own in cut)]
     return replace(
         documents,
-        begins=np.concatenate([part.begins for part in (whole_ones, *last)]),
-        ends=np.concatenate([part.ends for part in (whole_ones, *last)]),
-        digest=hashlib.sha256(parts).hexdigest()[:16],
+        begins=np.concatenate([part.begins for part in parts]),
+        ends=np.concatenate([part.ends for part in parts]),
+        digest=hashlib.sha256(digested).hexdigest()[:16],
     )

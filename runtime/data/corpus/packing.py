@@ -1,12 +1,12 @@
-"""Packs documents into rows of exactly `sequence` tokens, as spans. There are three ways:
+"""Packs documents into rows of exactly `sequence` tokens. There are three ways:
 
-* `in_sequence`, for text: one document after the other, cut where a row is full. The rest of a
-  document continues as a new document in the next row. Only the last row has padding, and no token
-  is lost.
-* `best_fit`, for prompts with answers, which must stay together: whole documents, the longest
-  first, each into the row with the least free space that holds it (best-fit decreasing, Coffman et
-  al. 1996). Each row ends with padding.
-* `one_a_row`: no packing.
+* `in_sequence`, for text: puts one document after the other, and cuts it where a row is full. The
+  rest continues as a new document in the next row. Only the last row has padding, and no token is
+  lost.
+* `best_fit`, for prompts with answers, which must stay together: puts whole documents, the longest
+  first, into the row with the least free space that is enough (best-fit decreasing, Coffman et al.
+  1996). Each row ends with padding.
+* `one_a_row`: puts each document into a row of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from megatrain.runtime.data.documents import Documents
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Packed rows. Piece p is `tokens[begins[p] : ends[p]]`. All arrays are int64.
+    """Packed rows, as spans of the documents' tokens. All arrays are int64.
 
-    Row r consists of the pieces `firsts[r]` to `firsts[r + 1] - 1`.
+    Piece p is `tokens[begins[p] : ends[p]]`. Row r has the pieces `firsts[r]` to
+    `firsts[r + 1] - 1`.
     """
 
     begins: np.ndarray
@@ -33,7 +34,7 @@ class Rows:
     follows: np.ndarray
     """[pieces] index of the token that is the label of the last token, or -1 if it has no label."""
     firsts: np.ndarray
-    """[rows + 1] number of the first piece of each row, and the number of pieces."""
+    """[rows + 1] index of the first piece of each row, and then the number of pieces."""
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
@@ -42,8 +43,8 @@ class Rows:
 def in_sequence(documents: Documents, order: np.ndarray, sequence: int, *, plain: bool) -> Rows:
     """Packs the documents one after the other, in the order `order`.
 
-    With `plain`, they form one text, so that the last token of a document predicts the first token
-    of the next document.
+    With `plain`, they form one text: the last token of a document predicts the first token of the
+    next document.
     """
     begins, ends = documents.begins[order], documents.ends[order]
     # Where each document starts in the stream of all tokens.

@@ -15,10 +15,10 @@ from megatrain.simulator.base.errors import UserError
 def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
     """Yields the number of the line at which each row begins, from 1, and the row.
 
-    In place of a bad row, the reason why it cannot be used is yielded. Raises UserError for a
-    header that is not valid CSV in UTF-8, and OSError if the file cannot be read.
+    Instead of a bad row, a string with the reason is yielded. Raises UserError for a header that is
+    not valid CSV in UTF-8, and OSError if the file cannot be read.
     """
-    csv.field_size_limit(LONGEST_LINE_BYTES)  # for the whole process; csv has no other limit
+    csv.field_size_limit(LONGEST_LINE_BYTES)  # csv has only this limit, for the whole process
     with opened(file) as stream:
         reader = csv.reader(
             _lines(stream), delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True
@@ -55,7 +55,7 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
-    """Yields lines. Bytes that are not UTF-8 become surrogates, which valid text does not have."""
+    """Yields lines. Bytes that are not UTF-8 become surrogates, which valid text cannot contain."""
     first = True
     while line := stream.readline(LONGEST_LINE_BYTES):
         yield line.decode("utf-8-sig" if first else "utf-8", errors="surrogateescape")

@@ -20,9 +20,13 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
 
 _PIECE_BYTES = 2**20
+"""The size of a piece of a text file."""
 _SHOWN = 5
+"""The maximum number of kinds of bad rows that are shown."""
 _KINDS = 1000
+"""The maximum number of kinds of bad rows that are kept."""
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""Parts of a reason in which rows of the same kind differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +34,13 @@ class TextRow:
     """One row of a table, or a piece of a text file."""
 
     file: Path
-    """File of the row."""
+    """The file of the row."""
     line: int
-    """Line of a JSONL, CSV or text file, or number of the row in other files, from 1."""
+    """The line in a JSONL, CSV or text file, or the number of the row in other files, from 1."""
     value: dict[str, Any] | bytes
     """The row's columns, or UTF-8 text."""
     closes: bool = True
-    """False for a piece of text that the next row continues."""
+    """Whether the document ends with this row. False if the next row continues the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +48,29 @@ class BadRow:
     """A row that cannot be used."""
 
     file: Path
-    """File of the row."""
+    """The file of the row."""
     line: int
-    """Line or number of the row, from 1."""
+    """The line or the number of the row, from 1 (`TextRow.line`)."""
     reason: str
-    """Why the row cannot be used."""
+    """The reason why the row cannot be used."""
     layout: str = ""
-    """The layout that its columns match, if it is not that of the first rows."""
+    """The layout that the row's columns match, if the first rows have another. Otherwise empty."""
 
     def __str__(self) -> str:
         return f"{printable(self.file)}:{self.line}: {self.reason}"
 
 
 class BadRows:
-    """Number of bad rows, with one example for each kind of reason.
+    """Counts bad rows, and keeps one example for each kind of reason.
 
-    Reasons that differ only in numbers and in quoted text are of the same kind.
+    Reasons that differ only in numbers and in quoted text are the same kind.
     """
 
     def __init__(self) -> None:
         self.count = 0
         """Number of bad rows."""
         self._kinds: dict[str, tuple[str, int]] = {}
-        """Kind of reason -> the first row of this kind, and the number of its rows."""
+        """Kind of reason -> the first row of this kind, and the number of rows of this kind."""
 
     def add(self, row: BadRow) -> None:
         """Counts a bad row. Only the first 1,000 kinds keep an example."""
@@ -78,7 +82,7 @@ class BadRows:
 
     @property
     def shown(self) -> tuple[tuple[str, int], ...]:
-        """The first row of each kind and the number of its rows, for the first 5 kinds."""
+        """For each of the first 5 kinds, the first row and the number of rows."""
         return tuple(self._kinds.values())[:_SHOWN]
 
 
@@ -99,8 +103,8 @@ def describe_bad_rows(count: int, shown: tuple[tuple[str, int], ...]) -> str:
 def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator[TextRow | BadRow]:
     """Yields every row of every file, in order.
 
-    If the format allows it, only the columns `columns` are read, and others need not be valid.
-    Raises UserError for a file that is damaged or cannot be read.
+    If `columns` is given and the format allows it, only these columns are read, and the others need
+    not be valid. Raises UserError for a file that is damaged or cannot be read.
     """
     for file in source.files:
         try:
@@ -127,7 +131,9 @@ def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator
 def _table(
     source: DataSource, file: Path, columns: tuple[str, ...] | None
 ) -> Iterable[tuple[int, dict[str, Any] | str]]:
-    """Returns (line or number, row) for each row of a table; a string is why a row is bad."""
+    """Returns the line or the number of each row of a table, and the row. A string instead of a row
+    is the reason why the row is bad.
+    """
     if source.kind in ("jsonl", "json"):
         return json_rows.read(file, columns)
     if source.kind == "csv":
@@ -137,13 +143,16 @@ def _table(
 
 
 def _text(file: Path) -> Iterator[TextRow | BadRow]:
-    """Yields a text file in pieces of about 1 MiB, which end between characters."""
+    """Yields a text file in pieces of about 1 MiB, which end between two characters.
+
+    A byte order mark at the beginning is not part of the text.
+    """
     line = _first_invalid_line(file)
     if line:
         yield BadRow(file, line, "invalid UTF-8")
         return
     with opened(file) as stream:
-        number, kept = 1, b""
+        number, kept = 1, stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while data := stream.read(_PIECE_BYTES):
             kept += data
             end = len(kept) - 1

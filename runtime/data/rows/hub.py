@@ -1,8 +1,8 @@
 """Data sets on the hub, by name: `org/name`, `org/name/config`, `org/name@revision:split`.
 
 The names and sizes of a data set's files are fetched from the hub once for each commit, and kept in
-the user's cache folder. The files themselves are in the cache of huggingface_hub. Data whose
-commit is named can therefore be read again without a network.
+the user's cache folder. The files themselves are in the cache of huggingface_hub. A data set whose
+revision is a commit can therefore be read again without a network.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NAME = re.compile(
 )
 _COMMIT = re.compile("[0-9a-f]{40}")
 _NEWEST = "main"
-_OF_THE_HUB = (".gitattributes", "README.md")
-"""Files of which no rows are read: README.md is the data set's card."""
+_NO_DATA = (".gitattributes", "README.md")
+"""Files without rows. README.md is the data set's card."""
 
 
 class HubData(NamedTuple):
@@ -37,11 +37,11 @@ class HubData(NamedTuple):
     name: str
     """`org/name`."""
     config: str | None
-    """The part of the data set, or None for its default."""
+    """The config, which is a part of the data set, or None for the default."""
     revision: str | None
-    """A branch, a tag or a commit; None for the newest."""
+    """A branch, a tag or a commit, or None for the newest commit."""
     split: str | None
-    """The split, or None if the options name it."""
+    """The split, or None if the name has none."""
 
     def __str__(self) -> str:
         parts = (("/", self.config), ("@", self.revision), (":", self.split))
@@ -49,34 +49,37 @@ class HubData(NamedTuple):
 
 
 class HubFiles(NamedTuple):
-    """The files of one data set, or of one config of it."""
+    """The files of a data set, or of one of its configs."""
 
     sizes: dict[str, int]
-    """Path of each file in the data set, and its bytes."""
+    """Path of a file in the data set -> its size in bytes."""
     splits: dict[str, list[str]]
-    """Files of each split, if the data set's card names them; otherwise empty."""
+    """Split -> its files. Empty if the data set's card does not name them."""
     commit: str
     """The commit that has the files."""
 
 
 class _Listing(msgspec.Struct, frozen=True):
-    """What the hub says of one commit of a data set."""
+    """The hub's information on one commit of a data set."""
 
     commit: str
+    """The commit."""
     sizes: dict[str, int]
+    """Path of a file -> its size in bytes."""
     configs: list[dict[str, Any]]
+    """The entries `configs` of the data set's card."""
 
 
 def parse_name(text: str) -> HubData | None:
-    """Returns the parts of the name `text`, or None if no data set can have it."""
+    """Returns the parts of the name `text`, or None if no data set can have this name."""
     match = _NAME.fullmatch(text)
     return HubData(**match.groupdict()) if match else None
 
 
 def with_commit(data: HubData) -> HubData:
-    """Returns the name with the commit that its revision is now.
+    """Returns the name with its revision replaced by the commit that this revision is now.
 
-    Raises UserError if the hub cannot be asked.
+    Raises UserError if the hub does not answer.
     """
     if data.revision and _COMMIT.fullmatch(data.revision):
         return data
@@ -89,8 +92,8 @@ def list_files(data: HubData) -> HubFiles:
     The data set's card says which files belong to its configs and splits. Without a card, a config
     is a folder.
 
-    Raises UserError if the hub cannot be asked, if there is no such config, or if none is named and
-    there are several without a default.
+    Raises UserError if the hub does not answer, if the config does not exist, or if no config is
+    named and there are several without a default.
     """
     listing = _listing(data)
     if not listing.configs:
@@ -106,17 +109,18 @@ def list_files(data: HubData) -> HubFiles:
         named = isinstance(entry, dict)
         paths = entry.get("path", []) if named else entry
         for pattern in [paths] if isinstance(paths, str) else paths:
-            found = splits.setdefault(str(entry.get("split", "train")) if named else "train", [])
+            files = splits.setdefault(str(entry.get("split", "train")) if named else "train", [])
             matches = _pattern(data, pattern).match
-            found += [name for name in sizes if matches(name) and name not in found]
+            files += [name for name in sizes if matches(name) and name not in files]
     chosen = {name: sizes[name] for names in splits.values() for name in names}
     return HubFiles(chosen, splits, listing.commit)
 
 
 def fetch(data: HubData, commit: str, names: Sequence[str]) -> list[Path]:
-    """Returns the paths of files of a data set, which are fetched unless they are in the cache.
+    """Returns the local paths of the files `names` of a data set. Fetches them if they are not in
+    the cache.
 
-    Raises UserError if they can be neither fetched nor found.
+    Raises UserError if they cannot be fetched.
     """
     with hub_errors(lambda reason: _unreachable(data, reason)):
         from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -142,50 +146,52 @@ def fetch(data: HubData, commit: str, names: Sequence[str]) -> list[Path]:
 
 
 def _listing(data: HubData) -> _Listing:
-    """Returns what the hub says of a data set.
+    """Returns the hub's information on a data set.
 
-    What it says of a commit never changes, so it is asked only once. For a branch, an earlier
-    answer is used if it cannot be asked.
+    The information on a commit never changes, so it is fetched only once. For a branch, an earlier
+    answer is used if the hub does not answer.
     """
     revision = data.revision or _NEWEST
-    known = _file(data.name, revision)
-    if _COMMIT.fullmatch(revision) and (stored := _stored(known)):
+    cached = _file(data.name, revision)
+    if _COMMIT.fullmatch(revision) and (stored := _stored(cached)):
         return stored
     try:
         with hub_errors(lambda reason: _unreachable(data, reason)):
             from huggingface_hub import HfApi
 
-            found = HfApi().dataset_info(
+            info = HfApi().dataset_info(
                 data.name, revision=data.revision, files_metadata=True, timeout=30
             )
     except UserError:
-        if stored := _stored(known):
+        if stored := _stored(cached):
             return stored
         raise
-    card = found.card_data.to_dict() if found.card_data else {}
+    card = info.card_data.to_dict() if info.card_data else {}
     configs = card.get("configs")
     listing = _Listing(
-        commit=str(found.sha),
+        commit=str(info.sha),
         sizes={
             file.rfilename: file.size or 0
-            for file in found.siblings or []
-            if file.rfilename not in _OF_THE_HUB
+            for file in info.siblings or []
+            if file.rfilename not in _NO_DATA
         },
-        configs=[each for each in configs if isinstance(each, dict)]
+        configs=[config for config in configs if isinstance(config, dict)]
         if isinstance(configs, list)
         else [],
     )
-    for file in {known, _file(data.name, listing.commit)}:
+    for file in {cached, _file(data.name, listing.commit)}:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, listing)
     return listing
 
 
 def _file(name: str, revision: str) -> Path:
+    """Returns the file in the user's cache folder for the listing of a revision."""
     return user_cache() / "hub" / f"{name}@{revision}.json".replace("/", "--")
 
 
 def _stored(file: Path) -> _Listing | None:
+    """Returns the listing in `file`, or None if there is none or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=_Listing)
     except (OSError, msgspec.MsgspecError):
@@ -193,7 +199,10 @@ def _stored(file: Path) -> _Listing | None:
 
 
 def _config(data: HubData, configs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the config that is named, the default, or the only one."""
+    """Returns the config that `data` names or, if it names none, the default or the only config.
+
+    Raises UserError if there is no such config.
+    """
     names = [str(config.get("config_name", "default")) for config in configs]
     by_name = dict(zip(names, configs, strict=True))
     default = [config for config in configs if config.get("default")]
@@ -210,8 +219,9 @@ def _config(data: HubData, configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pattern(data: HubData, text: str) -> re.Pattern[str]:
-    """Returns the pattern of files that a card writes as `text`, as the hub reads it: `*` stays in
-    one folder, and `**` is any number of folders.
+    """Returns a regular expression for the glob pattern `text` of a card, as the hub reads it: `*`
+    matches within one folder, and `**` matches any number of folders. Raises UserError if it is not
+    a pattern.
     """
     from fsspec.utils import glob_translate  # a package that huggingface_hub requires
 

@@ -18,15 +18,18 @@ from megatrain.runtime.data.rows.streams import LONGEST_LINE_BYTES, opened
 from megatrain.simulator.base.errors import UserError
 
 _CHUNK = 2**16
+"""The least number of characters that are read at a time from an array."""
 _BLANKS = " \t\r\n"
 
 Columns = tuple[str, ...] | None
+"""The columns to read, or None for all."""
 Numbered = tuple[int, dict[str, Any] | str]
-"""Number of a line or an element, from 1, and the row or the reason why it cannot be used."""
+"""The number of a line or an element, from 1, and the row or a string with the reason why the row
+cannot be used."""
 
 
 def read(file: Path, columns: Columns) -> Iterator[Numbered]:
-    """Yields the rows of `file`. Values of columns that are not in `columns` are not checked.
+    """Yields the rows of `file`. The values of other columns than `columns` are not checked.
 
     Raises UserError for an array that is not valid JSON, and OSError if the file cannot be read.
     """
@@ -70,10 +73,10 @@ def _lines(stream: BinaryIO, columns: Columns) -> Iterator[Numbered]:
 
 
 def _leniently(line: bytes, columns: Columns, reason: str) -> dict[str, Any] | str:
-    """Reads a line with Python's json, after msgspec rejected it for `reason`.
+    """Returns the row of a line that msgspec rejected for `reason`, read with Python's json.
 
-    Python's json also accepts NaN, Infinity and unpaired surrogates. They are allowed outside of
-    `columns`.
+    Python's json also accepts NaN, Infinity and unpaired surrogates. They are allowed in other
+    columns than `columns`.
     """
     try:
         return _checked(json.loads(line.decode()), columns)
@@ -82,7 +85,7 @@ def _leniently(line: bytes, columns: Columns, reason: str) -> dict[str, Any] | s
 
 
 def _checked(value: object, columns: Columns) -> dict[str, Any] | str:
-    """Returns the `columns` of a row, or why they are not valid JSON. Others are not checked."""
+    """Returns the `columns` of a row, or the reason why they are not valid JSON."""
     row = _object(value)
     if isinstance(row, str) or columns is None:
         return row
@@ -97,6 +100,7 @@ def _checked(value: object, columns: Columns) -> dict[str, Any] | str:
 
 
 def _object(value: object) -> dict[str, Any] | str:
+    """Returns `value` if it is an object, otherwise the reason why it is not a row."""
     if isinstance(value, dict):
         return value
     kinds = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
@@ -121,7 +125,7 @@ def _array(stream: BinaryIO, columns: Columns, file: Path) -> Iterator[Numbered]
 
 
 class _Text:
-    """The part of a JSON text that has been read but not decoded yet."""
+    """A JSON text that is read from a stream and decoded value by value."""
 
     def __init__(self, stream: BinaryIO, file: Path) -> None:
         self._reader, self._file = codecs.getreader("utf-8-sig")(stream), file
@@ -129,7 +133,7 @@ class _Text:
         self._text, self._at, self._ended = "", 0, False
 
     def broken(self, found: str) -> UserError:
-        """Returns the error for a file that is not valid."""
+        """Returns the error for an invalid file, in which `found` was found."""
         return UserError(
             f"data {self._file}",
             found=found,
@@ -147,7 +151,7 @@ class _Text:
             self._more()
 
     def take(self, character: str) -> None:
-        """Skips `character`. Raises UserError if the next one is another."""
+        """Skips `character`. Raises UserError if another one comes next."""
         if self.next() != character:
             raise self.broken(f"invalid JSON: {character!r} is missing")
         self._at += 1
@@ -155,7 +159,8 @@ class _Text:
     def value(self, number: int) -> Any:
         """Returns the value that begins here, which is element `number` of the array.
 
-        One more character than the value is read, because `12` may be the beginning of `123`.
+        At least one character after the value is read, because `12` may be the beginning of `123`.
+        Raises UserError if the value is not valid JSON.
         """
         self.next()
         while True:
@@ -175,12 +180,12 @@ class _Text:
             self._more()
 
     def _more(self) -> None:
-        """Reads more text, at least as much as is there, so that long elements are parsed only a
-        few times.
+        """Reads more text. It doubles the text that is not decoded, so a long element is parsed
+        only a few times.
         """
         rest = self._text[self._at :]
         try:
-            found = self._reader.read(size := max(_CHUNK, len(rest)), size)
+            more = self._reader.read(size := max(_CHUNK, len(rest)), size)
         except UnicodeDecodeError:
             raise self.broken("invalid UTF-8") from None
-        self._text, self._at, self._ended = rest + found, 0, not found
+        self._text, self._at, self._ended = rest + more, 0, not more

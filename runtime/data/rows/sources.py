@@ -1,9 +1,9 @@
 """Finds the files to read at a path.
 
 The path is one file, a folder of files, a folder that `datasets.save_to_disk` wrote, or the name of
-a data set on the hub (`hub.py`). The files of a folder belong to splits by their names, as in
-`datasets.load_dataset(folder)`: by a word such as `train`, `test` or `dev`, between separators, in
-the name of a folder or of the file. If no name has such a word, all files are `train`.
+a data set on the hub (`hub.py`). The split of a file follows from its name, as in
+`datasets.load_dataset(folder)`: the name of the file or of a folder has a word such as `train`,
+`test` or `dev` between separators. If no name has such a word, all files are `train`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from megatrain.simulator.base.names import is_path, suggestion
 from megatrain.simulator.base.units import counted
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow", "text"]
+"""A file format."""
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+"""Endings of the names of plain text files."""
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -38,6 +40,7 @@ SUFFIXES: dict[str, Kind] = {
     ".arrow": "arrow",
     **dict.fromkeys(TEXT_SUFFIXES, "text"),
 }
+"""Ending of a file name -> the format of the file."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Ending of a file name -> pyarrow's name of the codec."""
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
@@ -46,7 +49,7 @@ EVALUATION_SPLITS = ("validation", "test", "train")
 _WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
 _LARGEST_WEIGHT = 1000
 _MOST_ENDINGS = 8
-"""Endings of files that are not read, that a note names."""
+"""The maximum number of endings of unread files that a note names."""
 _METADATA = frozenset(
     (
         "dataset_info.json",
@@ -89,7 +92,7 @@ class DataSource:
     split: str = ""
     """The split of the files, if there are several splits."""
     left_out: str = ""
-    """The other files in the folder, as a phrase for the user."""
+    """The files in the folder that are not read, as a phrase for the user."""
     kinds: int = 1
     """Number of kinds of data files in the folder."""
 
@@ -113,18 +116,18 @@ def suffix_of(file: Path) -> str:
 
 
 class WeightedPath(NamedTuple):
-    """The path of a source, and how many times an epoch has its documents."""
+    """The path of a source, and its weight."""
 
     path: Path
-    """A file or a folder."""
+    """A file, a folder, or the name of a data set on the hub."""
     weight: float
-    """Number of times; 1 if no weight is named."""
+    """The number of times that an epoch has each document of the source. The default is 1."""
 
 
 def weighted_path(text: str) -> WeightedPath:
-    """Returns the path and the weight in `PATH` or `PATH:WEIGHT`.
+    """Returns the path and the weight in `text`, which is `PATH` or `PATH:WEIGHT`.
 
-    If there is a file or folder whose whole name is `text`, it is the path. Raises UserError for a
+    If a file or folder exists whose whole name is `text`, it is the path. Raises UserError for a
     weight that is out of range.
     """
     match = None if os.path.exists(text) else _WEIGHT.fullmatch(text)
@@ -141,7 +144,8 @@ def weighted_path(text: str) -> WeightedPath:
 
 
 def sources_of(options: DataOptions) -> tuple[list[DataSource], list[DataSource] | None]:
-    """Returns the files to train on, and those to evaluate on or None if the options name none.
+    """Returns the training sources, and the evaluation sources or None if `options` name no file or
+    split for evaluation.
 
     Raises UserError as `sources_at` does.
     """
@@ -150,26 +154,31 @@ def sources_of(options: DataOptions) -> tuple[list[DataSource], list[DataSource]
         return sources, None
     splits = (options.evaluation_split,) if options.evaluation_split else EVALUATION_SPLITS
     if options.evaluation_data:
-        return sources, [_found(Path(options.evaluation_data), splits)]
+        return sources, [_source(Path(options.evaluation_data), splits)]
     return sources, sources_at(options.paths, splits, named=False)
 
 
 def sources_at(
     paths: Sequence[str], splits: Sequence[str], *, named: bool = True
 ) -> list[DataSource]:
-    """Returns the files to read at each of `paths`, which may have weights.
+    """Returns the source at each of `paths`, which may have weights.
 
-    Data sets on the hub are fetched. If `named`, a split in the name of one is preferred to
-    `splits`.
+    Data sets on the hub are fetched.
 
-    Raises UserError as `find` does, if there is no path, and for a file that is in two sources. Of
-    its copies, some could be evaluated on and others trained on, which a weight prevents.
+    Args:
+        paths: files, folders, or names of data sets on the hub.
+        splits: the splits to read, the preferred first.
+        named: whether a split in the name of a data set on the hub takes precedence over `splits`.
+
+    Raises UserError as `find` does, if there is no path, and for a file that is in two sources. A
+    weight must be used instead, because copies of one document could be both trained on and
+    evaluated on.
     """
     if not paths:
         raise UserError(
             "data", found="no path", allowed="a file or a folder", fix="name one with --data"
         )
-    sources = [_found(weighted_path(text).path, splits, named=named) for text in paths]
+    sources = [_source(weighted_path(text).path, splits, named=named) for text in paths]
     counts = Counter(
         file for source in sources for file in {file.resolve() for file in source.files}
     )
@@ -184,8 +193,8 @@ def sources_at(
 
 
 def hub_data(path: str | Path) -> HubData | None:
-    """Returns the data set on the hub that `path` is, without a weight, or None for a file or a
-    folder.
+    """Returns the parts of `path` if it is the name of a data set on the hub, or None if it is a
+    file or a folder. `path` has no weight.
     """
     named = parse_name(str(path))
     return None if named is None or is_path(str(path)) or kind_of(named.name) else named
@@ -194,7 +203,7 @@ def hub_data(path: str | Path) -> HubData | None:
 def pinned(options: DataOptions) -> DataOptions:
     """Returns the options with the present commit in each name of a data set on the hub.
 
-    Raises UserError if the hub cannot be asked.
+    Raises UserError if the hub does not answer.
     """
 
     def pin(text: str) -> str:
@@ -202,7 +211,7 @@ def pinned(options: DataOptions) -> DataOptions:
         data = hub_data(path)
         if not data:
             return text
-        # A path is normalised: its length is not that of its part of the text.
+        # Path normalizes the text, so the weight is not found by the length of the path.
         weight = "" if path == Path(text) else f":{text.rpartition(':')[2]}"
         return f"{with_commit(data)}{weight}"
 
@@ -214,28 +223,28 @@ def pinned(options: DataOptions) -> DataOptions:
     )
 
 
-def _found(path: Path, splits: Sequence[str], *, named: bool = True) -> DataSource:
-    """Returns the files to read at `path`, which may be a data set on the hub."""
+def _source(path: Path, splits: Sequence[str], *, named: bool = True) -> DataSource:
+    """Returns the source at `path`, which may be a data set on the hub."""
     data = hub_data(path)
     if data is None:
         return find(path, splits)
-    root, there = Path(data.name), list_files(data)
+    root, listed = Path(data.name), list_files(data)
     source = _chosen(
-        {root / name: size for name, size in there.sizes.items()},
+        {root / name: size for name, size in listed.sizes.items()},
         root,
         (data.split,) if named and data.split else splits,
-        by_split={split: [root / name for name in names] for split, names in there.splits.items()},
+        by_split={split: [root / name for name in names] for split, names in listed.splits.items()},
     )
     names = [file.relative_to(root).as_posix() for file in source.files]
-    files = tuple(fetch(data, there.commit, names))
+    files = tuple(fetch(data, listed.commit, names))
     return replace(source, path=root / (data.config or ""), files=files)
 
 
 def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
-    """Returns the files to read at `path`.
+    """Returns the source at `path`, which is a file or a folder.
 
-    If a folder has several splits, its files are those of the first of `splits` that exists. If it
-    has several kinds of files, they are those of the kind with the most bytes.
+    If a folder has several splits, the files of the first of `splits` that exists are read. If it
+    has several kinds of files, only the kind with the most bytes is read.
 
     Raises UserError if `path` does not exist, has no readable data, or has none of `splits`.
     """
@@ -273,7 +282,9 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
 
 
 def _files_next_to(path: Path) -> str:
-    """Returns the advice to name a data file in the folder of `path`, if there is one."""
+    """Returns advice: a data file next to `path` with a similar name or, if there is none, any data
+    file there.
+    """
     try:
         names = sorted(
             str(path.parent / file.name)
@@ -282,11 +293,12 @@ def _files_next_to(path: Path) -> str:
         )
     except (OSError, ValueError):
         names = []
-    usual = f"name a data file, such as {names[0]}" if names else "check the path"
-    return suggestion(str(path), names, usual)
+    default = f"name a data file, such as {names[0]}" if names else "check the path"
+    return suggestion(str(path), names, default)
 
 
 def _listed() -> str:
+    """Returns the endings of all data files, as a phrase for the user."""
     return (
         f"{', '.join(f'*{suffix}' for suffix in SUFFIXES)}, all except"
         f" {' and '.join(_NEVER_COMPRESSED)} also with {', '.join(COMPRESSIONS)}"
@@ -307,19 +319,19 @@ def _file(path: Path, splits: Sequence[str]) -> DataSource:
     return DataSource(path=path, kind=kind, files=(path,))
 
 
-def _one_of(there: Mapping[str, object], splits: Sequence[str], path: Path) -> str:
-    """Returns the first of `splits` that is in `there`, also under a synonym such as `dev`.
+def _one_of(existing: Mapping[str, object], splits: Sequence[str], path: Path) -> str:
+    """Returns the first of `splits` that is a key of `existing`. Synonyms such as `dev` also count.
 
     Raises UserError if there is none.
     """
     for split in splits:
         for name in (split, _KEYWORDS.get(split.lower(), split)):
-            if name in there:
+            if name in existing:
                 return name
     raise UserError(
         f"data {path}: split",
         found=repr(splits[0]),
-        allowed=", ".join(there) or "none: the folder names no splits",
+        allowed=", ".join(existing) or "none: the folder names no splits",
         fix="name one of these, or its folder or file",
     )
 
@@ -340,7 +352,8 @@ def _chosen(
         sizes: all files of the folder `path`, and their bytes.
         path: the folder.
         splits: the splits to read, the preferred first.
-        by_split: files of each split; None or empty to tell them by their names.
+        by_split: the files of each split. If it is None or empty, the splits follow from the names
+            of the files.
     """
     data: dict[Kind, list[Path]] = {}
     others: list[Path] = []
@@ -351,29 +364,29 @@ def _chosen(
         else:
             data.setdefault(kind, []).append(file)
     if not data:
-        there = (
+        contents = (
             f"a folder without data, only {_named(others, path)}"
             if others
             else "a folder without data"
         )
         allowed = f"a file or folder with {_listed()}"
-        raise UserError(f"data {path}", found=there, allowed=allowed, fix=_files_next_to(path))
-    of_kind = {kind: sum(sizes[file] for file in files) for kind, files in data.items()}
-    chosen = max(sorted(of_kind), key=lambda kind: of_kind[kind])
+        raise UserError(f"data {path}", found=contents, allowed=allowed, fix=_files_next_to(path))
+    kind_bytes = {kind: sum(sizes[file] for file in files) for kind, files in data.items()}
+    chosen = max(sorted(kind_bytes), key=lambda kind: kind_bytes[kind])
     readable = set(data[chosen])
-    of_split = {
+    split_files = {
         split: [file for file in files if file in readable]
         for split, files in (by_split or _by_split(data[chosen], path)).items()
     }
-    split = _one_of(of_split, splits, path)
-    files = tuple(sorted(of_split.pop(split)))
-    unread = readable.difference(files, *of_split.values())
+    split = _one_of(split_files, splits, path)
+    files = tuple(sorted(split_files.pop(split)))
+    unread = readable.difference(files, *split_files.values())
     left_out = [
-        *(f"split {name} ({_count(there)})" for name, there in of_split.items()),
+        *(f"split {name} ({counted(len(rest), 'file')})" for name, rest in split_files.items()),
         *([_named(unread, path)] if unread else []),
         *(
-            f"{_named(data[kind], path)} ({of_kind[kind]:,} bytes)"
-            for kind in sorted(of_kind)
+            f"{_named(data[kind], path)} ({kind_bytes[kind]:,} bytes)"
+            for kind in sorted(kind_bytes)
             if kind != chosen
         ),
         *([_named(others, path)] if others else []),
@@ -382,7 +395,7 @@ def _chosen(
         path=path,
         kind=chosen,
         files=files,
-        split=split if of_split else "",
+        split=split if split_files else "",
         left_out=", ".join(left_out),
         kinds=len(data),
     )
@@ -406,30 +419,30 @@ def _walk(path: Path) -> Iterable[Path]:
 def _by_split(files: Sequence[Path], path: Path) -> dict[str, list[Path]]:
     """Returns the files of each split.
 
-    Files whose names have no split are `train` if no name has this split. Otherwise they are in no
-    split.
+    Files without a split in their name are `train` if no file has this split in its name. Otherwise
+    they are in no split.
     """
-    found: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     unnamed: list[Path] = []
     for file in files:
         names = _splits_of(file.relative_to(path))
         for name in names:
-            found.setdefault(name, []).append(file)
+            by_split.setdefault(name, []).append(file)
         if not names:
             unnamed.append(file)
-    if unnamed and not any("train" in _words(name) for name in found):
-        found["train"] = unnamed
+    if unnamed and not any("train" in _words(name) for name in by_split):
+        by_split["train"] = unnamed
     known = ("train", "validation", "test")
     return {
-        name: found[name]
+        name: by_split[name]
         for name in sorted(
-            found, key=lambda name: (known.index(name) if name in known else len(known), name)
+            by_split, key=lambda name: (known.index(name) if name in known else len(known), name)
         )
     }
 
 
 def _splits_of(file: Path) -> set[str]:
-    """Returns the splits in the names of a file's folders, or else in its own name.
+    """Returns the splits in the names of a file's folders or, if there are none, in its own name.
 
     The names of source files are not used: `test_parser.py` is not test data.
     """
@@ -446,22 +459,24 @@ def _words(name: str) -> set[str]:
 
 
 def _named(files: Iterable[Path], path: Path) -> str:
-    """Returns a phrase with the name of each file that is the only one with its ending, and with
-    the number of files for each other ending. Of many endings it names those of the most files.
+    """Returns a phrase that describes `files` by the endings of their names.
+
+    For each ending it has the number of files, or the name of the only file. If there are many
+    endings, only those with the most files are named.
     """
-    found: dict[str, list[Path]] = {}
+    by_ending: dict[str, list[Path]] = {}
     for file in files:
-        found.setdefault(_ending(file), []).append(file)
-    most = sorted(found, key=lambda ending: (-len(found[ending]), ending))
-    named, rest = sorted(most[:_MOST_ENDINGS]), most[_MOST_ENDINGS:]
+        by_ending.setdefault(_ending(file), []).append(file)
+    endings = sorted(by_ending, key=lambda ending: (-len(by_ending[ending]), ending))
+    named, rest = sorted(endings[:_MOST_ENDINGS]), endings[_MOST_ENDINGS:]
     phrases = [
-        str(there[0].relative_to(path))
-        if len(there := found[ending]) == 1
-        else f"{len(there):,} {f'*{ending}' if ending else 'without ending'}"
+        str(group[0].relative_to(path))
+        if len(group := by_ending[ending]) == 1
+        else f"{len(group):,} {f'*{ending}' if ending else 'without ending'}"
         for ending in named
     ]
     if rest:
-        phrases.append(counted(sum(len(found[ending]) for ending in rest), "other file"))
+        phrases.append(counted(sum(len(by_ending[ending]) for ending in rest), "other file"))
     return ", ".join(phrases)
 
 
@@ -470,20 +485,16 @@ def _ending(file: Path) -> str:
     return "".join(file.suffixes[-2:]) if file.suffix.lower() in COMPRESSIONS else file.suffix
 
 
-def _count(files: Sequence[Path]) -> str:
-    return f"{len(files):,} file{'' if len(files) == 1 else 's'}"
-
-
-# ---- what datasets.save_to_disk writes ----
+# ---- folders that datasets.save_to_disk wrote ----
 
 
 def _dataset_dict(path: Path, splits: Sequence[str]) -> DataSource:
     """Returns one split of a folder that `DatasetDict.save_to_disk` wrote."""
     content = read_json(path / "dataset_dict.json")
     names = content.get("splits") if isinstance(content, dict) else None
-    there = {name: () for name in names if isinstance(name, str)} if isinstance(names, list) else {}
-    split = _one_of(there, splits, path)
-    others = ", ".join(f"split {name}" for name in there if name != split)
+    known = {name: () for name in names if isinstance(name, str)} if isinstance(names, list) else {}
+    split = _one_of(known, splits, path)
+    others = ", ".join(f"split {name}" for name in known if name != split)
     return DataSource(
         path=path / split,
         kind="arrow",

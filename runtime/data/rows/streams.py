@@ -1,4 +1,4 @@
-"""Opens a file as a stream of bytes, decompressed if its name ends like a compressed file's."""
+"""Opens a file as a stream of bytes, decompressed if its name has the ending of a compression."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import BinaryIO
 from megatrain.runtime.data.rows.sources import COMPRESSIONS
 
 LONGEST_LINE_BYTES = 2**28
+"""The maximum size of a line, a CSV field or a JSON value. A larger one is not read."""
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
     """Yields the file as a stream.
 
-    Raises OSError if the file cannot be read. If compressed data is damaged, the error has no
-    `errno`, and it can also be raised while the stream is read.
+    Raises OSError if the file cannot be read. For damaged compressed data, the error has no
+    `errno`, and it may be raised only while the stream is read.
     """
     codec = COMPRESSIONS.get(file.suffix.lower())
     with file.open("rb") as stream:

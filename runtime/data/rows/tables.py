@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 1024
+"""Number of rows in a batch."""
 
 
 def read(
     file: Path, kind: Literal["parquet", "arrow"], columns: tuple[str, ...] | None
 ) -> Iterator[dict[str, Any] | str]:
-    """Yields the columns of each row, or the reason why the row cannot be used.
+    """Yields each row, or a string with the reason why the row cannot be used.
 
-    Raises UserError for a file that is damaged or of another format, and OSError if it cannot be
-    read.
+    Only the columns `columns` are read, or all if it is None. Raises UserError for a file that is
+    damaged or has another format, and OSError if it cannot be read.
     """
     import pyarrow
 
@@ -98,7 +99,7 @@ def _values(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 def _without_nulls(value: Any) -> Any:
     """Returns `value` without keys whose value is null, at any depth.
 
-    Arrow gives every struct of a column the keys of all others, with null for those it lacks.
+    In Arrow, all structs of a column have the same keys. Missing values are null.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}

@@ -1,1 +1,1 @@
-"""Tokenizes rows, and stores the token ids and the targets in a file."""
+"""Tokenizes rows, and stores the token ids and the targets in a cache file."""

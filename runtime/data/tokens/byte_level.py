@@ -1,11 +1,13 @@
 """Reads plain text as bytes, for a model without a tokenizer.
 
-Token ids 0 to 255 are bytes, and 256 ends a document. This is meant for experiments: at most 64 MiB
-are read, and they are kept in memory.
+Token ids 0 to 255 are bytes, and 256 ends a document. A UTF-8 byte order mark at the beginning of a
+file is left out. This is meant for experiments: at most 64 MiB are read, and they are kept in
+memory.
 """
 
 from __future__ import annotations
 
+import codecs
 import zlib
 
 import numpy as np
@@ -16,12 +18,15 @@ from megatrain.runtime.data.rows.streams import opened
 from megatrain.simulator.base.errors import UserError
 
 END_OF_DOCUMENT = 256
+"""The token id that ends a document."""
 VOCABULARY = 257
+"""The number of token ids."""
 MOST_BYTES = 2**26
+"""The maximum number of bytes that are read."""
 
 
 def byte_documents(source: DataSource, vocabulary: int) -> tuple[Documents, bool]:
-    """Returns one document per file, up to `MOST_BYTES` bytes in total, and whether that is all
+    """Returns one document per file, up to `MOST_BYTES` bytes in total, and whether they have all
     of the text.
 
     Raises UserError if a file cannot be read, or if `vocabulary` is smaller than `VOCABULARY`.
@@ -37,7 +42,8 @@ def byte_documents(source: DataSource, vocabulary: int) -> tuple[Documents, bool
     for file in source.files:
         try:
             with opened(file) as stream:
-                document = np.frombuffer(stream.read(MOST_BYTES - total), dtype=np.uint8)
+                text = stream.read(MOST_BYTES - total).removeprefix(codecs.BOM_UTF8)
+                document = np.frombuffer(text, dtype=np.uint8)
                 whole = not stream.read(1)
         except OSError as error:
             raise UserError(
@@ -64,12 +70,12 @@ def byte_documents(source: DataSource, vocabulary: int) -> tuple[Documents, bool
 
 
 class ByteTokenizer:
-    """Turns text into the ids of its bytes and back, in place of a tokenizer."""
+    """Converts text to the ids of its bytes, and back. It is used if a model has no tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: list[int], **_: object) -> str:
-        """Returns the text of `ids`. Ids that are no bytes are left out."""
-        return bytes(each for each in ids if each < END_OF_DOCUMENT).decode(errors="replace")
+        """Returns the text of `ids`. Ids that are not bytes are left out."""
+        return bytes(value for value in ids if value < END_OF_DOCUMENT).decode(errors="replace")

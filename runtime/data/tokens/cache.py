@@ -1,4 +1,4 @@
-"""Stores tokenized documents in one file, which is verified and then mapped into memory.
+"""Stores tokenized documents in a file, which is verified and memory-mapped when it is loaded.
 
 The parts of the file, in order:
 
@@ -34,14 +34,14 @@ _CHUNK_BYTES = 2**24
 
 
 class TokenSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts about tokenized data that are stored with its tokens."""
+    """Facts about the rows of a source, stored with its tokens."""
 
     layout: str
-    """How rows were interpreted, as a phrase for the user."""
+    """The layout of the rows, and which tokens have loss, as a phrase for the user."""
     flagged: bool
-    """Whether tokens are flagged, see `Documents.flagged`."""
+    """Whether tokens are flagged (`Documents.flagged`)."""
     whole: bool
-    """Whether documents are kept whole, see `Documents.whole`."""
+    """Whether documents are kept whole (`Documents.whole`)."""
     largest_id: int
     """The largest token id."""
     rows: int
@@ -49,20 +49,21 @@ class TokenSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bad: int
     """Number of bad rows."""
     shown: tuple[tuple[str, int], ...]
-    """The first bad row of each kind, and the number of rows of this kind."""
+    """For each of the first 5 kinds of bad rows, the first row and the number of rows."""
     empty: int
     """Number of rows whose text is empty."""
     templated: bool
     """Whether rows were rendered by a chat template."""
     elsewhere: dict[str, int] = {}
-    """Layout -> number of bad rows that have its columns instead of those of the first rows."""
+    """Layout -> the number of bad rows whose columns match it, while the first rows have another
+    layout."""
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of a file of the cache."""
+    """The metadata at the end of a file of the cache."""
 
     key: str
-    """Key under which the file was stored."""
+    """The key under which the file was stored."""
     dtype: str
     """Name of the dtype of tokens."""
     tokens: int
@@ -72,17 +73,18 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     crc: int
     """CRC-32 of tokens, padding and offsets."""
     summary: TokenSummary
-    """Facts about the tokenized data."""
+    """Facts about the rows."""
 
 
 class CacheWriter:
     """Writes documents piece by piece to a file of the cache.
 
-    `finish` makes the file available to `load`. If the context ends without it, nothing is left.
+    It is a context manager. `finish` makes the file available to `load`. If the context ends
+    before that, the file is removed.
     """
 
     def __init__(self, folder: Path, key: str, dtype: np.dtype) -> None:
-        """Creates a file for the key `key`, with tokens of type `dtype`.
+        """Creates a file in `folder` for `key`, with tokens of dtype `dtype`.
 
         Raises UserError if `folder` cannot be written.
         """
@@ -112,7 +114,7 @@ class CacheWriter:
 
     @property
     def documents(self) -> int:
-        """Number of documents that have been closed."""
+        """The number of documents that were closed."""
         return len(self._offsets) - 1
 
     def add(self, tokens: np.ndarray, *, closes: bool) -> None:
@@ -158,7 +160,8 @@ class CacheWriter:
 
 
 def load(folder: Path, key: str) -> tuple[Documents, TokenSummary] | None:
-    """Returns what was stored under `key`, with the tokens mapped into memory.
+    """Returns the documents that are stored under `key`, with memory-mapped tokens, and their
+    summary.
 
     Returns None if there is no such file, or if it is damaged.
     """
@@ -175,22 +178,20 @@ def load(folder: Path, key: str) -> tuple[Documents, TokenSummary] | None:
     except (OSError, ValueError, TypeError, msgspec.MsgspecError):
         return None
     digest = f"{stored.crc:08x}-{stored.tokens}"  # the CRC includes the offsets of documents
-    known = stored.summary
-    return (
-        Documents(
-            tokens=tokens,
-            begins=offsets[:-1],
-            ends=offsets[1:],
-            flagged=known.flagged,
-            whole=known.whole,
-            digest=digest,
-        ),
-        known,
+    summary = stored.summary
+    documents = Documents(
+        tokens=tokens,
+        begins=offsets[:-1],
+        ends=offsets[1:],
+        flagged=summary.flagged,
+        whole=summary.whole,
+        digest=digest,
     )
+    return documents, summary
 
 
 def _stored(file: IO[bytes], key: str) -> _Stored | None:
-    """Returns the header of a file, or None if the file is damaged or has another key."""
+    """Returns the metadata of a file, or None if the file is damaged or has another key."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _FOOT.size)
     length, text_crc, magic = _FOOT.unpack(file.read(_FOOT.size))
@@ -216,6 +217,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 def _aligned(size: int) -> int:
+    """Returns `size` rounded up to a multiple of 8."""
     return size + -size % 8
 
 

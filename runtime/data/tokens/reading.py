@@ -1,5 +1,6 @@
-"""Reads sources as tokenized documents, from the cache if they are there. Without a tokenizer, text
-is read as bytes.
+"""Reads sources as tokenized documents. Uses the tokens in the cache if they are there.
+
+Without a tokenizer, text is read as bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Note = Callable[[str], None]
-_FORMAT = 5
+"""A function that receives lines for the user."""
+_FORMAT = 6
 """Version of the tokenization. It is part of the cache's key."""
-_LOOKED_AT = 100
+_INSPECTED = 100
 """Number of rows from which the layout is recognized."""
 
 
@@ -48,9 +50,9 @@ class TokenizedData:
     """The documents of one or several sources, before they are packed."""
 
     sources: list[DataSource]
-    """The files of each source."""
+    """The sources, with their files."""
     summaries: list[TokenSummary]
-    """What was found in each source; empty if there is no tokenizer."""
+    """The summary of each source. Empty if there is no tokenizer."""
     starts: list[int]
     """Index of the first token of each source in the tokens of `documents`."""
     documents: Documents
@@ -58,7 +60,7 @@ class TokenizedData:
 
 
 class SourceReader:
-    """Reads files as documents, with the model's tokenizer."""
+    """Reads sources as documents, with the model's tokenizer."""
 
     def __init__(
         self, options: DataOptions, folder: Path | None, vocabulary: int, on_note: Note
@@ -69,7 +71,7 @@ class SourceReader:
             options: the options of the run.
             folder: the model's folder. If it has no tokenizer, plain text is read as bytes.
             vocabulary: number of rows of the model's embedding.
-            on_note: receives lines for the user.
+            on_note: called with lines for the user on files, rows, tokens and the cache.
 
         Raises UserError if the tokenizer cannot be loaded.
         """
@@ -87,20 +89,24 @@ class SourceReader:
         """The tokenizer, or None to read text as bytes."""
 
     def read(self, sources: list[DataSource]) -> TokenizedData:
-        """Returns the documents of all `sources`."""
-        found = [self._documents(source) for source in sources]
-        parts = [documents for documents, _ in found]
+        """Returns the documents of all `sources`.
+
+        Raises UserError if a source cannot be read or has no usable row, and with `strict` for the
+        first bad row.
+        """
+        results = [self._documents(source) for source in sources]
+        parts = [documents for documents, _ in results]
         return TokenizedData(
             sources=sources,
-            summaries=[summary for _, summary in found if summary is not None],
+            summaries=[summary for _, summary in results if summary is not None],
             starts=list(itertools.accumulate((len(part.tokens) for part in parts[:-1]), initial=0)),
             documents=joined(parts, sources),
         )
 
     def _documents(self, source: DataSource) -> tuple[Documents, TokenSummary | None]:
-        """Returns the documents of `source`, from the cache if they are there, and their summary.
+        """Returns the documents of `source`, and their summary, and notes what was read.
 
-        Without a tokenizer, the documents are bytes, and there is no summary.
+        Without a tokenizer, the documents are bytes, and the summary is None.
         """
         which = f", split {source.split}" if source.split else ""
         left_out = f"; not read: {source.left_out}" if source.left_out else ""
@@ -119,7 +125,7 @@ class SourceReader:
         )
         if summary.bad:
             if self._options.strict:
-                raise _stopped(summary.shown[0][0])
+                raise _bad_row(summary.shown[0][0])
             self._on_note(describe_bad_rows(summary.bad, summary.shown))
         for layout, count in summary.elsewhere.items():
             self._on_note(
@@ -138,7 +144,10 @@ class SourceReader:
     def _tokenized(
         self, source: DataSource, folder: Path, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[Documents, TokenSummary, str]:
-        """Returns documents, their summary, and a phrase on whether they came from the cache."""
+        """Returns the documents of `source`, their summary, and a phrase on the cache.
+
+        If the cache does not have the documents, they are tokenized first.
+        """
         key = _key(source, self._options, folder, tokenizer)
         stored, state = load(self._options.cache_folder, key), "tokens from the cache"
         if stored is None:
@@ -172,7 +181,7 @@ class SourceReader:
 
 
 def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note: Note) -> Documents:
-    """Returns text as bytes. Raises UserError for data that need a tokenizer."""
+    """Returns the documents of a text source, as bytes. Raises UserError for any other source."""
     if source.kind != "text":
         raise UserError(
             f"tokenizer {folder or 'of the model'}",
@@ -193,31 +202,31 @@ def _as_bytes(source: DataSource, folder: Path | None, vocabulary: int, on_note:
 
 
 def _layout(source: DataSource, options: DataOptions) -> Layout:
-    """Returns the layout of the first row that has one.
+    """Returns the layout of the first row whose columns match one.
 
-    Raises UserError if none of the first rows has a layout.
+    Raises UserError if none of the first 100 rows matches.
     """
-    looked_at = list(itertools.islice(rows(source), _LOOKED_AT))
-    found: set[str] = set()
-    for row in looked_at:
+    inspected = list(itertools.islice(rows(source), _INSPECTED))
+    columns: set[str] = set()
+    for row in inspected:
         if isinstance(row, TextRow) and isinstance(row.value, dict):
             layout = recognize(row.value.keys(), options.columns)
             if layout:
                 return layout
-            found |= row.value.keys()
-    if not looked_at:
-        raise _nothing(source, "no rows")
-    if all(isinstance(row, BadRow) for row in looked_at):
+            columns |= row.value.keys()
+    if not inspected:
+        raise _no_data(source, "no rows")
+    if all(isinstance(row, BadRow) for row in inspected):
         raise (
-            _stopped(str(looked_at[0]))
+            _bad_row(str(inspected[0]))
             if options.strict
-            else _nothing(
+            else _no_data(
                 source,
-                f"no row that can be read, the first {looked_at[0]}",
+                f"no row that can be read, the first {inspected[0]}",
                 "at least one row without such a mistake",
             )
         )
-    raise unknown_columns(f"data {source.path}", found, options.columns)
+    raise unknown_columns(f"data {source.path}", columns, options.columns)
 
 
 def _tokenize(
@@ -225,7 +234,8 @@ def _tokenize(
 ) -> None:
     """Tokenizes `source` and writes the tokens to the cache, under `key`.
 
-    Raises UserError if no row can be used, and if `options.strict` is set for the first bad row.
+    `largest` is the largest token id of the tokenizer, from which the dtype of the tokens follows.
+    Raises UserError if no row can be used, and with `options.strict` for the first bad row.
     """
     count = empty = largest_id = 0
     bad = BadRows()
@@ -233,30 +243,30 @@ def _tokenize(
     dtype = np.dtype(np.uint32 if encoder.flagged or largest >= 2**16 else np.uint16)
     layout = encoder.layout
     with CacheWriter(options.cache_folder, key, dtype) as writer:
-        for found in encoder.encode(rows(source, layout.columns)):
-            if found is None:
+        for item in encoder.encode(rows(source, layout.columns)):
+            if item is None:
                 count, empty = count + 1, empty + 1
-            elif isinstance(found, BadRow):
+            elif isinstance(item, BadRow):
                 if options.strict:
-                    raise _stopped(str(found))
+                    raise _bad_row(str(item))
                 count += 1
-                bad.add(found)
-                elsewhere.update([found.layout] if found.layout else [])
+                bad.add(item)
+                elsewhere.update([item.layout] if item.layout else [])
             else:
-                ids, closes = found
+                ids, closes = item
                 count += closes
                 largest_id = max(largest_id, int((ids & np.uint32(TARGET - 1)).max(initial=0)))
                 writer.add(ids, closes=closes)
         if not writer.documents:
             reasons = "; ".join(row for row, _ in bad.shown)
             if reasons:
-                raise _nothing(
+                raise _no_data(
                     source,
                     f"no row that can be used, the first {reasons}",
                     "at least one row without such a mistake",
                 )
-            raise _nothing(source, "no text" if count else "no rows")
-        known = TokenSummary(
+            raise _no_data(source, "no text" if count else "no rows")
+        summary = TokenSummary(
             layout=encoder.describe(),
             flagged=encoder.flagged,
             whole=layout.name != "text",
@@ -268,14 +278,14 @@ def _tokenize(
             templated=encoder.templated,
             elsewhere=dict(elsewhere),
         )
-        writer.finish(known)
+        writer.finish(summary)
 
 
 def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: object) -> str:
-    """Returns the digest of everything that the tokens depend on, as the key of the cache.
+    """Returns the key of the cache: a digest of everything that the tokens depend on.
 
-    A file is identified by its path, its size, and the times at which its content and its inode
-    changed. The latter is needed because `cp -p` sets the former.
+    A file is identified by its path, its size, its mtime and its ctime. The ctime is needed because
+    `cp -p` sets the mtime to an earlier one. Raises UserError if a file no longer exists.
     """
     import tokenizers
     import transformers
@@ -309,8 +319,8 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _stopped(row: str) -> UserError:
-    """Returns the error for a bad row with `strict`."""
+def _bad_row(row: str) -> UserError:
+    """Returns the error for a bad row with `strict`. `row` is the text of the BadRow."""
     return UserError(
         f"bad row {row.partition(': ')[0]}",
         found=row.partition(": ")[2],
@@ -319,7 +329,7 @@ def _stopped(row: str) -> UserError:
     )
 
 
-def _nothing(
+def _no_data(
     source: DataSource, found: str, allowed: str = "at least one row with text"
 ) -> UserError:
     """Returns the error for data without a usable row."""

@@ -1,10 +1,10 @@
 """Tokenizes rows, and finds the tokens that are targets.
 
-A text becomes the tokens that the tokenizer puts before a text, the text's own, and the
-end-of-sequence token. A prompt and its completion are tokenized as one text. The tokens that are
-the same when the prompt is tokenized alone are the prompt, and the others are the completion. So a
-token across the border belongs to the completion. Rows are tokenized in batches, which the
-tokenizers library distributes over the machine's cores.
+The tokens of a text are the beginning-of-sequence token, if the tokenizer adds one, the text's own
+tokens, and the end-of-sequence token. A prompt and its completion are tokenized as one text. The
+first tokens that are the same when the prompt is tokenized alone are the prompt, and the others are
+the completion. So a token across the border belongs to the completion. Rows are tokenized in
+batches, which the tokenizers library distributes over the machine's cores.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatrain.runtime.data.long_text import LongText, in_batches
 from megatrain.runtime.data.options import Loss
 from megatrain.runtime.data.rows.formats import BadRow, TextRow
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_json, read_text
+from megatrain.simulator.base.files import read_config, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
     "special_tokens_map.json",
@@ -51,11 +51,11 @@ _FILES = (
     "spiece.model",
     "tekken.json",
 )
-_OF_CONFIG = ("model_type", "tokenizer_class", "auto_map")
+_CONFIG_KEYS = ("model_type", "tokenizer_class", "auto_map")
 """Keys of config.json from which transformers chooses the class of the tokenizer."""
 
 Piece = tuple[np.ndarray, bool]
-"""Ids, and whether the document ends with them."""
+"""Token ids, and whether the document ends with them."""
 
 
 def load_tokenizer(
@@ -64,11 +64,12 @@ def load_tokenizer(
     """Returns the tokenizer of a Hugging Face folder, or None if the folder has none.
 
     Args:
+        folder: the model's folder.
         chat_template: file with a chat template that replaces the tokenizer's own, or empty.
         trust_remote_code: whether code in the folder may be run.
 
     Raises UserError if the tokenizer cannot be loaded, if the file is not a template, or if the
-    tokenizer has its own code and `trust_remote_code` is not set. The code is not run then.
+    tokenizer has its own code and `trust_remote_code` is not set. In this case the code is not run.
     """
     if not tokenizer_files(folder):
         return None
@@ -92,7 +93,7 @@ def load_tokenizer(
             allowed="a tokenizer that transformers can load",
             fix=fix,
         ) from None
-    # Documents are cut by packing, so a warning about a long text would be misleading.
+    # Packing cuts documents, so the tokenizer's warning about a long text would be misleading.
     tokenizer.model_max_length = 2**62
     if chat_template:
         tokenizer.chat_template = read_chat_template(chat_template)
@@ -119,14 +120,16 @@ def read_chat_template(file: str) -> str:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Returns the files of the tokenizer in `folder`."""
-    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
+    return sorted(
+        {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    )
 
 
 def tokenizer_digest(folder: Path, tokenizer: object = None) -> str:
-    """Returns the digest of everything that determines the ids of a text.
+    """Returns the SHA-256 of everything that determines the token ids of a text, in hexadecimal.
 
     It covers the contents of `tokenizer_files`, Python code in `folder`, the keys of config.json
-    that concern the tokenizer, and the code of `tokenizer`, which may be from another repository.
+    that concern the tokenizer, and the code of `tokenizer`, which may come from another repository.
     """
     files = {*tokenizer_files(folder), *folder.glob("*.py")}
     for kind in type(tokenizer).__mro__:
@@ -138,8 +141,8 @@ def tokenizer_digest(folder: Path, tokenizer: object = None) -> str:
     for file in sorted(files):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)} ".encode() + content)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
-    values = [config.get(key) for key in _OF_CONFIG] if isinstance(config, dict) else []
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else None
+    values = [config.get(key) for key in _CONFIG_KEYS] if isinstance(config, dict) else []
     digest.update(json.dumps([values, type(tokenizer).__name__], sort_keys=True).encode())
     return digest.hexdigest()
 
@@ -158,8 +161,12 @@ class Encoder:
         """Prepares the tokenizer for rows of `layout`.
 
         Args:
+            tokenizer: the tokenizer, with the chat template to use.
+            layout: the layout of all rows.
+            loss: the tokens that have loss.
             where: names the tokenizer in errors.
-            chat_template: names the file of the template, if it is not the tokenizer's own.
+            chat_template: the file of the template, if it is not the tokenizer's own. It is only
+                shown to the user.
 
         Raises UserError if rows are messages and the tokenizer has no chat template.
         """
@@ -192,13 +199,13 @@ class Encoder:
 
     @property
     def templated(self) -> bool:
-        """Whether any row was rendered by a chat template. Strings of prompt and completion are
-        not.
+        """Whether any row was rendered by a chat template. A prompt and a completion that are text
+        are not rendered.
         """
         return self._rendered
 
     def describe(self) -> str:
-        """Returns how rows are interpreted, with remarks on those that were encoded so far."""
+        """Returns a phrase that says how rows are read, with remarks on the rows encoded so far."""
         ignored = (
             [f"columns that are not read: {', '.join(self.layout.ignored)}"]
             if self.layout.ignored
@@ -240,10 +247,10 @@ class Encoder:
         )
 
     def encode(self, rows: Iterable[TextRow | BadRow]) -> Iterator[Piece | BadRow | None]:
-        """Yields the ids of each row, [n] uint32, with the bit TARGET if `flagged` is set.
+        """Yields the token ids of each row, [n] uint32. If `flagged`, targets have the bit TARGET.
 
-        A long text is yielded in several pieces. None is yielded for a row with empty text, and a
-        bad row as it is.
+        A long text is yielded in several pieces. For a row with empty text, None is yielded. Bad
+        rows are yielded unchanged, and so are new BadRows for rows that cannot be encoded.
         """
         if self.layout.name == "text":
             yield from self._texts(rows)
@@ -254,55 +261,49 @@ class Encoder:
                 yield from self._examples(batch)
 
     def _texts(self, rows: Iterable[TextRow | BadRow]) -> Iterator[Piece | BadRow | None]:
-        """Yields the ids of rows of text, between the tokens before and after a text."""
-        nothing = True
-        for found in self._long.encode(
+        """Yields the token ids of rows of text, with the tokens before and after a text."""
+        empty = True
+        for piece in self._long.encode(
             _text(row, self.layout) if isinstance(row, TextRow) else row for row in rows
         ):
-            if isinstance(found, BadRow):
-                yield found
+            if isinstance(piece, BadRow):
+                yield piece
                 continue
-            nothing = not len(found.ids) and (found.first or nothing)
-            if found.last and nothing:
+            empty = not len(piece.ids) and (piece.first or empty)
+            if piece.last and empty:
                 yield None
                 continue
-            before = self._before if found.first and found.ids[:1].tolist() != self._before else []
-            after = self._after if found.last and found.ids[-1:].tolist() != self._after else []
-            yield np.concatenate([before, found.ids, after]).astype(np.uint32), found.last
+            before = self._before if piece.first and piece.ids[:1].tolist() != self._before else []
+            after = self._after if piece.last and piece.ids[-1:].tolist() != self._after else []
+            yield np.concatenate([before, piece.ids, after]).astype(np.uint32), piece.last
 
     def _examples(self, batch: Sequence[TextRow | BadRow]) -> Iterator[Piece | BadRow]:
-        """Yields the ids of a batch of conversations or of prompts with completions."""
-        found = [_example(row, self.layout) if isinstance(row, TextRow) else row for row in batch]
-        if not self._chat:
-            found = [
-                (
-                    alpaca_text(value)
-                    if isinstance(value, Conversation) and self.layout.name == "alpaca"
-                    else value
-                )
-                for value in found
+        """Yields the token ids of a batch of conversations or of prompts with completions."""
+        examples = [
+            _example(row, self.layout) if isinstance(row, TextRow) else row for row in batch
+        ]
+        if not self._chat and self.layout.name == "alpaca":
+            examples = [
+                alpaca_text(example) if isinstance(example, Conversation) else example
+                for example in examples
             ]
-        pairs = iter(self._pairs([value for value in found if isinstance(value, Pair)]))
-        conversations = [value for value in found if isinstance(value, Conversation)]
+        pairs = iter(self._pairs([example for example in examples if isinstance(example, Pair)]))
+        conversations = [example for example in examples if isinstance(example, Conversation)]
         self._rendered |= bool(self._chat and conversations)
         chats = iter(
             self._chat.encode(conversations)
             if self._chat
             else ["messages, and the tokenizer has no chat template"] * len(conversations)
         )
-        for row, value in zip(batch, found, strict=True):
-            ids = (
-                value
-                if isinstance(value, BadRow)
-                else next(pairs if isinstance(value, Pair) else chats)
-            )
-            if isinstance(ids, str):
-                yield BadRow(row.file, row.line, ids)
-            else:
-                yield ids if isinstance(ids, BadRow) else (ids, True)
+        for row, example in zip(batch, examples, strict=True):
+            if isinstance(example, BadRow):
+                yield example
+                continue
+            ids = next(pairs if isinstance(example, Pair) else chats)
+            yield BadRow(row.file, row.line, ids) if isinstance(ids, str) else (ids, True)
 
     def _pairs(self, pairs: list[Pair]) -> Iterator[np.ndarray | str]:
-        """Yields the ids of prompts with completions, or why a pair cannot be used."""
+        """Yields the token ids of each pair, or the reason why the pair cannot be used."""
         prompts, wholes = (
             self._long.whole(texts)
             for texts in (
@@ -321,18 +322,18 @@ class Encoder:
 
 
 def _text(row: TextRow, layout: Layout) -> tuple[str, bool] | BadRow:
-    """Returns the text of a row, and whether its document ends with it."""
+    """Returns the text of a row and whether its document ends with it, or a bad row."""
     if isinstance(row.value, bytes):
-        # The bytes were valid UTF-8 when the file was checked. If the file has changed since,
-        # `open_data` refuses it.
+        # The bytes were valid UTF-8 when the file was checked. If the file changed after that, it
+        # is refused once all of it is tokenized.
         return row.value.decode(errors="replace"), row.closes
-    found = _example(row, layout)
-    assert isinstance(found, str | BadRow)
-    return found if isinstance(found, BadRow) else (found, True)
+    example = _example(row, layout)
+    assert isinstance(example, str | BadRow)
+    return example if isinstance(example, BadRow) else (example, True)
 
 
 def _example(row: TextRow, layout: Layout) -> str | Pair | Conversation | BadRow:
-    """Returns what to train on from a row of a table, or the row as a bad row."""
+    """Returns the training example of a row of a table, or a bad row if it cannot be used."""
     assert isinstance(row.value, dict)
     try:
         return extract(row.value, layout)
@@ -347,7 +348,7 @@ def _example(row: TextRow, layout: Layout) -> str | Pair | Conversation | BadRow
 
 
 def _characters(value: object) -> int:
-    """Returns the approximate number of characters to tokenize."""
+    """Returns the approximate number of characters to tokenize in a row's value."""
     if isinstance(value, str | bytes):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,5 +1,5 @@
-"""Chooses the optimizer's kernels: C on a CPU, Triton on a CUDA GPU. With
-`MEGATRAIN_KERNELS=eager` there are none, and PyTorch does the work.
+"""Chooses the optimizer's kernels: C for a CPU, Triton for a CUDA GPU. With the environment
+variable `MEGATRAIN_KERNELS=eager`, no kernels are used, and PyTorch does the work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatrain.runtime.optimizer.kernels.host import host_kernels
 class Kernels(Protocol):
     """Functions of `adamw.py` and `blockwise.py` as kernels, each in one pass over memory.
 
-    Results have the same bits. A NaN is a NaN in both, but may have other bits.
+    Results have the same bits as in PyTorch, except that the bits of a NaN may differ. All tensors
+    must be contiguous. `scalars` are in the order of `adamw.Scalars`, and each is rounded to fp32.
     """
 
     def adamw(
@@ -33,9 +34,7 @@ class Kernels(Protocol):
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.update`. Tensors are contiguous, [n], except `clip` and `scale`,
-        which have one element.
-        """
+        """Does the work of `adamw.update`. `clip` and `scale` have one element."""
 
     def blockwise_adamw(
         self,
@@ -50,13 +49,14 @@ class Kernels(Protocol):
         scalars: Sequence[float],
         states: tuple[int, int],
     ) -> None:
-        """Does the work of `blockwise.update`. `states` are those of the generators of random bits
-        before the first parameter, for weights and second moments, as signed 64-bit integers.
+        """Does the work of `blockwise.update`. `states` are the states of the random generators of
+        weights and of second moments before the first parameter, as signed 64-bit integers.
         """
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
-        """Writes to `sums` [rows] fp32 the sum of each 4096 elements of `gradient` [n] bf16 or
-        fp32, or of their squares if `square`, by halving.
+        """Writes the sum of each row of 4096 elements of `gradient` [n] bf16 or fp32, or with
+        `square` the sum of their squares, to `sums` [rows] fp32. Rows are summed by halving. The
+        last row may be shorter.
         """
 
     def ratio_sums(
@@ -66,9 +66,8 @@ class Kernels(Protocol):
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` and `second` are contiguous. `second` is [n] fp32 or uint8 records; n is a
-        multiple of 64.
+        """Does the work of `adamw.ratio_sums` if `second` is [n] fp32, and of
+        `blockwise.ratio_sums` if it is uint8 records. n must be a multiple of 64.
         """
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
@@ -77,9 +76,7 @@ class Kernels(Protocol):
         """
 
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
-        """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, and adds it
-        otherwise.
-        """
+        """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, otherwise adds it."""
 
 
 def kernels(device: torch.device) -> Kernels | None:
@@ -93,7 +90,7 @@ def kernels(device: torch.device) -> Kernels | None:
 
 @functools.cache
 def _device_kernels() -> Kernels | None:
-    if importlib.util.find_spec("triton") is None:  # it comes with CUDA builds of torch
+    if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch include it
         return None
     from megatrain.runtime.optimizer.kernels.device import DeviceKernels
 

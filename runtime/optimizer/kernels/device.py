@@ -3,9 +3,8 @@ builds of PyTorch.
 
 bf16 elements are loaded as bits and rounded by integer arithmetic. Additions and products are not
 fused (`enable_fp_fusion=False`), and divisions and roots are correctly rounded. Each program works
-on one block. Only the last block has a mask, so that the loads of all others are wide for every
-length. Kernels are not specialized for a length, so layers of different sizes share one compiled
-kernel.
+on one block. Only the last block is masked, so all other blocks use wide loads. Kernels are not
+specialized for a length, so layers of different sizes share a compiled kernel.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _adamw_block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Updates the block that the pointers point to. `count` elements are left."""
+    """Updates the block at the pointers. `count` is the number of elements from there on."""
     offsets = tl.arange(0, BLOCK)
     master = _load(weights, offsets, count, WHOLE)
     if low is not None:
@@ -177,8 +176,8 @@ def _adamw(
 
 @triton.jit
 def _random_bits(state, RECORDS: tl.constexpr):
-    """Returns 16 random bits for each parameter, int32 [records, 32]: parts of the numbers that
-    follow `state` in a SplitMix64 generator. `blockwise.random_bits` defines them.
+    """Returns 16 random bits for each parameter, [records, 32] int32, as in
+    `blockwise.random_bits`. `state` is the state of the generator before the first parameter.
     """
     number = tl.arange(0, RECORDS * 8).to(tl.uint64) + 1
     words = state + number * 0x9E3779B97F4A7C15
@@ -191,11 +190,11 @@ def _random_bits(state, RECORDS: tl.constexpr):
 
 @triton.jit
 def _scale_of(values):
-    """Returns the scale of each record of `values` [records, 32], as the bits of a bf16 and as
-    fp32: [records, 1].
+    """Returns the scales of the records of `values` [records, 32] fp32: their bits as bf16,
+    [records, 1] int32, and their values, [records, 1] fp32.
     """
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
-    most = (tl.minimum(most, 0x7F800000) + 0xFFFF) >> 16  # a NaN's bits might overflow
+    most = (tl.minimum(most, 0x7F800000) + 0xFFFF) >> 16  # could overflow for a NaN
     bits = tl.where(most > 0x7B00, 0x7FC0, tl.where(most < 0x0080, 0, most))
     return bits, (bits << 16).to(tl.float32, bitcast=True)
 
@@ -224,7 +223,7 @@ def _blockwise_block(
     RECORDS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Updates the records that the pointers point to. `left` records are left."""
+    """Updates the records at the pointers. `left` is the number of records from there on."""
     record, inside = tl.arange(0, RECORDS)[:, None], tl.arange(0, 32)[None, :]
     offsets, count = record * 32 + inside, left * 32
     codes, size = record * 34 + inside, left * 34
@@ -252,7 +251,7 @@ def _blockwise_block(
 
     bits, unit = _scale_of(m)
     coded = (bits != 0) & (bits != 0x7FC0)
-    # 1.5 * 2^23 makes the last bits of a sum those of the nearest integer
+    # after the addition of 1.5 * 2^23, the last bits are the nearest integer
     code = tl.div_rn(m * 254.0, unit + tl.abs(m)) + 12582912.0
     code = tl.where(coded, code.to(tl.int32, bitcast=True), 0)
     _store(first, codes, code.to(tl.int8), size, WHOLE)
@@ -262,7 +261,7 @@ def _blockwise_block(
     coded = (bits != 0) & (bits != 0x7FC0) & (root > 0)
     random = _random_bits(second_state, RECORDS).to(tl.float32) * (1.0 / 65536)
     code = random + root * tl.div_rn(255.0, unit)
-    # clamped first, because a number that is not finite cannot be converted
+    # The code is clamped first, because the conversion to an integer requires finite numbers.
     code = tl.where(code < 1.0, 1.0, tl.where(code < 255.0, code, 255.0)).to(tl.int32)
     _store(second, codes, tl.where(coded, code, 0).to(tl.uint8), size, WHOLE)
     _store(second_scales, scales, bits.to(tl.int16), left * 17, WHOLE)
@@ -271,7 +270,7 @@ def _blockwise_block(
     bits = master.to(tl.int32, bitcast=True)
     if low is not None:
         random = random & 0xFF
-    # a NaN could be carried into another number
+    # an addition could turn a NaN into another number
     bits = tl.where(master != master, 0x7FC00000, bits + random)
     if low is not None:
         bits = bits >> 8
@@ -311,7 +310,7 @@ def _blockwise(
     second_state: tl.int64,
     RECORDS: tl.constexpr,
 ):
-    """Updates RECORDS of `count` records."""
+    """Updates the RECORDS records of this program, of `count` in total."""
     start = tl.program_id(0).to(tl.int64) * RECORDS
     left = count - start
     factor, part = 1.0, 1.0  # multiplying by 1 changes no bit
@@ -382,8 +381,8 @@ def _blockwise(
 
 @triton.jit
 def _halved(values, WIDTH: tl.constexpr):
-    """Adds the second half of `values` to the first, [WIDTH] to [WIDTH / 2]. `tl.sum` has a fixed
-    result here, because it adds only two values.
+    """Returns the first half of `values` [WIDTH] plus the second half: [WIDTH / 2]. The order of
+    additions in `tl.sum` does not matter, because each sum has only two terms.
     """
     return tl.sum(tl.reshape(values, (2, WIDTH // 2)), axis=0)
 
@@ -407,7 +406,7 @@ def _row_sum(values):
 
 @triton.jit(do_not_specialize=["count"])
 def _row_sums(gradient, sums, count, SQUARE: tl.constexpr):
-    """Writes the sum of the row `program_id` of 4096 elements."""
+    """Writes the sum of the row of this program, which has 4096 elements."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * 4096
     offsets, left = tl.arange(0, 4096), count - start
@@ -422,13 +421,13 @@ def _row_sums(gradient, sums, count, SQUARE: tl.constexpr):
 
 @triton.jit
 def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Adds the second half of each row to the first, [ROWS, WIDTH] to [ROWS, WIDTH / 2]."""
+    """Returns the halves of each row of `values` [ROWS, WIDTH] added: [ROWS, WIDTH / 2]."""
     return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
 
 
 @triton.jit
 def _second_moments(stored, offsets, count):
-    """Returns the second moments [n] at these offsets in records."""
+    """Decodes and returns the second moments [n] fp32 of the parameters at `offsets` [n]."""
     record = offsets // 32
     scales = stored.to(tl.pointer_type(tl.int16)) + (record * 17 + 16)
     unit = _fp32(tl.load(scales, mask=offsets < count, other=0)) * (1.0 / 255)
@@ -439,7 +438,7 @@ def _second_moments(stored, offsets, count):
 
 @triton.jit(do_not_specialize=["count"])
 def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS: tl.constexpr):
-    """Writes the sums of ROWS rows of 64 elements. `count` is a multiple of 64."""
+    """Writes the sums of ROWS rows of 64 elements. `count` must be a multiple of 64."""
     start = tl.program_id(0).to(tl.int64) * (ROWS * 64)
     offsets, left = tl.arange(0, ROWS * 64), count - start
     g = _fp32(_load(gradient + start, offsets, left, False))
@@ -449,7 +448,7 @@ def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS
     else:
         v = _load(second + start, offsets, left, False)
     v = (v * beta2 + squares * rest2) * unbias
-    # `where`, not `maximum`, so that a NaN stays a NaN
+    # `where` instead of `maximum`, so a NaN stays a NaN
     values = tl.reshape(tl.div_rn(squares, tl.where(v < floor, floor, v)), (ROWS, 64))
     values = _halved_rows(values, ROWS, 64)
     values = _halved_rows(values, ROWS, 32)
@@ -461,8 +460,8 @@ def _ratio_sums(gradient, second, sums, count, beta2, rest2, unbias, floor, ROWS
 
 
 class DeviceKernels:
-    """Launches the kernels. Tensors are contiguous, on one CUDA device, and have the dtypes that
-    the methods of `Kernels` require.
+    """The `Kernels` in Triton. All tensors of a call must be on one CUDA device. Triton passes
+    floats as fp32.
     """
 
     def adamw(
@@ -477,9 +476,6 @@ class DeviceKernels:
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.update`. `scalars` have the order of `Scalars`. Triton passes
-        Python's floats as fp32.
-        """
         count = weights.numel()
         copy = None if copy_to is None else _bits(copy_to)
         _adamw[(triton.cdiv(count, _BLOCK),)](
@@ -511,9 +507,6 @@ class DeviceKernels:
         scalars: Sequence[float],
         states: tuple[int, int],
     ) -> None:
-        """Does the work of `blockwise.update`. `states` are those of the generators of random bits
-        before the first parameter, for weights and second moments, as signed 64-bit integers.
-        """
         records = weights.numel() // 32
         _blockwise[(triton.cdiv(records, _RECORDS),)](
             _bits(weights),
@@ -533,9 +526,6 @@ class DeviceKernels:
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
-        """Writes to `sums` [rows] fp32 the sum of each 4096 elements of `gradient` [n] bf16 or
-        fp32, or of their squares if `square`, by halving.
-        """
         count = gradient.numel()
         _row_sums[(triton.cdiv(count, _ROW),)](
             _bits(gradient), sums, count, SQUARE=square, num_warps=_WARPS, enable_fp_fusion=False
@@ -548,10 +538,6 @@ class DeviceKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
-        64.
-        """
         count = gradient.numel()
         _ratio_sums[(triton.cdiv(count, 64 * _RATIO_ROWS),)](
             _bits(gradient),
@@ -566,9 +552,6 @@ class DeviceKernels:
         )
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `sums` [2^k] fp32 by halving, as a 0-dimensional tensor. Overwrites
-        `sums`.
-        """
         width = sums.numel()
         while width > _ROW:
             width //= 2
@@ -578,9 +561,7 @@ class DeviceKernels:
         return total[0]
 
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
-        """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, and adds it otherwise.
-        PyTorch already does this in one pass.
-        """
+        # PyTorch already does this in one pass over memory
         if first:
             total.copy_(gradient)
         else:
@@ -588,4 +569,5 @@ class DeviceKernels:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a bf16 tensor as int16, and any other tensor unchanged."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

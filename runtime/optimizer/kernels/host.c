@@ -1,10 +1,9 @@
 /* AdamW, sums of squares and sums of gradients for a CPU, each in one pass over memory.
  *
- * Results have the same bits as those of runtime/optimizer/adamw.py and blockwise.py, which define
- * the arithmetic.
- * The loops are plain, so that the compiler can vectorize them. It must keep IEEE arithmetic as
- * written: no -ffast-math, and no fused multiply-adds. Data needs no alignment beyond that of its
- * type, and blocks do not depend on each other. */
+ * Results have the same bits as in runtime/optimizer/adamw.py and blockwise.py, which define the
+ * arithmetic. The loops are simple, so the compiler can vectorize them. The compiler must keep IEEE
+ * arithmetic as written: without -ffast-math and without fused multiply-adds. Data needs only the
+ * alignment of its type. Blocks do not depend on each other. */
 
 #include <math.h>
 #include <stdint.h>
@@ -13,7 +12,8 @@
 #include "shares.h"
 
 enum {
-    TILE = 4096,    /* elements that are updated, then copied: 106 KB, so the copy reads from L2 */
+    TILE = 4096,    /* elements that are updated and then copied. They have 106 KB, so the copy
+                       reads from the L2 cache. */
     ROW = 4096,     /* elements of a row in a sum of squares */
     RATIO_ROW = 64, /* elements of a row in a sum of g^2 / v */
 };
@@ -32,12 +32,12 @@ static inline uint32_t to_bits(float value) {
 
 static inline float from_bf16(uint16_t high) { return from_bits((uint32_t)high << 16); }
 
-/* In the order of Scalars in adamw.py. Each is rounded once, from double. */
+/* The scalars of adamw.py in the order of its Scalars, rounded from double to float. */
 typedef struct {
     float decay, beta1, rest1, beta2, rest2, root_scale, epsilon, rate, shrink, unbias, floor;
 } Scalars;
 
-/* Updates one weight: returns its new master and writes its moments. */
+/* Updates one weight: returns the new master and writes the new moments. */
 static inline float step(float master, float *first, float *second, float g, float clip,
                          float scale, const Scalars s) {
     g = g * clip;
@@ -110,9 +110,9 @@ static void update(const void *call, int64_t from, int64_t end) {
     }
 }
 
-/* Does one AdamW update. Without `low` the weights are fp32. Without `clip` or `scale` that factor
- * is 1, which changes no bit. Without `copy` there is no copy of the new weights. If a factor is
- * NaN, nothing changes. */
+/* Does one AdamW update. If `low` is null, the weights are fp32. If `clip` or `scale` is null, the
+ * factor is 1, which changes no bit. If `copy` is not null, it receives the new weights. If a
+ * factor is NaN, nothing changes. */
 void megatrain_adamw(Team *team, int64_t count, void *weights, uint16_t *low, float *first,
                      float *second, const void *gradient, int gradient_is_fp32, const float *clip,
                      const float *scale, void *copy, const Scalars *scalars) {
@@ -136,7 +136,7 @@ void megatrain_adamw(Team *team, int64_t count, void *weights, uint16_t *low, fl
 enum {
     BLOCK = 32,         /* parameters of a record */
     RECORD = BLOCK + 2, /* bytes of a record: the codes, then their scale in bf16 */
-    LARGEST = 0x7B00,   /* 2^119 in bf16: of a larger value, 254 times it might be infinite */
+    LARGEST = 0x7B00,   /* 2^119 in bf16: 254 times a larger value might be infinite */
     SMALLEST = 0x0080,  /* the smallest normal bf16 */
     NOT_A_NUMBER = 0x7FC0,
 };
@@ -147,14 +147,14 @@ static inline uint16_t scale_of(const uint8_t *record) {
     return bits;
 }
 
-/* Returns the scale of a record as the bits of a bf16: its largest value rounded up. `most` has the
- * bits of that value, without its sign. */
+/* Returns the scale of a record, its largest absolute value rounded up, as the bits of a bf16.
+ * `most` has the bits of this value as a float. */
 static inline uint16_t scale_bits(uint32_t most) {
     most = (most + 0xFFFFu) >> 16;
     return most > LARGEST ? NOT_A_NUMBER : most < SMALLEST ? 0 : most;
 }
 
-/* Writes the scale of a record, after its codes. They are all 0 if the scale is 0 or NaN. */
+/* Writes the scale of a record. If the scale is 0 or NaN, also sets all codes to 0. */
 static inline void put_scale(uint8_t *record, uint16_t scale) {
     memcpy(record + BLOCK, &scale, sizeof scale);
     if (scale == 0 || scale == NOT_A_NUMBER)
@@ -169,8 +169,8 @@ static inline void get_second(const uint8_t *record, float *second) {
     }
 }
 
-/* Writes 16 random bits for each parameter of the block that begins at parameter `start`: the next
- * numbers after start / 4 of a SplitMix64 generator with this state. */
+/* Writes 16 random bits for each parameter of the block that begins at parameter `start`: numbers
+ * start / 4 to start / 4 + 7 of a SplitMix64 generator whose state before number 0 is `state`. */
 static inline void random_bits(uint64_t state, int64_t start, uint16_t *bits) {
     uint64_t words[BLOCK / 4];
     for (int i = 0; i < BLOCK / 4; i++) {
@@ -182,7 +182,7 @@ static inline void random_bits(uint64_t state, int64_t start, uint16_t *bits) {
     memcpy(bits, words, sizeof words); /* little endian */
 }
 
-/* A NaN stays one, which an addition could carry into another number. */
+/* A NaN stays a NaN. An addition could turn it into another number. */
 static inline uint32_t add_unless_nan(uint32_t bits, uint32_t random) {
     return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (uint32_t)NOT_A_NUMBER << 16 : bits + random;
 }
@@ -192,9 +192,9 @@ static inline int32_t between(int32_t value, int32_t lowest, int32_t highest) {
     return value < highest ? value : highest;
 }
 
-/* Updates one record. The random bits are for the master and for the second moment. Floats are
- * limited as integers and rounded by an addition, because compilers turn selections of floats and
- * conversions into many more instructions. */
+/* Updates one record. `for_master` and `for_second` are random bits. Floats are clamped as integers
+ * and rounded by an addition, because compilers generate many more instructions for a selection of
+ * floats or for a conversion. */
 #define RECORDS(NAME, HAS_LOW, GRADIENT, WIDEN)                                                  \
     static void NAME(uint16_t *restrict high, int8_t *restrict low, uint8_t *restrict one,       \
                      uint8_t *restrict two, const GRADIENT *restrict gradient,                   \
@@ -281,9 +281,10 @@ static void blockwise_update(const void *call, int64_t from, int64_t end) {
     }
 }
 
-/* Does one AdamW update of whole blocks whose moments are records. Masters and second moments are
- * rounded with random bits, whose generators have these states before the first parameter.
- * Without `low`, weights are the whole masters. Otherwise as `megatrain_adamw`. */
+/* Does one AdamW update of whole blocks whose moments are records. `weights_state` and
+ * `second_state` are the states of the random generators before the first parameter, for stochastic
+ * rounding of masters and of second moments. If `low` is null, the weights are the whole masters.
+ * The other arguments are those of `megatrain_adamw`. */
 void megatrain_blockwise_adamw(Team *team, int64_t count, uint16_t *weights, int8_t *low,
                                uint8_t *first, uint8_t *second, const void *gradient,
                                int gradient_is_fp32, const float *clip, const float *scale,
@@ -355,7 +356,7 @@ static void row_sums(const void *call, int64_t from, int64_t end) {
             (r.square ? squares_fp32 : halves_fp32)(row, sums);
         else
             (r.square ? squares_bf16 : halves_bf16)(row, sums);
-        /* two loops, because vectors may be longer than a half in the second */
+        /* two loops, because in the second a half may be shorter than a vector */
         for (int half = ROW / 4; half >= 16; half /= 2)
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
@@ -366,8 +367,8 @@ static void row_sums(const void *call, int64_t from, int64_t end) {
     }
 }
 
-/* Writes the sum of each row of 4096 elements, or of their squares, by halving. The last row is
- * padded with zeros. */
+/* Writes the sum of each row of 4096 elements, or with `square` the sum of their squares. Rows are
+ * summed by halving. The last row is padded with zeros. */
 void megatrain_row_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
                         int square, float *sums) {
     const RowSums r = {count, gradient, gradient_is_fp32, square, sums};
@@ -418,17 +419,17 @@ static void ratio_sums(const void *call, int64_t from, int64_t end) {
     }
 }
 
-/* Writes the sum of g^2 / max(v, floor) of each 64 elements, by halving. v is the second moment
- * after this step with its bias correction. It is read from records if `coded`. `count` is a multiple
- * of 64. */
+/* Writes the sum of g^2 / max(v, floor) over each row of 64 elements, by halving. v is the
+ * bias-corrected second moment after this step. `second`, the second moment before the step, is
+ * fp32, or records if `coded`. `count` must be a multiple of 64. */
 void megatrain_ratio_sums(Team *team, int64_t count, const void *gradient, int gradient_is_fp32,
                           const void *second, int coded, float *sums, const Scalars *scalars) {
     const RatioSums r = {gradient, gradient_is_fp32, second, coded, sums, *scalars};
     in_shares(team, count, ratio_sums, &r);
 }
 
-/* Writes the sum of `count` values, by halving, to the first. Overwrites the others. `count` is a
- * power of two. */
+/* Writes the sum of `count` values to sums[0], by halving, and overwrites the other values. `count`
+ * must be a power of two. */
 void megatrain_fold(int64_t count, float *sums) {
     for (int64_t half = count / 2; half >= 1; half /= 2)
         for (int64_t i = 0; i < half; i++)
@@ -468,7 +469,7 @@ static void add(const void *call, int64_t start, int64_t end) {
         (a.first ? widen : add_bf16)(count, total, (const uint16_t *)a.gradient + start);
 }
 
-/* Copies a bf16 or fp32 `gradient` to the fp32 `total` if `first`, and adds it otherwise. */
+/* Copies a bf16 or fp32 `gradient` to the fp32 `total` if `first`, and otherwise adds it. */
 void megatrain_accumulate(Team *team, int64_t count, float *total, const void *gradient,
                           int gradient_is_fp32, int first) {
     const Addition a = {total, gradient, gradient_is_fp32, first};

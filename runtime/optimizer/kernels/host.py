@@ -1,8 +1,8 @@
 """The C kernels. They are compiled at first use with the system's compiler, stored in a cache
-folder, and called through ctypes, which releases Python's lock.
+folder, and called through ctypes, which releases the GIL.
 
-Compilation takes a second, once on each machine. If there is no compiler, the optimizer does the
-same arithmetic in PyTorch.
+Compilation takes a second, once on each machine. Without a compiler, the optimizer does the same
+arithmetic in PyTorch.
 """
 
 from __future__ import annotations
@@ -39,28 +39,27 @@ _FLAGS = (
     "-pthread",
 )
 BLOCK = 2**14
-"""Elements that a thread takes at a time: 0.05 ms of an update, and four rows of a sum."""
+"""Elements that a thread takes at a time: 0.05 ms of an update, or four rows of a sum."""
 _DIGEST = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 
 
 class HostKernels:
-    """The functions of one compiled library. Tensors are contiguous, in host memory, and have the
-    dtypes that the methods require. They need no alignment beyond that of their elements.
+    """The `Kernels` of one compiled library. Tensors must be in host memory. They need no alignment
+    beyond the alignment of their elements.
     """
 
     def __init__(self, library: ctypes.CDLL, threads: int = 1, block: int = BLOCK) -> None:
-        """Starts threads of the library, if `threads` is more than 1. They run until `close`.
-
-        `threads` includes the calling thread. A thread takes `block` elements of an op at a time;
-        `block` is a multiple of 4,096.
+        """Starts `threads` - 1 threads of the library, which work together with the calling thread
+        and run until `close`. A thread takes `block` elements of an op at a time. `block` must be a
+        multiple of 4,096.
         """
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
         def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
-            found = getattr(library, f"megatrain_{name}")
-            found.argtypes, found.restype = arguments, result
-            return found
+            symbol = getattr(library, f"megatrain_{name}")
+            symbol.argtypes, symbol.restype = arguments, result
+            return symbol
 
         self._library = library
         self._disband = function("disband", pointer)
@@ -103,8 +102,8 @@ class HostKernels:
         return HostKernels(self._library, threads, block)
 
     def close(self) -> None:
-        """Ends the threads. No call may be running. Later calls run on the calling thread. Must not
-        be called in a forked process, which does not have the threads.
+        """Ends the threads. No other method may be running. Later calls run on the calling thread
+        only. Must not be called in a forked process, which does not have the threads.
         """
         if self._team is not None:
             self._disband(self._team)
@@ -122,9 +121,6 @@ class HostKernels:
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `adamw.update`. `scalars` have the order of `Scalars`. ctypes rounds
-        them to the nearest fp32.
-        """
         addresses = (
             weights.data_ptr(),
             _address(low),
@@ -157,10 +153,6 @@ class HostKernels:
         scalars: Sequence[float],
         states: tuple[int, int],
     ) -> None:
-        """Does the work of `blockwise.update`, with `scalars` as for `adamw`. `states` are those of
-        the generators of random bits before the first parameter, for weights and second moments, as
-        signed 64-bit integers.
-        """
         self._blockwise_adamw(
             self._team,
             weights.numel(),
@@ -178,9 +170,6 @@ class HostKernels:
         )
 
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
-        """Writes to `sums` [rows] fp32 the sum of each 4096 elements of `gradient` [n] bf16 or
-        fp32, or of their squares if `square`, by halving.
-        """
         self._row_sums(
             self._team,
             gradient.numel(),
@@ -197,10 +186,6 @@ class HostKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        """Does the work of `ratio_sums`, which writes the first n / 64 elements of `sums`.
-        `gradient` is [n] bf16 or fp32, and `second` [n] fp32 or uint8 records; n is a multiple of
-        64.
-        """
         rounded = (ctypes.c_float * len(scalars))(*scalars)
         self._ratio_sums(
             self._team,
@@ -214,16 +199,10 @@ class HostKernels:
         )
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `sums` [2^k] fp32 by halving, as a 0-dimensional tensor. Overwrites
-        `sums`.
-        """
         self._fold(sums.numel(), sums.data_ptr())
         return sums[0]
 
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
-        """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, and adds it
-        otherwise.
-        """
         self._accumulate(
             self._team,
             total.numel(),
@@ -244,8 +223,8 @@ def _is_fp32(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def host_kernels() -> HostKernels | None:
-    """Returns the kernels on the calling thread. Returns None, and logs one warning, if they cannot
-    be compiled.
+    """Returns kernels that run on the calling thread. If they cannot be compiled, logs one warning
+    and returns None.
     """
     source = _SOURCE.read_bytes() + _INCLUDED.read_bytes()
     compilers = [path for path in map(shutil.which, _COMPILERS) if path]
@@ -256,7 +235,7 @@ def host_kernels() -> HostKernels | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return _loaded(folder / name, compilers)
     except (OSError, RuntimeError) as problem:
-        # no home folder, a full disk, or a folder that forbids execution
+        # for example no home folder, a full disk, or a file system that forbids execution
         _log.info("kernels: not stored in the cache folder: %s", problem)
     try:
         # the library stays loaded after its file is deleted
@@ -271,7 +250,7 @@ def host_kernels() -> HostKernels | None:
 
 
 def _loaded(path: Path, compilers: list[str]) -> HostKernels:
-    """Loads the library at `path`. Compiles it first if it is missing or damaged.
+    """Returns the kernels of the library at `path`. Compiles it first if it is missing or damaged.
 
     Raises RuntimeError if no compiler works, and OSError if the file cannot be written or loaded.
     """
@@ -281,8 +260,8 @@ def _loaded(path: Path, compilers: list[str]) -> HostKernels:
 
 
 def _intact(path: Path) -> bool:
-    """Checks the SHA-256 that follows the library in its file. Loading a truncated library would
-    kill the process.
+    """Returns whether the file at `path` has the SHA-256 digest that is stored at its end. Loading
+    a truncated library would kill the process.
     """
     content = path.read_bytes() if path.is_file() else b""
     return (
@@ -291,8 +270,9 @@ def _intact(path: Path) -> bool:
 
 
 def _compile(path: Path, compilers: list[str]) -> None:
-    """Compiles the library to a temporary file and renames it to `path`. Several processes may do
-    this at once, because each renames a complete file with the same content.
+    """Compiles the library to a temporary file and renames this file to `path`. Several processes
+    may do this at the same time, because each renames a complete file with the same content. Raises
+    RuntimeError if no compiler works.
     """
     problems = []
     for compiler in compilers:
@@ -314,8 +294,8 @@ def _compile(path: Path, compilers: list[str]) -> None:
 
 
 def _processor() -> bytes:
-    """Returns the properties of the processor that -march=native depends on. They are part of the
-    library's name, because different machines may share a cache folder.
+    """Returns the properties of the processor that the result of -march=native depends on. They are
+    part of the library's name, because different machines may share a cache folder.
     """
     about = Path("/proc/cpuinfo")
     lines = (

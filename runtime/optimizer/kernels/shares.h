@@ -1,7 +1,7 @@
 /* Distributes the elements of one op over threads of this library.
  *
- * Python threads are not used, because each would take Python's lock before and after its work.
- * That made steps with small copies 21 to 68 % slower (docs/lab_notes.md). */
+ * Python threads are not used, because each would acquire the GIL before and after its work, which
+ * made steps with small copies 21 to 68 % slower (docs/lab_notes.md). */
 
 #include <pthread.h>
 #include <signal.h>
@@ -31,8 +31,8 @@ struct Team {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Takes one block after the other until none is left. A thread may lose its core to a thread of
- * another lane. The others then wait for one block, and not for a fixed share of the op. */
+/* Works on one block after the other until no block is left. If a thread loses its core to a thread
+ * of another lane, the other threads wait for only one block, not for a fixed share of the op. */
 static void take_part(Team *team, Work *work, const void *call, int64_t count) {
     int64_t start;
     while ((start = atomic_fetch_add(&team->next, team->block)) < count)
@@ -64,6 +64,7 @@ static void *serve(void *argument) {
     return NULL;
 }
 
+/* Ends the threads of a team and frees its memory. No call may be running. */
 void megatrain_disband(Team *team) {
     pthread_mutex_lock(&team->lock);
     team->stop = 1;
@@ -78,9 +79,9 @@ void megatrain_disband(Team *team) {
     free(team);
 }
 
-/* Returns a team of `threads` threads, which include the calling thread of an op. It has fewer if
- * the system starts no more. `block` must consist of whole rows of every sum. Returns NULL if there
- * is no memory. */
+/* Returns a team of `threads` threads, including the thread that calls an op. The team is smaller
+ * if the system cannot start all threads. `block` must be a multiple of the rows of every sum.
+ * Returns NULL if there is no memory. */
 Team *megatrain_team(int threads, int64_t block) {
     Team *team = calloc(1, sizeof *team + threads * sizeof *team->member);
     if (!team)
@@ -90,7 +91,7 @@ Team *megatrain_team(int threads, int64_t block) {
     pthread_mutex_init(&team->lock, NULL);
     pthread_cond_init(&team->go, NULL);
     pthread_cond_init(&team->done, NULL);
-    sigset_t all, before; /* members block all signals, which Python's threads handle */
+    sigset_t all, before; /* members block all signals, so Python's threads handle signals */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team->members < threads - 1 &&
@@ -100,8 +101,8 @@ Team *megatrain_team(int threads, int64_t block) {
     return team;
 }
 
-/* Calls `work` on blocks that cover `count` elements, or once on all of them if there is no team.
- * Returns when all are done. */
+/* Calls `work` on blocks that cover `count` elements, or once on all elements if `team` is null.
+ * Returns when all elements are done. */
 static void in_shares(Team *team, int64_t count, Work *work, const void *call) {
     if (!team || count <= team->block) {
         work(call, 0, count);

@@ -1,6 +1,6 @@
-"""The decoder families of transformers: the tensors of their layers, and what each part costs.
+"""The decoder families of transformers: the tensors of their layers, and the cost of each part.
 
-`Architecture` reads a config.json and returns these for one model. `ModelSpec` is built on it.
+`Architecture` reads a config.json and has both for one model. `ModelSpec` is built on it.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ UNFUSED_ATTENTION = (
     "mpt",
     "vaultgemma",
 )
-"""Families whose attention scores transformers writes out, because no fused kernel supports them:
-soft caps, sinks, or slopes that are added to the scores."""
+"""Families whose attention scores transformers writes out to memory, because no fused kernel
+supports them. They have soft caps, sinks, or slopes that are added to the scores."""
 WIDE_HEADS = ("gemma4_text",)
-"""Families with heads of more than 256 elements. No fused kernel that receives the lengths of
-documents supports such heads."""
+"""Families with heads of more than 256 elements. The fused kernels that receive the lengths of
+documents do not support such heads."""
 ALWAYS_MASKED = ("falcon",)
 """Families whose models make an attention mask even for rows with one document."""
 _PER_LAYER = (
@@ -121,12 +121,13 @@ _PER_LAYER = (
 
 
 class Architecture:
-    """A model's config, checked, with the kind of each decoder layer and the parts of each kind."""
+    """A checked config, with the kind of each decoder layer and the parts of each kind."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
-        """Reads a config. `where` says where it comes from, for error messages.
+        """Reads the keys of a config.json, as returned by `text_config`.
 
-        Raises UserError if the family is unknown or refused, or if a value is wrong.
+        `where` says where the config comes from, for error messages. Raises UserError if the family
+        is unknown or not supported, or if a value is wrong.
         """
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -140,43 +141,42 @@ class Architecture:
             c.vocabulary,
             c.flag("tie_word_embeddings"),
         )
-        attention = self.family.attention(c) if self.family.attention else [FULL] * c.layers
-        mlp = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
+        attentions = self.family.attention(c) if self.family.attention else [FULL] * c.layers
+        mlps = self.family.mlp(c) if self.family.mlp else [DENSE] * c.layers
         variants = self.family.variants(c) if self.family.variants else [()] * c.layers
-        enters, leaves = (
-            bool(self.family.embedding_norm or self.family.entrance),
-            bool(self.family.exit),
-        )
+        has_entrance = bool(self.family.embedding_norm or self.family.entrance)
         self.kinds = [
             Kind(
-                *pair,
-                entered=enters and index == 0,
-                left=leaves and index == c.layers - 1,
+                attention,
+                mlp,
+                entered=has_entrance and index == 0,
+                left=bool(self.family.exit) and index == c.layers - 1,
                 variant=variant,
             )
-            for index, (pair, variant) in enumerate(
-                zip(zip(attention, mlp, strict=True), variants, strict=True)
+            for index, (attention, mlp, variant) in enumerate(
+                zip(attentions, mlps, variants, strict=True)
             )
         ]
+        """The kind of each decoder layer."""
         self.carried = self.family.carried(c) if self.family.carried else c.hidden
         """Elements per token that travel from layer to layer."""
         self.tables = self.family.tables(c) if self.family.tables else ()
-        """Further tables that the embedding looks each token up in."""
+        """Additional tables in which the embedding looks up each token."""
         self.positions = self.family.positions(c) if self.family.positions else ()
         """Tables of learned positions that are added to the embedding's rows."""
         self.head_bias = c.is_on(self.family.head_bias)
         """Whether the output projection has a bias."""
         parts = {kind: self.family.layer(c, kind) for kind in dict.fromkeys(self.kinds)}
-        self.decoders = {kind: merge_parts(each) for kind, each in parts.items()}
-        """Kind -> the parts of such a decoder layer, joined."""
-        self.pieces = {kind: layer_pieces(each) for kind, each in parts.items()}
-        """Kind -> the parts of such a decoder layer that can be computed in pieces of tokens, or
-        None if its MLP cannot."""
+        self.decoders = {kind: merge_parts(of_kind) for kind, of_kind in parts.items()}
+        """Kind -> all parts of a decoder layer of this kind, merged into one."""
+        self.pieces = {kind: layer_pieces(of_kind) for kind, of_kind in parts.items()}
+        """Kind -> the parts of a decoder layer of this kind that can be computed in pieces of
+        tokens, or None if its MLP cannot be."""
 
     @functools.cached_property
     def scaled_from(self) -> int | None:
-        """The row length from which on some layer scales queries by their position in the row, even
-        if the row has several documents. None if no layer does.
+        """The row length, in tokens, from which on some layer scales queries by their position in
+        the row, even if the row has several documents. None if no layer does.
         """
         return self.family.scaled_from(self.config) if self.family.scaled_from else None
 
@@ -186,7 +186,9 @@ class Architecture:
         return self.family.norm(self.family.norm_name, self.hidden)
 
     def signature(self, kind: Kind) -> str:
-        """Returns a text that is equal for layers whose ops take equally long for equal tokens."""
+        """Returns a text that is equal for layers whose ops take the same time for the same number
+        of tokens.
+        """
         part = self.decoders[kind]
         ends = ("-entered" if kind.entered else "") + ("-left" if kind.left else "")
         carried = f"c{self.carried}" if self.family.carried else ""
@@ -197,7 +199,7 @@ class Architecture:
 def _unknown_family(model_type: object, where: str) -> UserError:
     """Returns the error for a `model_type` that is not supported.
 
-    It names the reason if the family is refused, or a similar name if the family is unknown.
+    It gives the reason if the family is known, or suggests a similar name if it is unknown.
     """
     where, allowed = (
         f"{where}: model_type",
@@ -218,11 +220,12 @@ def _unknown_family(model_type: object, where: str) -> UserError:
             fix="use a model of one of these families",
         )
     if model_type in UNDESCRIBED:
-        found, fix = (
-            f"{model_type!r}, which transformers has, but which is {NOT_YET}",
-            "use a model of one of these families, or add this one (docs/adding.md)",
+        return UserError(
+            where,
+            found=f"{model_type!r}, which transformers has, but which is {NOT_YET}",
+            allowed=allowed,
+            fix="use a model of one of these families, or add this one (docs/adding.md)",
         )
-        return UserError(where, found=found, allowed=allowed, fix=fix)
     fix = suggestion(
         model_type,
         FAMILIES,
@@ -234,14 +237,14 @@ def _unknown_family(model_type: object, where: str) -> UserError:
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Returns the config of a model with the first `layers` layers only."""
+    """Returns the config of the model that has only the first `layers` layers."""
     shorter = {
         key: value[:layers] if key in _PER_LAYER and isinstance(value, list) else value
         for key, value in config.items()
     }
     for key in ("mlp_only_layers", "moe_layers"):
         if isinstance(config.get(key), list):
-            # Entries that are not numbers stay, and are refused where the key is read.
+            # Entries that are not numbers are kept. The function that reads the key refuses them.
             shorter[key] = [
                 index for index in config[key] if not isinstance(index, int) or index < layers
             ]
@@ -262,20 +265,23 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def with_nulls(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with nulls, as transformers expects it. This reverses `essential`."""
-    given = {
-        key: None if value == 0 and key in ZERO_FOR_NULL else value
+    """Returns a stored config with nulls, and with floats that JSON does not have, as transformers
+    expects it. It is the inverse of `essential`.
+    """
+    restored = {
+        key: None if value == 0 and key in ZERO_FOR_NULL else _with_floats(value)
         for key, value in config.items()
         if key != NULLS
     }
-    return {**given, **dict.fromkeys(nulls_of(config))}
+    return {**restored, **dict.fromkeys(nulls_of(config))}
 
 
 def text_config(config: Any, where: str) -> dict[str, Any]:
     """Returns the keys of a config.json that affect training.
 
-    For a multimodal model, these are the keys of its language model. Raises UserError if `config`
-    is not a JSON object, or if it is that of an encoder-decoder.
+    For a multimodal model, these are the keys of its language model. `where` says where the config
+    comes from, for error messages. Raises UserError if `config` is not a JSON object, or if the
+    model is an encoder-decoder.
     """
     if not isinstance(config, dict):
         raise UserError(
@@ -314,3 +320,20 @@ def text_config(config: Any, where: str) -> dict[str, Any]:
             allowed="a Hugging Face config.json",
             fix="give a model folder",
         ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns `value`, any part of a config.json, with the floats that JSON does not have.
+
+    transformers writes infinity, as in Falcon-H1's `time_step_limit`, as {"__float__": "Infinity"}.
+    `decode_config` returns a bare `Infinity` in the same form. Plans and checkpoints also store it
+    in this form, because a checkpoint's manifest is JSON.
+    """
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    if isinstance(name, str) and name in ("Infinity", "-Infinity", "NaN"):
+        return float(name)
+    return {key: _with_floats(item) for key, item in value.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.simulator.base.errors import UserError
 
 LARGEST_SIZE = 2**24
-"""The largest width or vocabulary that is accepted. A larger one is taken for a mistake."""
+"""The largest width or vocabulary that is accepted. A larger one is considered a mistake."""
 MOST_LAYERS = 1024
 """The largest number of layers that is accepted."""
 _FIX = "correct config.json"
@@ -38,23 +38,21 @@ _NOISE = frozenset(
     )
 )
 """Keys that affect neither the shapes nor the arithmetic of a training step."""
-
-
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Keys that have an effect only if the first one is true."""
 _SCORES_ON_REQUEST = {"falcon": "output_attentions"}
-"""Family -> a key of `_NOISE` with which its model computes attention in another way."""
+"""Family -> the key of `_NOISE` that changes how this family computes attention."""
 ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
 """Keys whose null is stored as 0."""
 NULLS = "nulls"
-"""The key that lists all other keys whose value is null. Null means *none*, and a missing key means
-*the default*."""
+"""The key of a stored config that lists all other keys whose value is null. Null means *none*, and
+a missing key means *the default*."""
 
 
 class ModelConfig:
     """Checked access to a config. Missing keys have the family's defaults.
 
-    The methods raise UserError if a value has another type or is out of range.
+    All methods and properties raise UserError if a value has the wrong type or is out of range.
     """
 
     def __init__(
@@ -76,17 +74,18 @@ class ModelConfig:
         self._nulls = nulls_of(config)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of `key`, or else the family's default, or else `default`.
+        """Returns the value of `key`, unchecked.
 
-        The family's default is not used if the key is null.
+        If the config does not have the key, returns the family's default, or `default` if the
+        family has none. If the value is null, returns `default`.
         """
-        own = self._names.get(key, key)
-        value = self.config.get(own)
-        if value is None and own != key:  # transformers also accepts the usual name
+        name = self._names.get(key, key)
+        value = self.config.get(name)
+        if value is None and name != key:  # transformers also accepts the usual name
             value = self.config.get(key)
-        if value is None and own in self._nulls:
+        if value is None and name in self._nulls:
             return default
-        return self.defaults.get(own, default) if value is None else value
+        return self.defaults.get(name, default) if value is None else value
 
     def count(
         self, key: str, default: int | None = None, *, least: int = 0, most: int = LARGEST_SIZE
@@ -120,7 +119,9 @@ class ModelConfig:
         return value
 
     def is_on(self, switch: bool | str) -> bool:
-        """Returns `switch`, or the boolean under the key that it names."""
+        """Returns `switch` if it is a boolean, and the value of the key `switch` if it is a
+        text.
+        """
         return self.flag(switch) if isinstance(switch, str) else switch
 
     def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
@@ -183,16 +184,17 @@ class ModelConfig:
         return value
 
     def wrong(self, key: str, allowed: str) -> UserError:
-        """Returns the error for the value of `key`, with what is `allowed` instead."""
+        """Returns the error for a wrong value of `key`. `allowed` says what the value may be."""
         return UserError(
             f"{self.where}: {key}", found=repr(self.get(key)), allowed=allowed, fix=_FIX
         )
 
     @property
     def window(self) -> int:
-        """Tokens that a sliding layer attends to, or 0 if there is no window.
+        """Tokens that a query of a sliding layer attends to, or 0 if there is no window.
 
-        The window is also off if the family has the key `use_sliding_window` and it is false.
+        There is also no window if the family has the key `use_sliding_window` and its value is
+        false.
         """
         return (
             0
@@ -202,23 +204,27 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
+        """Number of decoder layers."""
         return self.size("num_hidden_layers", most=MOST_LAYERS)
 
     @property
     def hidden(self) -> int:
+        """Elements of a hidden state."""
         return self.size("hidden_size")
 
     @property
     def vocabulary(self) -> int:
+        """Number of tokens in the vocabulary."""
         return self.size("vocab_size")
 
     @property
     def heads(self) -> int:
+        """Number of query heads."""
         return self.size("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values. Each is shared by a group of query heads."""
+        """Number of key-value heads. Each is shared by a group of query heads."""
         heads = self.heads
         kv_heads = self.size("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -232,6 +238,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         if self.get("head_dim") is None and self.hidden % self.heads:
             raise UserError(
                 f"{self.where}: hidden_size",
@@ -243,14 +250,14 @@ class ModelConfig:
 
 
 def essential(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that affect training, in a form that TOML can hold.
+    """Returns the keys of a config that affect training, in a form that TOML can hold.
 
     TOML has no null. A null becomes 0 (`ZERO_FOR_NULL`) or an entry in the list under `NULLS`.
     """
     noise = _NOISE if config.get(_ROUTER_LOSS[0]) is True else _NOISE.union(_ROUTER_LOSS)
-    asked = _SCORES_ON_REQUEST.get(str(config.get("model_type")))
-    if asked and config.get(asked):
-        noise -= {asked}
+    scores = _SCORES_ON_REQUEST.get(str(config.get("model_type")))
+    if scores and config.get(scores):
+        noise -= {scores}
     kept = {
         key: 0 if value is None and key in ZERO_FOR_NULL else value
         for key, value in config.items()

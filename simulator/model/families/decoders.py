@@ -1,7 +1,7 @@
 """The most common families: Llama, Qwen, Gemma, GLM, Granite, DeepSeek and others.
 
-`DECODERS` says which modules a decoder layer consists of, in the order in which transformers
-registers them. Modules that only one family has are functions below. To add a family, add it to
+`DECODERS` lists the modules of each family's decoder layer, in the order in which transformers
+registers them. The functions below are modules of one or a few families. To add a family, add it to
 `DECODERS`, or to the dict of another file such as `dense` or `mixtures`. Its `defaults` are those
 of transformers' config class, for keys that a config.json may leave out. The tests compare the
 family with transformers' model.
@@ -94,6 +94,7 @@ def phi3_attention(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def phi(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of Phi: one norm, after which attention and MLP run in parallel."""
     heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("qk_layernorm") else ()
     return (
         *attention(c, kind.attention, bias=True, out="dense", copied=True),
@@ -109,7 +110,10 @@ def phi(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def cohere(c: ModelConfig, kind: Kind) -> Parts:
-    """One norm, after which attention and MLP run in parallel. Rotary positions are in fp32."""
+    """Returns a layer of Cohere: one norm, after which attention and MLP run in parallel.
+
+    Rotary positions are in fp32.
+    """
     heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("use_qk_norm") else ()
     return (
         *attention(c, kind.attention, bias="attention_bias"),
@@ -125,24 +129,27 @@ def cohere(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def sinks(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns the learned number per head that an attention sink needs."""
+    """Returns the learned number of each head that an attention sink needs."""
     return (Part(tensors=(("self_attn.sinks", (c.heads,)),)),)
 
 
 def qwen_experts(*, experts_first: bool = False, shared: bool = False) -> Layer:
     """Returns a gated MLP, or Qwen's router and experts in layers with experts.
 
-    If `shared`, a gated expert for every token is added.
+    With `shared`, these layers also have a gated expert that every token uses. `experts_first` is
+    as in `routed`.
     """
-    every = stacked(
+    shared_expert = stacked(
         shared_experts(inner="shared_expert_intermediate_size", name="shared_expert"),
         lambda c, _: (expert_gate("mlp.shared_expert_gate", c.hidden),),
     )
-    return dense_or(routed(experts_first=experts_first), *([every] if shared else []))
+    return dense_or(routed(experts_first=experts_first), *([shared_expert] if shared else []))
 
 
 def gated_attention(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns attention whose output is scaled by a sigmoid of half of its query projection."""
+    """Returns attention whose output is scaled by the sigmoid of a gate. The query projection also
+    computes the gate.
+    """
     query, key, hidden, bias = (
         c.heads * c.head_dim,
         c.kv_heads * c.head_dim,
@@ -165,21 +172,22 @@ def gated_attention(c: ModelConfig, _kind: Kind) -> Parts:
 
 
 def deepseek_mlp(
-    of: str = "n_routed_experts", shared: str = "n_shared_experts", bias: bool | str = False
+    number: str = "n_routed_experts", shared: str = "n_shared_experts", bias: bool | str = False
 ) -> Layer:
-    """Returns a gated MLP, or in layers with experts those of DeepSeek, with a router in fp32.
+    """Returns a gated MLP, or DeepSeek's router in fp32 and experts in layers with experts.
 
-    `of` and `shared` are the keys of the numbers of routed and of shared experts, and `bias` that
-    of a bias in both kinds of MLP.
+    `number` and `shared` are the keys of the numbers of routed and shared experts. `bias` says
+    whether gated MLP and shared experts have a bias, or is the key that decides it.
     """
     return dense_or(
-        routed(of=of, wide=True, experts_first=True),
+        routed(number=number, wide=True, experts_first=True),
         shared_experts(shared, bias=bias),
         dense=gated(bias=bias),
     )
 
 
 def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns attention as in GLM-4.5, with norms of queries and keys if the config says so."""
     norms = "head" if c.flag("use_qk_norm") else ""
     return attention(
         c, kind.attention, bias="attention_bias", out_bias=False, norms=norms, copied=True
@@ -187,8 +195,8 @@ def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns attention with sinks: a sigmoid of each head's log-sum-exp and a learned number
-    scales the output, which autograd saves.
+    """Returns attention with sinks, whose output is scaled by a sigmoid of each head's log-sum-exp
+    and a learned number. Autograd saves the output.
     """
     c.each_layer("layer_rope_theta")  # checks that it has one entry for each layer
     output = c.heads * c.head_dim
@@ -204,14 +212,18 @@ def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
 GRANITE_EXPERTS = stacked(
     pre_norms(),
     routed(
-        of="num_local_experts", inner="intermediate_size", name="block_sparse_moe", gate="router"
+        number="num_local_experts",
+        inner="intermediate_size",
+        name="block_sparse_moe",
+        gate="router",
     ),
     scaled_residuals,
 )
-"""What follows attention in a layer of Granite with experts."""
+"""The modules after attention in a layer of Granite with experts."""
 
 
 def gpt_neox(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of GPT-NeoX, in which attention and MLP may run in parallel."""
     bias, hidden = c.flag("attention_bias", True), c.hidden
     parallel = c.flag("use_parallel_residual", True)
     return (
@@ -241,7 +253,9 @@ DEEPSEEK = stacked(latent_attention, deepseek_mlp(), pre_norms())
 
 
 def _gemma(norms: str) -> Layer:
-    """Returns the layers of Gemma 2 and 3. `norms` are those of queries and keys."""
+    """Returns a layer of Gemma 2 and 3. `norms` are the norms of queries and keys, as in
+    `attention`.
+    """
     return stacked(
         attends(bias="attention_bias", norms=norms, weight="wide", scores=capped_scores),
         gated(act="hidden_activation"),
@@ -366,8 +380,8 @@ DECODERS: dict[str, Family] = {
             sinks,
             attends(bias="attention_bias", scores=sink_scores),
             routed(
-                of="num_local_experts", inner="intermediate_size", gate="router", transposed=True,
-                bias=True,
+                number="num_local_experts", inner="intermediate_size", gate="router",
+                transposed=True, bias=True,
             ),
             pre_norms("wide"),
         ),
@@ -379,7 +393,9 @@ DECODERS: dict[str, Family] = {
     ),
     "mixtral": Family(
         layer=stacked(
-            attends(), routed(of="num_local_experts", inner="intermediate_size"), pre_norms()
+            attends(),
+            routed(number="num_local_experts", inner="intermediate_size"),
+            pre_norms(),
         ),
         attention=one_window, mlp=every_layer, defaults=_MIXTRAL,
     ),
@@ -448,3 +464,4 @@ DECODERS: dict[str, Family] = {
         defaults={"hidden_act": "gelu"},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

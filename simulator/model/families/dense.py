@@ -11,8 +11,8 @@ from megatrain.simulator.model.families.family import (
     attends,
     gated,
     heads_of_hidden_size,
+    interleaved_rotary,
     layer_norms,
-    neighbours_turned,
     output_norms,
     plain,
     post_norms,
@@ -54,14 +54,14 @@ MISTRAL = stacked(attends(), gated(), pre_norms())
 
 
 def scaled_queries(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns a product that scales queries by their position."""
+    """Returns the product that scales queries by their position."""
     elements = 2 * c.heads * c.head_dim
     return (Part(forward=Traffic(elements), backward=Traffic(elements)),)
 
 
 def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
-    """Returns OLMo's layer norm without weight and bias: one kernel forward and one backward, in
-    fp32. `first` says whether its input is that of the layer.
+    """Returns OLMo's layer norm, without weight and bias, in fp32. It is one kernel forward and one
+    backward. `first` says whether its input is the layer's input.
     """
     return Part(
         forward=Traffic(0, 2 * hidden, 2 * hidden),
@@ -72,23 +72,24 @@ def unweighted_norm(hidden: int, *, first: bool = False) -> Part:
 
 
 def no_norm(_name: str, size: int) -> Part:
-    """Returns OLMo's final norm."""
+    """Returns OLMo's final norm, which has no parameters and therefore no name."""
     return unweighted_norm(size)
 
 
 def _olmo_norms(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns OLMo's norms before attention and before the MLP, and two residual sums."""
     return (unweighted_norm(c.hidden, first=True), unweighted_norm(c.hidden), residual(c.hidden))
 
 
-def _norms_of_heads(c: ModelConfig, of: str, heads: int) -> Part:
-    """Returns layer norms of queries (`of` is "q") or keys ("k") without bias.
+def _norms_of_heads(c: ModelConfig, name: str, heads: int) -> Part:
+    """Returns layer norms without bias of queries (`name` is "q") or keys ("k").
 
-    Each head has a weight of its own. A copy concatenates the heads.
+    Each head has its own weight. A copy concatenates the heads.
     """
     size = c.head_dim
     return Part(
         tensors=tuple(
-            (f"self_attn.{of}_layernorm.norms.{head}.weight", (size,)) for head in range(heads)
+            (f"self_attn.{name}_layernorm.norms.{head}.weight", (size,)) for head in range(heads)
         ),
         forward=Traffic(4 * heads * size),
         backward=Traffic(7 * heads * size),
@@ -97,6 +98,7 @@ def _norms_of_heads(c: ModelConfig, of: str, heads: int) -> Part:
 
 
 def stablelm(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of StableLM, in which attention and MLP may run in parallel."""
     heads = (("q", c.heads), ("k", c.kv_heads)) if c.flag("qk_layernorm") else ()
     second = (
         shared_input(c.hidden, 2)
@@ -105,7 +107,7 @@ def stablelm(c: ModelConfig, kind: Kind) -> Parts:
     )
     return (
         *attention(c, kind.attention, bias="use_qkv_bias", out_bias=False, copied=True),
-        *(_norms_of_heads(c, of, count) for of, count in heads),
+        *(_norms_of_heads(c, name, count) for name, count in heads),
         *gated_mlp(c),
         layer_norm("input_layernorm", c.hidden, first=True),
         second,
@@ -114,8 +116,8 @@ def stablelm(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def persimmon(c: ModelConfig, kind: Kind) -> Parts:
-    """One projection for queries, keys and values, layer norms of queries and keys, and an MLP
-    without a gate.
+    """Returns a layer of Persimmon: one projection for queries, keys and values, layer norms of
+    queries and keys, and an MLP without a gate.
     """
     hidden, heads, size = c.hidden, c.heads, c.head_dim
     # The input of these norms is the projection, which attention saves anyway.
@@ -139,8 +141,8 @@ def xielu_mlp(c: ModelConfig, _kind: Kind) -> Parts:
     hidden, inner = c.hidden, c.size("intermediate_size")
     if c.get("hidden_act") != "xielu":
         raise c.wrong("hidden_act", "xielu")
-    # transformers writes xIELU out in 14 elementwise kernels. Autograd saves its input, three
-    # results, and a mask of one byte per element.
+    # In transformers, xIELU is 14 elementwise kernels. Autograd saves its input, three results, and
+    # a mask of one byte per element.
     between = Part(
         tensors=(("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,))),
         forward=Traffic(38 * inner),
@@ -162,9 +164,10 @@ _NEMOTRON = stacked(
 
 
 def _copied_output(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns the copy of attention's output that a compiled layer saves, in the layout of the
-    projection. Queries and keys of which only a part is rotated are concatenated, and the output
-    has their layout.
+    """Returns the copy of attention's output that a compiled layer saves.
+
+    Only a part of each query and key is rotated, and then the parts are concatenated. The output of
+    attention has the layout of the result, and is copied into the layout of the projection.
     """
     return (Part(compiled=Compiled(Kept(c.heads * c.head_dim))),)
 
@@ -192,7 +195,7 @@ DENSE_FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5": Family(
         layer=stacked(
-            attends(bias="use_bias"), neighbours_turned, gated(bias="use_bias"), pre_norms()
+            attends(bias="use_bias"), interleaved_rotary, gated(bias="use_bias"), pre_norms()
         ),
         defaults={**_SILU, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
     ),
@@ -284,3 +287,4 @@ DENSE_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

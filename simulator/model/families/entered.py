@@ -1,7 +1,7 @@
 """Families with a norm between the embedding and the first decoder layer: BLOOM and NanoChat.
 
-The norm is counted in the first layer and recomputed with it. The embedding therefore stays a
-look-up, whose backward needs no weights.
+The norm is counted in the first layer and recomputed with it. So the embedding is only a lookup,
+whose backward pass needs no weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _BLOOM_NORM = "word_embeddings_layernorm"
 
 
 def bloom(c: ModelConfig, kind: Kind) -> Parts:
-    """Positions are slopes, one per head, that are added to the scores. The GELU is BLOOM's own
-    autograd function, which saves only its input.
+    """Returns a layer of BLOOM.
+
+    Each head has a slope. The slope times the position is added to the scores. The GELU is an
+    autograd function that saves only its input.
     """
     hidden, inner = c.hidden, 4 * c.hidden
     if hidden % c.heads:
@@ -63,7 +65,9 @@ def bloom(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def nanochat(c: ModelConfig, kind: Kind) -> Parts:
-    """Norms without weights, also of queries and keys after rotary positions."""
+    """Returns a layer of NanoChat. Its norms have no weights. Queries and keys have norms after
+    their rotary positions.
+    """
     hidden, size = c.hidden, c.head_dim
     return (
         *attention(c, kind.attention, bias="attention_bias"),
@@ -79,6 +83,7 @@ def nanochat(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def _final_norm(_name: str, size: int) -> Part:
+    """Returns NanoChat's final norm, which has no weight and therefore no name."""
     return unweighted(size)
 
 
@@ -104,3 +109,4 @@ ENTERED_FAMILIES: dict[str, Family] = {
         defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

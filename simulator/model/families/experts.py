@@ -1,6 +1,6 @@
-"""The parts of mixtures of experts, of latent attention and of linear attention.
+"""The parts of mixtures of experts, latent attention and linear attention.
 
-Numbers in parentheses are explained in `parts.py`.
+`parts.py` explains the numbers in parentheses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,15 @@ from megatrain.simulator.model.families.parts import (
 def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bool = False) -> Part:
     """Returns a router, which computes a score for every expert and chooses the best.
 
-    Forward: a cast and a softmax in fp32 (4). Backward: 6. With `wide`, it multiplies in fp32, and
-    autograd saves its input in fp32.
+    The forward pass has a cast and a softmax in fp32 (4). The kernels of the backward pass read and
+    write 6 elements for each score.
+
+    Args:
+        name: The module's name.
+        hidden: The width of the layer.
+        experts: The number of experts.
+        bias: Whether the router has a bias.
+        wide: Whether the router multiplies in fp32, so that autograd saves its input in fp32.
     """
     tensors: Tensors = ((f"{name}.weight", (experts, hidden)),)
     return Part(
@@ -54,23 +61,24 @@ def experts(
     bias: bool = False,
     wide: bool = False,
 ) -> Part:
-    """Returns gated experts, of which `chosen` out of `count` run for each token.
+    """Returns gated experts. For each token, `chosen` of `count` experts run.
 
     All experts share one 3-D tensor for gate and up, and one for down. Each pair of a token and an
-    expert is a row. Forward, a row is gathered (2), passes through its expert, is multiplied with
-    its weight (3), scattered (2) and summed (2). Backward, these are 4, 6, 4 and 2. For each row,
-    autograd saves its input, gate, up, activation and product of the MLP, and its output. For each
-    row it also saves a weight and three indices of 8 bytes.
+    expert is a row. In the forward pass, a row is gathered (2), passes through its expert, is
+    multiplied with its weight (3), scattered (2) and summed (2). In the backward pass, these
+    numbers are 4, 6, 4 and 2. For each row, autograd saves the input, gate, up, the
+    activation, the product of activation and up, the output, a weight, and three indices of 8
+    bytes.
 
     Args:
         name: The module's name.
         hidden: The width of the layer.
         inner: The width between the projections of an expert.
         count: The number of experts.
-        chosen: Experts for each token.
+        chosen: The number of experts that each token uses.
         transposed: Whether weights are stored as [in, out].
-        bias: Whether experts have biases, and clamp gate and up, as in gpt-oss.
-        wide: Whether the weights of the rows are in fp32, and so the weighted outputs.
+        bias: Whether experts have biases and clamp gate and up, as in gpt-oss.
+        wide: Whether the weights of rows and the weighted outputs are in fp32.
     """
     up, down = (
         ((hidden, 2 * inner), (inner, hidden))
@@ -85,8 +93,9 @@ def experts(
         tensors += ((f"{name}.down_proj_bias", (count, hidden)),)
     rows, columns = chosen * hidden, chosen * inner
     clamped = 3 if bias else 0  # gpt-oss clamps gate and up and adds a sum
-    # At first, gradients of the weighted outputs, of the outputs, and of the weights before they
-    # are summed. Then the gradients of gate and up, and what a clamp adds.
+    # The first entry has the gradients of the weighted outputs, of the outputs, and of the weights
+    # before they are summed. The second entry has the gradients of gate and up, and the temporary
+    # tensors of a clamp.
     early = (
         Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
         Kept((2 + clamped) * columns, 12 * chosen),
@@ -114,7 +123,7 @@ def experts(
 
 def routed(
     *,
-    of: str = "num_experts",
+    number: str = "num_experts",
     chosen: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",
     name: str = "mlp",
@@ -127,20 +136,20 @@ def routed(
     """Returns a router and its experts.
 
     Args:
-        of: The key of the number of experts, as in `top_k`.
-        chosen: The key of the number of experts per token.
+        number: The key of the number of experts, as in `top_k`.
+        chosen: The key of the number of experts that each token uses.
         inner: The key of the width between the projections of an expert.
-        name: The name of the module with both.
-        gate: The name of the router in it.
-        wide: As in `router`.
+        name: The name of the module that contains router and experts.
+        gate: The name of the router in this module.
+        wide: As in `router` and `experts`.
         transposed: As in `experts`.
-        bias: Whether router and experts have biases, as in `router` and `experts`.
+        bias: As in `router` and `experts`.
         experts_first: Whether transformers registers the experts before the router.
     """
 
     def parts(c: ModelConfig, _kind: Kind) -> Parts:
-        count, used = top_k(c, of, chosen)
-        found = (
+        count, used = top_k(c, number, chosen)
+        modules = (
             router(f"{name}.{gate}", c.hidden, count, bias=bias, wide=wide),
             experts(
                 f"{name}.experts",
@@ -153,13 +162,13 @@ def routed(
                 wide=wide,
             ),
         )
-        return found[::-1] if experts_first else found
+        return modules[::-1] if experts_first else modules
 
     return parts
 
 
 def shared_experts(
-    of: str = "",
+    number: str = "",
     *,
     inner: str = "moe_intermediate_size",
     name: str = "shared_experts",
@@ -167,30 +176,33 @@ def shared_experts(
     optional: bool = False,
     scaled: bool = False,
 ) -> Layer:
-    """Returns the experts that every token passes through, as one MLP, and the sum with the others.
+    """Returns the shared experts, which every token uses, as one MLP, and the sum of their output
+    and that of the routed experts.
 
     Args:
-        of: The key of the number of such experts. Empty means one.
-        inner: The key of the width between the projections of one.
-        name: Their name in `mlp`.
+        number: The key of the number of shared experts. Empty means one.
+        inner: The key of the width between the projections of one expert.
+        name: The name of the shared experts in `mlp`.
         bias: As in `gated_mlp`.
         optional: Whether the number may be 0. There are then no parts.
         scaled: Whether a product scales the sum.
     """
 
     def parts(c: ModelConfig, _kind: Kind) -> Parts:
-        count = c.count(of, least=0 if optional else 1) if of else 1
+        count = c.count(number, least=0 if optional else 1) if number else 1
         if not count:
             return ()
-        found = shared_expert(c, f"mlp.{name}", count * c.size(inner), bias=bias)
+        shared = shared_expert(c, f"mlp.{name}", count * c.size(inner), bias=bias)
         product = Part(forward=Traffic(2 * c.hidden), backward=Traffic(2 * c.hidden))
-        return (found, product) if scaled else (found,)
+        return (shared, product) if scaled else (shared,)
 
     return parts
 
 
 def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool | str = False) -> Part:
-    """Returns an MLP that every token passes through, and the sum with the routed experts."""
+    """Returns an MLP that every token uses, and the sum of its output and that of the routed
+    experts.
+    """
     part = merge_parts(gated_mlp(c, name=name, inner=inner, label=False, bias=bias))
     return merge_parts(
         (part, Part(forward=Traffic(3 * c.hidden), backward=Traffic(3 * c.hidden), mlp=f"+{inner}"))
@@ -198,7 +210,9 @@ def shared_expert(c: ModelConfig, name: str, inner: int, *, bias: bool | str = F
 
 
 def expert_gate(name: str, hidden: int) -> Part:
-    """Returns a sigmoid per token that scales the shared expert's output, which autograd saves."""
+    """Returns a sigmoid per token that scales the output of the shared expert. Autograd saves the
+    output and the sigmoid.
+    """
     return Part(
         tensors=((f"{name}.weight", (1, hidden)),),
         active=hidden,
@@ -211,36 +225,37 @@ def expert_gate(name: str, hidden: int) -> Part:
 def latent_attention(c: ModelConfig, kind: Kind) -> Parts:
     """Returns DeepSeek's multi-head latent attention.
 
-    Queries, and keys with values, are projected through narrow latents that have norms of their
-    own. Rotary positions have separate elements in each head. Queries and keys are concatenated
-    head by head (2). Values are saved together with the keys that come from the same projection.
+    Queries are projected through a narrow latent, and keys and values through another one. Each
+    latent has a norm. Rotary positions have separate elements in each head. Queries and keys are
+    concatenated head by head (2). Values are saved together with the keys that come from the same
+    projection.
     """
     hidden, heads, bias = c.hidden, c.heads, c.flag("attention_bias")
-    rank, latent, plain, turned, value = (
+    rank, latent, plain, rotated, value = (
         c.count("q_lora_rank", 0),
         c.size("kv_lora_rank"),
         c.size("qk_nope_head_dim"),
         c.size("qk_rope_head_dim"),
         c.size("v_head_dim", c.hidden // c.heads),
     )
-    query = plain + turned
-    into: Parts
+    query = plain + rotated
+    queries: Parts
     if rank:
-        into = (
+        queries = (
             linear("self_attn.q_a_proj", hidden, rank, bias),
             rms_norm("self_attn.q_a_layernorm", rank),
             linear("self_attn.q_b_proj", rank, heads * query),
         )
     else:
-        into = (linear("self_attn.q_proj", hidden, heads * query),)
+        queries = (linear("self_attn.q_proj", hidden, heads * query),)
     joining = Part(forward=Traffic(2 * 2 * heads * query), backward=Traffic(2 * 3 * heads * query))
     return (
-        *into,
-        linear("self_attn.kv_a_proj_with_mqa", hidden, latent + turned, bias),
+        *queries,
+        linear("self_attn.kv_a_proj_with_mqa", hidden, latent + rotated, bias),
         rms_norm("self_attn.kv_a_layernorm", latent),
         linear("self_attn.kv_b_proj", latent, heads * (plain + value)),
         linear("self_attn.o_proj", heads * value, hidden, bias),
-        rotary((heads + 1) * turned),
+        rotary((heads + 1) * rotated),
         joining,
         attend(c, kind.attention, query=query, value=value, kv_heads=heads, copied=True),
         Part(kept=Kept(heads * plain)),
@@ -252,14 +267,14 @@ _CHUNK = 64
 """Tokens in a chunk of the gated delta rule in transformers."""
 
 
-def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
+def gated_delta(c: ModelConfig, _kind: Kind, *, separate: bool = False) -> Parts:
     """Returns the linear attention of Qwen3-Next: a short convolution, then the gated delta rule
     over chunks of 64 tokens in fp32, and a gated norm.
 
-    With `apart`, the input has four projections as in Qwen3.5, not two. FLOPs per token and value
-    head, with chunks of C tokens, key size k and value size v: k k' and q k' (2 C k each), the
-    triangular systems (C (k + v)), the scan's products with the state (3 x 2 k v) and inside the
-    chunk (2 C v).
+    With `separate`, the input has four projections as in Qwen3.5, instead of two. FLOPs per token
+    and value head, with chunks of C tokens, key size k and value size v: k k' and q k' (2 C k
+    each), the triangular systems (C (k + v)), the scan's products with the state (3 x 2 k v) and
+    inside the chunk (2 C v).
     """
     hidden, kernel = c.hidden, c.size("linear_conv_kernel_dim")
     key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
@@ -303,7 +318,7 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
         backward=Traffic(values, 12 * values, 3 * values),
         kept=Kept(2 * values, 2 * values),
     )
-    into: tuple[tuple[str, int], ...] = (
+    inputs: tuple[tuple[str, int], ...] = (
         ("in_proj_qkvz", mixed + values),
         ("in_proj_ba", 2 * value_heads),
     )
@@ -311,19 +326,19 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
         rms_norm(f"{name}.norm", value, rows=value_heads, projected=False),
         linear(f"{name}.out_proj", values, hidden),
     )
-    if apart:
-        into = (
+    if separate:
+        inputs = (
             ("in_proj_qkv", mixed),
             ("in_proj_z", values),
             ("in_proj_b", value_heads),
             ("in_proj_a", value_heads),
         )
-    projections = tuple(linear(f"{name}.{each}", hidden, size) for each, size in into)
+    projections = tuple(linear(f"{name}.{key}", hidden, size) for key, size in inputs)
     small: Tensors = ((f"{name}.dt_bias", (value_heads,)), (f"{name}.A_log", (value_heads,)))
     return (
         Part(tensors=small),
         convolution,
-        *((norm, out, *projections) if apart else (*projections, norm, out)),
+        *((norm, out, *projections) if separate else (*projections, norm, out)),
         rule,
         gate,
         shared_input(hidden, len(projections)),
@@ -333,10 +348,10 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, apart: bool = False) -> Parts:
 def lightning(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns the linear attention of MiniMax over blocks of tokens.
 
-    Inside a block, queries and keys are multiplied. A state carries the blocks before it. FLOPs per
+    Inside a block, queries and keys are multiplied. A state sums up all blocks before it. FLOPs per
     token and head, with blocks of C tokens and head size k: q k' and its product with v (2 C k
     each), the product of q with the state, and the sum of the state (2 k k each). The saved bytes
-    are an upper bound, since a row that is shorter than a block has fewer products.
+    are an upper bound, because a row that is shorter than a block has fewer products.
     """
     hidden, heads, size, block, name = (
         c.hidden,

@@ -1,4 +1,4 @@
-"""Family: describes one `model_type`. Also helpers that several families share."""
+"""Family: describes one `model_type`. The functions make parts that several families share."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from megatrain.simulator.model.families.parts import (
     attention,
     centred_norm,
     gated_mlp,
+    interleaved,
     layer_norm,
     placed,
     plain_mlp,
     residual,
     rms_norm,
-    turned_in_pairs,
 )
 
 Parts = tuple[Part, ...]
 """The parts of a layer, in the order in which transformers registers their tensors."""
-
-
 Layer = Callable[[ModelConfig, Kind], Parts]
-"""Returns the parts of a decoder layer of a kind, or those of one module of it."""
+"""Returns the parts of a decoder layer of a kind, or of one of its modules."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One `model_type`: the parts of its layers, and the rest of its decoder."""
 
     layer: Layer
-    """The decoder layers."""
+    """Returns the parts of a decoder layer."""
     attention: Callable[[ModelConfig], list[str]] | None = None
-    """Returns the attention of each layer. None means full attention in all."""
+    """Returns the attention of each layer (`Kind.attention`). None means full attention in all
+    layers."""
     mlp: Callable[[ModelConfig], list[str]] | None = None
-    """Returns the MLP of each layer. None means a dense MLP in all."""
+    """Returns the MLP of each layer (`Kind.mlp`). None means a dense MLP in all layers."""
     variants: Callable[[ModelConfig], list[tuple[Any, ...]]] | None = None
-    """Returns what else the layers differ in, for each layer. None means nothing."""
+    """Returns the other properties in which layers differ, for each layer (`Kind.variant`). None
+    means that there are none."""
     carried: Callable[[ModelConfig], int] | None = None
     """Returns the elements per token that travel from layer to layer. None means the hidden
     size."""
     carried_by: Literal["", "gemma3n"] = ""
-    """The file of `runtime/layers` that makes layers take and return what is carried as one tensor.
-    The runtime cannot train a family with `carried` and without such a file."""
+    """The file of `runtime/layers` whose layers take and return all carried elements as one tensor.
+    The runtime cannot train a family that has `carried` but no such file."""
     norm: Callable[[str, int], Part] = rms_norm
-    """Returns the final norm, for a name and a width."""
+    """Returns the final norm, given its name and width."""
     norm_name: str = "norm"
     """The name of the final norm."""
     embedding: str = "embed_tokens"
@@ -66,21 +66,23 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The names of the modules between the last layer and the final norm. They are counted in that
     layer."""
     tables: Callable[[ModelConfig], Tensors] | None = None
-    """Returns further tables that the embedding looks each token up in: name and shape
+    """Returns additional tables in which the embedding looks up each token: name and shape
     [rows, width]. None means that there are none."""
     positions: Callable[[ModelConfig], Tensors] | None = None
     """Returns tables of learned positions that are added to the embedding's rows: name and shape
     [positions, hidden]. None means that there are none."""
     scaled_from: Callable[[ModelConfig], int | None] | None = None
-    """Returns the length from which on some layer scales queries by their position in the row, even
-    if the row has several documents. None means that positions restart at each document."""
+    """Returns the row length, in tokens, from which on some layer scales queries by their position
+    in the row, even if the row has several documents. None means that positions restart at each
+    document."""
     unused_positions: int = 0
     """Rows at the start of a table of positions that belong to no token."""
     longest: str = ""
-    """The key of config.json with the longest row that the model accepts. Empty means no limit."""
+    """The key of config.json with the longest row that the model accepts, in tokens. Empty means no
+    limit."""
     draws: tuple[str, ...] = ()
-    """The keys of config.json that say how widely layers draw at random in training, other than
-    dropout. The runtime trains with them. Empty means that layers draw nothing."""
+    """The keys of config.json with the magnitude of random noise, other than dropout, that layers
+    add in training. The runtime trains with it. Empty means that there is none."""
     head: str = "lm_head"
     """The name of the output projection, which is outside of the decoder."""
     scales_logits: bool = False
@@ -88,10 +90,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool | str = False
     """Whether the output projection has a bias, or the key of config.json that decides it."""
     names: dict[str, str] = {}
-    """Keys such as `hidden_size` -> the family's own name for them in config.json."""
+    """Usual key, such as `hidden_size` -> the family's own name for it in config.json."""
     published: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
-    """Converts a config that transformers has saved to the form in which it was published. It
-    receives the config and where it comes from. None means that the two forms are the same."""
+    """Returns a config that transformers has saved in the form in which it was published. The
+    arguments are the config and where it comes from, for error messages. None means that the two
+    forms are the same."""
     defaults: dict[str, Any] = {}
     """The defaults of transformers for keys that config.json may leave out."""
 
@@ -108,8 +111,8 @@ def dense_or(*modules: Layer, dense: Layer | None = None) -> Layer:
 
     `dense` is a gated MLP by default.
     """
-    otherwise, sparse = dense or gated(), stacked(*modules)
-    return lambda c, kind: otherwise(c, kind) if kind.mlp == DENSE else sparse(c, kind)
+    mlp, sparse = dense or gated(), stacked(*modules)
+    return lambda c, kind: mlp(c, kind) if kind.mlp == DENSE else sparse(c, kind)
 
 
 def linear_or(mixer: Layer, full: Layer) -> Layer:
@@ -159,9 +162,9 @@ def post_norms(weight: str = "low") -> Layer:
 
 
 def output_norms(*names: str, wanted: bool | str = True) -> Layer:
-    """Returns norms of the outputs of attention and MLP with these `names`.
+    """Returns norms of the outputs of attention and MLP, with these names.
 
-    `wanted` may be the key of config.json that decides whether there are any.
+    `wanted` is False for no norms. It may be the key of config.json that decides it.
     """
     return lambda c, _: tuple(
         rms_norm(name, c.hidden, projected=False) for name in names if c.is_on(wanted)
@@ -196,19 +199,21 @@ def query_key_norms(c: ModelConfig, _kind: Kind) -> Parts:
     )
 
 
-def neighbours_turned(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns what rotary positions cost more if they rotate neighbouring elements, in fp32."""
-    return (turned_in_pairs((c.heads + c.kv_heads) * c.head_dim),)
+def interleaved_rotary(c: ModelConfig, _kind: Kind) -> Parts:
+    """Returns the additional costs of interleaved rotary positions of queries and keys."""
+    return (interleaved((c.heads + c.kv_heads) * c.head_dim),)
 
 
 def scaled_residuals(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns products that scale the two residuals."""
+    """Returns the products that scale the two residuals."""
     return (Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),)
 
 
 def heads_of_hidden_size(reason: str) -> Layer:
-    """Returns no parts, but raises UserError if the heads do not have `hidden_size` elements
-    together. `reason` says what has this width.
+    """Returns a check as a module without parts.
+
+    It raises UserError if all heads together do not have `hidden_size` elements. `reason` names the
+    module that requires it.
     """
 
     def check(c: ModelConfig, _kind: Kind) -> Parts:
@@ -223,28 +228,33 @@ def heads_of_hidden_size(reason: str) -> Layer:
     return check
 
 
-def top_k(c: ModelConfig, of: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
+def top_k(c: ModelConfig, number: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
     """Returns the number of experts, and how many of them each token uses.
 
-    transformers has three names for the first: `num_experts`, `num_local_experts` and
-    `n_routed_experts`. `of` is the one to expect if config.json has none of them, or another name
-    that the family has in their place. `chosen` is the key of the second.
+    Args:
+        c: The config.
+        number: The key of the number of experts. transformers has three usual keys for it:
+            `num_experts`, `num_local_experts` and `n_routed_experts`. If `number` is one of these,
+            config.json may have any of the three, and `number` is the one in error messages.
+        chosen: The key of the number of experts that each token uses.
+
+    Raises UserError if a token would use more experts than there are.
     """
     usual = ("num_experts", "num_local_experts", "n_routed_experts")
-    names = [name for name in usual if of in usual and c.config.get(name) is not None]
-    count, used = c.size(names[0] if names else of, most=2**16), c.size(chosen)
+    names = [name for name in usual if number in usual and c.config.get(name) is not None]
+    count, used = c.size(names[0] if names else number, most=2**16), c.size(chosen)
     if used > count:
         raise c.wrong(chosen, f"at most the {count} experts")
     return count, used
 
 
 def bare_norm(name: str, size: int) -> Part:
-    """Returns Cohere's final norm."""
+    """Returns the final norm of Cohere, which has no bias."""
     return centred_norm(name, (size,))
 
 
 def wide_norm(name: str, size: int) -> Part:
-    """Returns the final RMS norm of families that multiply with its weight in fp32."""
+    """Returns the final RMS norm of families that multiply with the weight in fp32."""
     return rms_norm(name, size, weight="wide")
 
 

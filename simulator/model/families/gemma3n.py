@@ -1,10 +1,10 @@
-"""The text models of Gemma 3n: several streams of hidden states, and three more things that travel
-from layer to layer.
+"""The text models of Gemma 3n, whose layers pass more than hidden states to each other.
 
-What a token carries is wider than the hidden size: the streams, one row of inputs for each layer,
-and the keys and values that the last layers read from an earlier one. The embedding looks each
-token up in two tables. The first layer makes the streams of the two rows, and the last layer makes
-one row of the streams, so both own a few tensors that transformers' model has outside its layers.
+From layer to layer, a token carries several streams of hidden states, one row of inputs for each
+layer, and the keys and values that the last layers read from an earlier one. The embedding looks up
+each token in two tables. The first layer computes the streams from these two rows, and the last
+layer computes one row from the streams. So both have a few tensors that transformers' model has
+outside its layers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from megatrain.simulator.model.families.parts import (
 )
 
 STORE, REUSE = "store", "reuse"
-"""What a layer does with keys and values: makes them for later layers, or uses an earlier one's."""
+"""What a layer does with keys and values: it stores its own for later layers, or reuses those of an
+earlier layer."""
 _PROJECTIONS, _EXITS = "altup_projections", "altup_unembed_projections"
 _MODEL, _MODEL_NORM = "per_layer_model_projection", "per_layer_projection_norm"
 
 
 def _types(c: ModelConfig) -> list[str]:
-    """`layer_types`, or full attention in every fifth layer."""
+    """Returns `layer_types`, or full attention in every fifth layer and sliding in the others."""
     return c.each_layer("layer_types", (FULL, SLIDING)) or [
         SLIDING if (index + 1) % 5 else FULL for index in range(c.layers)
     ]
@@ -54,7 +55,7 @@ def _sizes(c: ModelConfig) -> list[int]:
 
 
 def _sparsities(c: ModelConfig) -> list[float]:
-    """Returns the share of each layer's MLP that is set to zero."""
+    """Returns, for each layer, the share of the MLP's gate that is set to zero, from 0 to 1."""
     key = "activation_sparsity_pattern"
     if c.get(key) is None:
         sparse = 10 if c.layers > 10 else 0
@@ -66,55 +67,65 @@ def _sparsities(c: ModelConfig) -> list[float]:
 
 
 def _sharing(c: ModelConfig) -> list[str]:
-    """Returns what each layer does with keys and values: `STORE`, `REUSE`, or nothing special.
+    """Returns what each layer does with keys and values: `STORE`, `REUSE`, or "" for neither.
 
-    The last `num_kv_shared_layers` layers use those of the last layer of their type before them.
+    The last `num_kv_shared_layers` layers reuse the keys and values of the last layer of their type
+    that comes before all of them.
     """
     types, shared = _types(c), c.count("num_kv_shared_layers", most=c.layers)
-    own = types[: c.layers - shared]
+    before = types[: c.layers - shared]
     if not shared:
         return [""] * c.layers
-    if set(own) != set(types):
+    if set(before) != set(types):
         raise c.wrong("num_kv_shared_layers", "fewer, so that each layer type has a layer before")
-    last = {kind: index for index, kind in enumerate(own)}
-    return [STORE if last[kind] == index else "" for index, kind in enumerate(own)] + [
+    last = {kind: index for index, kind in enumerate(before)}
+    return [STORE if last[kind] == index else "" for index, kind in enumerate(before)] + [
         REUSE
     ] * shared
 
 
 def _variants(c: ModelConfig) -> list[tuple[Any, ...]]:
+    """Returns (sharing of keys and values, width of the MLP, sparsity of the MLP) of each layer."""
     return list(zip(_sharing(c), _sizes(c), _sparsities(c), strict=True))
 
 
-def _each_layer(c: ModelConfig) -> int:
-    """Returns the width of the inputs of one layer."""
+def _input_width(c: ModelConfig) -> int:
+    """Returns the elements per token of the additional inputs of one layer."""
     return c.size("hidden_size_per_layer_input")
 
 
 def _streams(c: ModelConfig) -> int:
+    """Returns the number of streams of hidden states."""
     return c.size("altup_num_inputs", most=64)
 
 
 def _carried(c: ModelConfig) -> int:
-    """Streams, the inputs of all layers, and the shared keys and values of each type of layer."""
+    """Returns the carried elements per token: the streams, the inputs of all layers, and the shared
+    keys and values of each type of layer.
+    """
     shared = len(set(_types(c))) if c.count("num_kv_shared_layers") else 0
     pairs = 2 * shared * c.kv_heads * c.head_dim
-    return _streams(c) * c.hidden + c.layers * _each_layer(c) + pairs
+    return _streams(c) * c.hidden + c.layers * _input_width(c) + pairs
 
 
 def _tables(c: ModelConfig) -> Tensors:
-    shape = c.size("vocab_size_per_layer_input"), c.layers * _each_layer(c)
+    """Returns the second table of the embedding, with the inputs of all layers in each row."""
+    shape = c.size("vocab_size_per_layer_input"), c.layers * _input_width(c)
     return (("embed_tokens_per_layer.weight", shape),)
 
 
 def _norm(name: str, size: int, *, rows: int = 1, first: bool = False, out: bool = False) -> Part:
-    """Returns a norm. `out` says that a projection reads its output."""
+    """Returns an RMS norm. `out` says whether a projection reads its output. The other arguments
+    are as in `rms_norm`.
+    """
     return rms_norm(name, size, rows=rows, first=first, projected=out, weight="wide")
 
 
 def _attention(c: ModelConfig, kind: Kind) -> Parts:
-    """Norms of each head's query, key and value, the last without a weight."""
-    hidden, heads, pairs, size = c.hidden, c.heads, c.kv_heads, c.head_dim
+    """Returns attention with norms of each head's query, key and value. The norm of values has no
+    weight.
+    """
+    hidden, heads, kv_heads, size = c.hidden, c.heads, c.kv_heads, c.head_dim
     bias, (sharing, *_) = c.flag("attention_bias"), kind.variant
     if size % 2:
         raise c.wrong("head_dim", "an even number, since positions turn halves of a head")
@@ -124,20 +135,20 @@ def _attention(c: ModelConfig, kind: Kind) -> Parts:
     )
     if sharing == REUSE:
         # Keys and values are a part of the layer's input, which is not saved again.
-        own: Parts = (rotary(heads * size), Part(kept=Kept(-2 * pairs * size)))
+        keys_values: Parts = (rotary(heads * size), Part(kept=Kept(-2 * kv_heads * size)))
     else:
-        own = (
-            linear("self_attn.k_proj", hidden, pairs * size, bias),
-            linear("self_attn.v_proj", hidden, pairs * size, bias),
-            _norm("self_attn.k_norm", size, rows=pairs),
-            unweighted(size, pairs),
-            rotary((heads + pairs) * size),
+        keys_values = (
+            linear("self_attn.k_proj", hidden, kv_heads * size, bias),
+            linear("self_attn.v_proj", hidden, kv_heads * size, bias),
+            _norm("self_attn.k_norm", size, rows=kv_heads),
+            unweighted(size, kv_heads),
+            rotary((heads + kv_heads) * size),
             shared_input(hidden, 3),
-            Part(backward=Traffic(8 * pairs * size if sharing == STORE else 0)),
+            Part(backward=Traffic(8 * kv_heads * size if sharing == STORE else 0)),
         )
     return (
         *queries,
-        *own,
+        *keys_values,
         linear("self_attn.o_proj", heads * size, hidden, bias),
         attend(c, kind.attention),
         Part(attention=sharing),
@@ -145,8 +156,9 @@ def _attention(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def _mlp(c: ModelConfig, kind: Kind) -> Parts:
-    """A gated MLP. With sparsity, the gate is cut off at a number of standard deviations above its
-    mean: mean (1), deviation (1), difference (2), and relu (2), which saves its output.
+    """Returns a gated MLP. If it is sparse, gates below a cutoff, which is a number of standard
+    deviations above their mean, are set to zero: mean (1), deviation (1), difference (2), and relu
+    (2), which saves its output.
     """
     _, inner, sparsity = kind.variant
     cut = Part(
@@ -159,11 +171,12 @@ def _mlp(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def _altup(c: ModelConfig) -> Parts:
-    """The streams are predicted before the layer and corrected after it.
+    """Returns the prediction of all streams before the layer, and their correction after it.
 
-    A router chooses the coefficients of both. It has a norm, and runs twice. Streams are taken out
-    by an index and added in place. For each of these, the backward pass makes the gradient of all
-    streams and adds it, which is most of its traffic: 62 in all.
+    A router with a norm computes the coefficients of both, so it runs twice. Single streams are
+    read by an index and added in place. For each such operation, the backward pass writes a
+    gradient of all streams and adds it. This is most of the backward traffic, which is 62 per
+    element of the streams.
     """
     hidden, streams = c.hidden, _streams(c)
     all_streams, square = streams * hidden, streams**2
@@ -199,24 +212,24 @@ def _altup(c: ModelConfig) -> Parts:
 
 
 def _inputs(c: ModelConfig) -> Parts:
-    """The layer's own inputs, which are added to all streams but the first."""
-    hidden, each, streams = c.hidden, _each_layer(c), _streams(c)
+    """Returns the modules that add the layer's own inputs to all streams but the first."""
+    hidden, width, streams = c.hidden, _input_width(c), _streams(c)
     gated = Part(
-        forward=Traffic(5 * each + 3 * (streams - 1) * hidden),
-        backward=Traffic(9 * each + 4 * (streams - 1) * hidden),
-        kept=Kept(3 * each),
+        forward=Traffic(5 * width + 3 * (streams - 1) * hidden),
+        backward=Traffic(9 * width + 4 * (streams - 1) * hidden),
+        kept=Kept(3 * width),
     )
     return (
-        linear("per_layer_input_gate", hidden, each),
-        linear("per_layer_projection", each, hidden),
+        linear("per_layer_input_gate", hidden, width),
+        linear("per_layer_projection", width, hidden),
         _norm("post_per_layer_input_norm", hidden),
         gated,
     )
 
 
 def _resized(c: ModelConfig) -> Part:
-    """All streams but one, scaled to the magnitude of the first: square (2), mean (1), product (2)
-    and quotient (2).
+    """Returns the scaling of all streams but the first to the magnitude of the first: square (2),
+    mean (1), product (2) and quotient (2).
     """
     others = (_streams(c) - 1) * c.hidden
     return Part(
@@ -227,12 +240,14 @@ def _resized(c: ModelConfig) -> Part:
 
 
 def _entrance(c: ModelConfig) -> Parts:
-    """Makes the streams of a token's row, and the inputs of all layers of its two rows."""
-    hidden, each, streams = c.hidden, _each_layer(c), _streams(c)
-    inputs = c.layers * each
+    """Returns the modules before the first layer. They compute the streams from a token's row in
+    the embedding, and the inputs of all layers from its rows in both tables.
+    """
+    hidden, width, streams = c.hidden, _input_width(c), _streams(c)
+    inputs = c.layers * width
     return (
         linear(_MODEL, hidden, inputs),
-        _norm(_MODEL_NORM, each, rows=c.layers),
+        _norm(_MODEL_NORM, width, rows=c.layers),
         *(linear(f"{_PROJECTIONS}.{index}", hidden, hidden) for index in range(streams - 1)),
         _resized(c),
         Part(
@@ -244,9 +259,10 @@ def _entrance(c: ModelConfig) -> Parts:
 
 
 def _exit(c: ModelConfig) -> Parts:
-    """Makes one row of the streams: their mean.
+    """Returns the modules after the last layer. They compute one row from the streams, which is
+    their mean.
 
-    The backward pass makes a gradient of all streams (3) for each of them.
+    The backward pass writes a gradient of all streams (3) for each stream.
     """
     hidden, streams = c.hidden, _streams(c)
     return (
@@ -261,6 +277,7 @@ def _exit(c: ModelConfig) -> Parts:
 
 
 def gemma3n(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of Gemma 3n."""
     hidden, rank = c.hidden, c.size("laurel_rank")
     if not 0 <= c.count("altup_active_idx") < _streams(c):
         raise c.wrong("altup_active_idx", f"below altup_num_inputs = {_streams(c)}")
@@ -279,7 +296,7 @@ def gemma3n(c: ModelConfig, kind: Kind) -> Parts:
         *_inputs(c),
         residual(hidden, 4),
         Part(forward=Traffic(2 * hidden), backward=Traffic(2 * hidden)),
-        # all that is carried is cut into its parts and put together again
+        # The carried elements are split into their parts, and concatenated again.
         Part(forward=Traffic(2 * _carried(c)), backward=Traffic(2 * _carried(c))),
         *(_entrance(c) if kind.entered else ()),
         *(_exit(c) if kind.left else ()),
@@ -313,3 +330,4 @@ GEMMA3N_FAMILIES: dict[str, Family] = {
         exit=(_EXITS,), defaults=_DEFAULTS,
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -1,7 +1,7 @@
 """The Gemma 4 language models that are a plain stack of decoder layers: 31B and 26B-A4B.
 
-The small models (E2B, E4B) are refused. Every layer of theirs also reads rows of a second embedding
-table, and the last layers attend to keys and values of an earlier layer.
+The small models (E2B, E4B) are refused. Each of their layers also reads rows of a second embedding
+table, and their last layers attend to keys and values of an earlier layer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
+"""The defaults of Gemma 4."""
 
 
 def gemma4_kinds(c: ModelConfig) -> list[str]:
-    """`layer_types`, or full attention in every sixth layer. The last layer is full in any case."""
+    """Returns `layer_types`, or full attention in every sixth layer. The last layer always has full
+    attention.
+    """
     kinds = c.each_layer("layer_types", (FULL, SLIDING)) or [
         SLIDING if (index + 1) % 6 else FULL for index in range(c.layers)
     ]
@@ -55,10 +58,10 @@ def gemma4_kinds(c: ModelConfig) -> list[str]:
 def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a config in the form in which it was published.
 
-    transformers saves it with the sizes of each full layer instead. Raises UserError if these sizes
-    differ between layers, which the published form cannot express.
+    transformers saves the config with the sizes of each full layer instead. Raises UserError if
+    these sizes differ between layers, which the published form cannot express.
     """
-    if not isinstance(each := config.get(_PER_LAYER), dict):
+    if not isinstance(per_layer := config.get(_PER_LAYER), dict):
         return config
     types = config.get("layer_types")
     full = (
@@ -66,16 +69,16 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(types, list)
         else set()
     )
-    own: dict[str, Any] = next(iter(each.values()), {})
+    first: dict[str, Any] = next(iter(per_layer.values()), {})
     heads = {"num_key_value_heads"} if config.get("attention_k_eq_v") else set()
     if (
-        {str(key) for key in each} != full
-        or any(value != own for value in each.values())
-        or not own.keys() <= {"head_dim"} | heads
+        {str(key) for key in per_layer} not in (full, set())  # empty: the usual sizes
+        or any(value != first for value in per_layer.values())
+        or not first.keys() <= {"head_dim"} | heads
     ):
         raise UserError(
             f"{where}: {_PER_LAYER}",
-            found=each,
+            found=per_layer,
             allowed=(
                 "the same head_dim for every full_attention layer, and with attention_k_eq_v the"
                 " same num_key_value_heads"
@@ -85,15 +88,15 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     named = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     sizes = {
         "global_head_dim": config.get("head_dim", GEMMA4_DEFAULTS["head_dim"]),
-        **{named[key]: value for key, value in own.items()},
+        **{named[key]: value for key, value in first.items()},
     }
     return {**{key: value for key, value in config.items() if key != _PER_LAYER}, **sizes}
 
 
 def unweighted(size: int, rows: int = 1, *, first: bool = False) -> Part:
-    """Returns an RMS norm in fp32 without a weight, of `rows` rows per token.
+    """Returns an RMS norm in fp32 without a weight, for `rows` rows of `size` elements per token.
 
-    `first` says that another part has saved its input in the compute dtype.
+    `first` says that another part saves the input in the compute dtype.
     """
     elements = rows * size
     return Part(
@@ -105,27 +108,28 @@ def unweighted(size: int, rows: int = 1, *, first: bool = False) -> Part:
 
 
 def _attention(c: ModelConfig, kind: str) -> Parts:
-    """Returns attention with norms of each head's query, key and value, the last without a weight.
+    """Returns attention with norms of each head's query, key and value. The norm of values has no
+    weight.
 
     With `attention_k_eq_v`, full layers have no projection for values.
     """
     same = kind == FULL and c.flag("attention_k_eq_v")
     size = c.size("global_head_dim") if kind == FULL else c.head_dim
-    pairs = c.size("num_global_key_value_heads", c.kv_heads) if same else c.kv_heads
+    kv_heads = c.size("num_global_key_value_heads", c.kv_heads) if same else c.kv_heads
     heads, hidden, bias = c.heads, c.hidden, c.flag("attention_bias")
-    if heads % pairs:
+    if heads % kv_heads:
         raise c.wrong("num_global_key_value_heads", f"a divisor of the {heads} attention heads")
-    values = () if same else (linear("self_attn.v_proj", hidden, pairs * size, bias),)
+    values = () if same else (linear("self_attn.v_proj", hidden, kv_heads * size, bias),)
     return (
         linear("self_attn.q_proj", hidden, heads * size, bias),
         rms_norm("self_attn.q_norm", size, rows=heads, projected=False, weight="wide"),
-        rms_norm("self_attn.k_norm", size, rows=pairs, projected=False, weight="wide"),
-        linear("self_attn.k_proj", hidden, pairs * size, bias),
+        rms_norm("self_attn.k_norm", size, rows=kv_heads, projected=False, weight="wide"),
+        linear("self_attn.k_proj", hidden, kv_heads * size, bias),
         *values,
         linear("self_attn.o_proj", heads * size, hidden, bias),
-        unweighted(size, pairs),
-        rotary((heads + pairs) * size),
-        attend(c, kind, query=size, kv_heads=pairs),
+        unweighted(size, kv_heads),
+        rotary((heads + kv_heads) * size),
+        attend(c, kind, query=size, kv_heads=kv_heads),
         shared_input(hidden, 2 if same else 3),
     )
 
@@ -133,7 +137,7 @@ def _attention(c: ModelConfig, kind: str) -> Parts:
 def _mixture(c: ModelConfig) -> Parts:
     """Returns the experts that run in addition to the dense MLP.
 
-    The router has a norm and scales of its own. There are three more norms.
+    The router has its own norm and scales. There are three more norms.
     """
     hidden, count, chosen = c.hidden, c.size("num_experts", most=2**16), c.size("top_k_experts")
     if chosen > count:
@@ -163,6 +167,7 @@ def _mixture(c: ModelConfig) -> Parts:
 
 
 def gemma4(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of Gemma 4. Raises UserError for a small model."""
     if c.count("hidden_size_per_layer_input"):
         raise c.wrong(
             "hidden_size_per_layer_input",

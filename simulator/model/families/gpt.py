@@ -22,7 +22,7 @@ from megatrain.simulator.model.families.parts import (
 
 
 def _transposed(name: str, source: int, target: int) -> Part:
-    """Returns a projection with a bias, whose weight is stored as [in, out], as in GPT-2."""
+    """Returns a projection with a bias. The weight is stored as [in, out], as in GPT-2."""
     tensors: Tensors = ((f"{name}.weight", (source, target)), (f"{name}.bias", (target,)))
     return Part(tensors=tensors, active=source * target, backward=Traffic(low=target))
 
@@ -33,6 +33,7 @@ def _inner(c: ModelConfig) -> int:
 
 
 def gpt2(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of GPT-2."""
     hidden, inner = c.hidden, _inner(c)
     for key in (
         "add_cross_attention",
@@ -56,7 +57,7 @@ def gpt2(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def gpt_bigcode(c: ModelConfig, kind: Kind) -> Parts:
-    """GPT-2, with one key and value head for all query heads."""
+    """Returns a layer of GPTBigCode: GPT-2 with one key-value head for all query heads."""
     hidden = c.hidden
     if c.flag("add_cross_attention") or not c.flag("multi_query"):
         raise c.wrong("multi_query", "true, without cross-attention")
@@ -72,8 +73,13 @@ def gpt_bigcode(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def _opt_layer(c: ModelConfig, inner: int, act: str, attended: Part) -> Parts:
-    """Returns a layer of OPT. `act` is the key of the activation, and `attended` the attention
-    without its projections.
+    """Returns a layer of OPT.
+
+    Args:
+        c: The config.
+        inner: The width between the projections of the MLP.
+        act: The key of the activation.
+        attended: Attention without its projections.
     """
     names = ("k", "v", "q", "out")
     return (
@@ -87,6 +93,7 @@ def _opt_layer(c: ModelConfig, inner: int, act: str, attended: Part) -> Parts:
 
 
 def opt(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns a layer of OPT."""
     hidden = c.hidden
     if c.size("word_embed_proj_dim", hidden) != hidden:
         raise c.wrong(
@@ -103,13 +110,13 @@ def opt(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def biogpt(c: ModelConfig, kind: Kind) -> Parts:
-    """The layers of OPT, with another activation."""
+    """Returns a layer of BioGPT: OPT with another activation."""
     return _opt_layer(c, c.size("intermediate_size"), "hidden_act", attend(c, kind.attention))
 
 
 def _table(name: str, key: str, offset: int = 0) -> Any:
-    """Returns a function that returns the table of positions. The table has the rows that the
-    config has under `key`, and `offset` more.
+    """Returns a function for `Family.positions`. The table has as many rows as the config says
+    under `key`, and `offset` more.
     """
     return lambda c: ((f"{name}.weight", (c.size(key) + offset, c.hidden)),)
 
@@ -155,3 +162,4 @@ GPT_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -1,4 +1,4 @@
-"""Families with attention and a state-space mixer on the same input of each layer: Falcon-H1."""
+"""Families whose layers have attention and a state-space mixer on the same input: Falcon-H1."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def mamba2(c: ModelConfig) -> Parts:
     chunks of tokens in fp32, and a gate.
 
     FLOPs per token and head, with chunks of C tokens, state size n and head size p: products of
-    queries and keys inside the chunk (2 C n) and with the values (2 C p), and the chunk's state
-    with its products (4 n p). The start of each chunk is a sum over all chunks of the row. It costs
-    2 n p / C per chunk, and thus grows with the length of the row as attention does.
+    queries and keys inside the chunk (2 C n), their products with the values (2 C p), and the
+    chunk's state with its products (4 n p). The initial state of each chunk is a sum over all
+    chunks of the row. It costs 2 n p / C for each of these chunks, so its cost grows with the
+    length of the row, like that of attention.
     """
     hidden, heads, groups, state = (
         c.hidden,
@@ -49,13 +50,13 @@ def mamba2(c: ModelConfig) -> Parts:
         width // heads,
         chunk * heads,
     )
-    small: Tensors = tuple((f"{name}.{each}", (heads,)) for each in ("dt_bias", "A_log", "D"))
-    taken: Tensors = ((f"{name}.conv1d.weight", (channels, 1, taps)),)
+    small: Tensors = tuple((f"{name}.{key}", (heads,)) for key in ("dt_bias", "A_log", "D"))
+    filters: Tensors = ((f"{name}.conv1d.weight", (channels, 1, taps)),)
     if c.flag("mamba_conv_bias"):
-        taken += ((f"{name}.conv1d.bias", (channels,)),)
+        filters += ((f"{name}.conv1d.bias", (channels,)),)
     projected = width + channels + heads
     convolution = Part(
-        tensors=taken,
+        tensors=filters,
         state=2 * taps * channels,
         forward=Traffic(6 * channels + 2 * projected),
         backward=Traffic(9 * channels + 2 * projected),
@@ -86,9 +87,10 @@ def mamba2(c: ModelConfig) -> Parts:
 
 
 def falcon_h1(c: ModelConfig, kind: Kind) -> Parts:
-    """One norm, after which attention and a state-space mixer run in parallel, then a gated MLP.
+    """Returns a layer of Falcon-H1: one norm, attention and a state-space mixer in parallel, and
+    then a gated MLP.
 
-    Inputs and outputs of both are scaled.
+    Inputs and outputs of attention and mixer are scaled.
     """
     hidden = c.hidden
     scaled = Part(
@@ -108,7 +110,7 @@ def falcon_h1(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def every_hybrid(c: ModelConfig) -> list[str]:
-    """Returns the attention of each layer: all are hybrid."""
+    """Returns `HYBRID` for each layer."""
     return [HYBRID] * c.layers
 
 
@@ -134,3 +136,4 @@ HYBRID_FAMILIES: dict[str, Family] = {
         defaults=_DEFAULTS,
     )
 }
+"""`model_type` -> family."""

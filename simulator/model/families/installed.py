@@ -8,10 +8,13 @@ from megatrain.simulator.base import plugins
 from megatrain.simulator.model.families.family import Family
 
 GROUP = "megatrain.families"
+"""The entry point group of packages that add families."""
 
 
 class Families(Mapping[str, Family]):
-    """A mapping from `model_type` to family. An installed family is loaded at its first lookup.
+    """A mapping from `model_type` to family.
+
+    A family of an installed package is loaded at its first lookup.
 
     A lookup raises UserError if the installed family cannot be imported or is not a `Family`.
     """

@@ -1,7 +1,9 @@
 """The kind of each decoder layer: its attention and its MLP.
 
-Each function below reads the keys that a family has for this, with the defaults of transformers. It
-returns one name for each layer. A key with a list, such as `layer_types`, is used if it is present.
+Each function below follows the rule of one or a few families, with the defaults of transformers. It
+returns one name for each layer. If the config has a list with one entry per layer, such as
+`layer_types`, that list is used. In the docstrings below, *full*, *sliding* and so on are the
+constants `FULL`, `SLIDING` and so on.
 """
 
 from __future__ import annotations
@@ -17,39 +19,42 @@ FULL, SLIDING, LINEAR, CHUNKED = (
     "linear_attention",
     "chunked_attention",
 )
+"""Attention to all tokens before a token, to the last ones in a window, to all of them by linear
+attention, or to those in the token's chunk of the row."""
 HYBRID = "hybrid"
 """Full attention and a state-space mixer on the same input."""
 DENSE, SPARSE = "dense", "sparse"
+"""A plain MLP, and a router with experts."""
 
 
 class Kind(NamedTuple):
-    """The properties in which decoder layers of one model differ."""
+    """The properties in which the decoder layers of a model may differ."""
 
     attention: str
     """One of the constants above: `FULL`, `SLIDING`, `LINEAR`, `CHUNKED` or `HYBRID`."""
     mlp: str
     """`DENSE` or `SPARSE`."""
     entered: bool = False
-    """Whether what comes between the embedding and the layers is counted in this layer."""
+    """Whether the modules between the embedding and the layers are counted in this layer."""
     left: bool = False
-    """Whether what comes between the layers and the final norm is counted in this layer."""
+    """Whether the modules between the layers and the final norm are counted in this layer."""
     variant: tuple[Any, ...] = ()
-    """Whatever else the family's layers differ in (`Family.variants`)."""
+    """Other properties in which the family's layers differ (`Family.variants`)."""
 
 
 Rule = Callable[[int], bool]
-"""Returns whether the layer of an index is of the kind that a rule is for."""
+"""Returns whether the layer with an index, from 0, is an exception from the usual kind."""
 
 
 def _attention(c: ModelConfig, rule: Rule, other: str = SLIDING) -> list[str]:
-    """Returns `layer_types`, or `other` in the layers of the rule and full attention elsewhere."""
+    """Returns `layer_types`, or `other` in layers for which `rule` is true and full elsewhere."""
     return c.each_layer("layer_types", (FULL, other)) or [
         other if rule(index) else FULL for index in range(c.layers)
     ]
 
 
 def _sparse(c: ModelConfig, rule: Rule) -> list[str]:
-    """Returns `mlp_layer_types`, or experts in the layers of the rule."""
+    """Returns `mlp_layer_types`, or sparse in layers for which `rule` is true, dense elsewhere."""
     return c.each_layer("mlp_layer_types", (DENSE, SPARSE)) or [
         SPARSE if rule(index) else DENSE for index in range(c.layers)
     ]
@@ -58,9 +63,10 @@ def _sparse(c: ModelConfig, rule: Rule) -> list[str]:
 def pattern(
     every: int, usual: str = SLIDING, key: str = "sliding_window_pattern"
 ) -> Callable[[ModelConfig], list[str]]:
-    """`layer_types`, or full attention in each layer whose number is a multiple of a period.
+    """Returns a function for `Family.attention`. It returns `layer_types`, or full attention in
+    each layer whose number, from 1, is a multiple of a period, and `usual` in the others.
 
-    The other layers have the `usual` attention. The period is under `key`, `every` by default.
+    The period is the value of `key`, or `every` if the config does not have this key.
     """
 
     def kinds(c: ModelConfig) -> list[str]:
@@ -71,17 +77,23 @@ def pattern(
 
 
 def full_first(every: int) -> Callable[[ModelConfig], list[str]]:
-    """`layer_types`, or in every period of `every` layers a full one first, then sliding ones."""
+    """Returns a function for `Family.attention`. It returns `layer_types`, or full in the first of
+    every `every` layers, and sliding in the others.
+    """
     return lambda c: _attention(c, lambda index: index % every != 0)
 
 
 def listed(usual: str) -> Callable[[ModelConfig], list[str]]:
-    """`layer_types`, or the `usual` attention in every layer if there is a window."""
+    """Returns a function for `Family.attention`. It returns `layer_types`, or `usual` in all layers
+    if the config has a window, and full otherwise.
+    """
     return lambda c: _attention(c, lambda _: bool(c.count("sliding_window", 0)), usual)
 
 
 def qwen_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or sliding from layer `max_window_layers` on with `use_sliding_window`."""
+    """Returns `layer_types`, or sliding from layer `max_window_layers` on if `use_sliding_window`
+    is true, and full in the others.
+    """
 
     def slides(index: int) -> bool:
         on = c.flag("use_sliding_window") and bool(c.count("sliding_window", 4096))
@@ -91,27 +103,31 @@ def qwen_window(c: ModelConfig) -> list[str]:
 
 
 def one_window(c: ModelConfig) -> list[str]:
-    """Sliding in every layer if there is a window."""
+    """Returns sliding in all layers if the config has a window, and full otherwise."""
     return [SLIDING if c.count("sliding_window", 0) else FULL] * c.layers
 
 
 def qwen_one_window(c: ModelConfig) -> list[str]:
-    """Sliding in every layer with `use_sliding_window`."""
+    """Returns sliding in all layers if `use_sliding_window` is true and the config has a window,
+    and full otherwise.
+    """
     return [
         SLIDING if c.flag("use_sliding_window") and c.count("sliding_window", 4096) else FULL
     ] * c.layers
 
 
 def qwen2_moe_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or sliding in every other layer before `max_window_layers` with
-    `use_sliding_window`.
+    """Returns `layer_types`, or sliding in layers 0, 2, 4 and so on before `max_window_layers` if
+    `use_sliding_window` is true, and full in the others.
     """
     on, most = c.flag("use_sliding_window"), c.count("max_window_layers", 28)
     return _attention(c, lambda index: on and (index + 1) % 2 != 0 and index < most)
 
 
 def smollm3_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or with `use_sliding_window` sliding in layers without rotary positions."""
+    """Returns `layer_types`, or sliding in layers without rotary positions if `use_sliding_window`
+    is true, and full in the others.
+    """
     listed, positions = (
         c.each_layer("layer_types", (FULL, SLIDING)),
         c.each_layer("no_rope_layers", (0, 1)),
@@ -121,15 +137,18 @@ def smollm3_window(c: ModelConfig) -> list[str]:
         c.flag("use_sliding_window") and bool(c.count("sliding_window", 0)),
     )
     positions = positions or [int((index + 1) % period != 0) for index in range(c.layers)]
-    return listed or [SLIDING if on and not turned else FULL for turned in positions]
+    return listed or [SLIDING if on and not rotary else FULL for rotary in positions]
 
 
 def every_layer(c: ModelConfig) -> list[str]:
+    """Returns sparse in all layers."""
     return [SPARSE] * c.layers
 
 
 def qwen_sparse(c: ModelConfig) -> list[str]:
-    """Experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    """Returns sparse in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`, and
+    dense in the others.
+    """
     step, dense = c.size("decoder_sparse_step", 1), set(c.indices("mlp_only_layers"))
     return [
         SPARSE if index not in dense and (index + 1) % step == 0 else DENSE
@@ -138,38 +157,44 @@ def qwen_sparse(c: ModelConfig) -> list[str]:
 
 
 def listed_or_full(c: ModelConfig) -> list[str]:
+    """Returns `layer_types`, or full in all layers."""
     return _attention(c, lambda _: False)
 
 
 def listed_or_sparse(c: ModelConfig) -> list[str]:
+    """Returns `mlp_layer_types`, or sparse in all layers."""
     return _sparse(c, lambda _: True)
 
 
 def dots_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or sliding from layer `max_window_layers` on if there is a window."""
+    """Returns `layer_types`, or sliding from layer `max_window_layers` on if the config has a
+    window, and full in the others.
+    """
     on, first = bool(c.count("sliding_window")), c.count("max_window_layers", 62)
     return _attention(c, lambda index: on and index >= first)
 
 
 def llama4_chunks(c: ModelConfig) -> list[str]:
-    """`layer_types`, or chunked attention in layers with rotary positions.
+    """Returns `layer_types`, or chunked in layers with rotary positions, and full in the others.
 
-    `no_rope_layers` has 1 for these layers. Without it, they are all layers except every
-    `no_rope_layer_interval`-th.
+    `no_rope_layers` has a 1 for each layer with rotary positions. Without this key, they are all
+    layers except every `no_rope_layer_interval`-th.
     """
-    positions, period = c.get("no_rope_layers") or None, c.size("no_rope_layer_interval")
-    turned = (
+    period = c.size("no_rope_layer_interval")
+    positions = (
         c.each_layer("no_rope_layers", (0, 1))
-        if positions
+        if c.get("no_rope_layers")
         else [int((index + 1) % period != 0) for index in range(c.layers)]
     )
     return c.each_layer("layer_types", (FULL, CHUNKED)) or [
-        CHUNKED if rotary else FULL for rotary in turned or ()
+        CHUNKED if rotary else FULL for rotary in positions or ()
     ]
 
 
 def llama4_scaled_from(c: ModelConfig) -> int | None:
-    """Returns `floor_scale`, if layers without rotary positions scale their queries, or None."""
+    """Returns `floor_scale` if layers without rotary positions scale their queries, and None
+    otherwise.
+    """
     return (
         c.size("floor_scale", 8192)
         if c.flag("attn_temperature_tuning", True) and FULL in llama4_chunks(c)
@@ -178,7 +203,9 @@ def llama4_scaled_from(c: ModelConfig) -> int | None:
 
 
 def llama4_sparse(c: ModelConfig) -> list[str]:
-    """Experts in the layers of `moe_layers`, or in every `interleave_moe_layer_step`-th layer."""
+    """Returns sparse in the layers of `moe_layers`, or in every `interleave_moe_layer_step`-th
+    layer, and dense in the others.
+    """
     every = c.size("interleave_moe_layer_step")
     named = (
         set(c.indices("moe_layers"))
@@ -189,26 +216,28 @@ def llama4_sparse(c: ModelConfig) -> list[str]:
 
 
 def one_dense(c: ModelConfig) -> list[str]:
-    """`mlp_layer_types`, or experts in all layers except the first."""
+    """Returns `mlp_layer_types`, or sparse in all layers except the first."""
     return _sparse(c, lambda index: index > 0)
 
 
 def dense_between(c: ModelConfig) -> list[str]:
-    """`mlp_layer_types`, or experts from `first_k_dense_replace` on in every `moe_layer_freq`-th
-    layer.
+    """Returns `mlp_layer_types`, or sparse in layers whose index is a multiple of `moe_layer_freq`
+    and at least `first_k_dense_replace`, and dense in the others.
     """
     first, every = c.count("first_k_dense_replace"), c.size("moe_layer_freq")
     return _sparse(c, lambda index: index >= first and index % every == 0)
 
 
 def mimo_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or full attention in the first and in every sixth layer."""
+    """Returns `layer_types`, or full in the first layer and in every sixth, and sliding in the
+    others.
+    """
     return _attention(c, lambda index: index > 0 and (index + 1) % 6 != 0)
 
 
 def ernie_sparse(c: ModelConfig) -> list[str]:
-    """Experts in every `moe_layer_interval`-th layer from `moe_layer_start_index` to
-    `moe_layer_end_index`, where -1 is the last layer.
+    """Returns sparse in every `moe_layer_interval`-th layer from `moe_layer_start_index` to
+    `moe_layer_end_index`, and dense in the others. An end of -1 is the last layer.
     """
     first, last, every = (
         c.count("moe_layer_start_index"),
@@ -223,9 +252,11 @@ def ernie_sparse(c: ModelConfig) -> list[str]:
 
 
 def cohere_window(c: ModelConfig) -> list[str]:
-    """`layer_types`, or full attention in every `sliding_window_pattern`-th layer.
+    """Returns `layer_types`, or full in every `sliding_window_pattern`-th layer, and sliding in the
+    others.
 
-    The dense layers at the start have a period of their own, and counting restarts after them.
+    For the dense layers at the start, the period is `prefix_dense_sliding_window_pattern`. Counting
+    restarts after them.
     """
     listed, first = (
         c.each_layer("layer_types", (FULL, SLIDING)),
@@ -243,5 +274,7 @@ def cohere_window(c: ModelConfig) -> list[str]:
 
 
 def dense_first(c: ModelConfig) -> list[str]:
-    """`mlp_layer_types`, or experts in all layers after the first `first_k_dense_replace`."""
+    """Returns `mlp_layer_types`, or sparse in all layers after the first `first_k_dense_replace`,
+    which are dense.
+    """
     return _sparse(c, lambda index: index >= c.count("first_k_dense_replace"))

@@ -66,6 +66,7 @@ from megatrain.simulator.model.families.parts import (
     attend,
     attention,
     gated_mlp,
+    interleaved,
     layer_norm,
     linear,
     merge_parts,
@@ -73,12 +74,13 @@ from megatrain.simulator.model.families.parts import (
     rms_norm,
     rotary,
     shared_input,
-    turned_in_pairs,
 )
 
 
 def minimax_layers(c: ModelConfig) -> list[str]:
-    """`layer_types`, or linear attention in every other layer."""
+    """Returns `layer_types`, or linear attention in layers 1, 3, 5 and so on, and full attention in
+    the others.
+    """
     if c.count("sliding_window", 0):
         raise c.wrong("sliding_window", "none")
     return c.each_layer("layer_types", (FULL, LINEAR)) or [
@@ -86,10 +88,10 @@ def minimax_layers(c: ModelConfig) -> list[str]:
     ]
 
 
-def latent_turned(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns latent attention with rotary positions that rotate neighbouring elements, in fp32."""
-    turned = turned_in_pairs((c.heads + 1) * c.size("qk_rope_head_dim"))
-    return (*latent_attention(c, kind), turned)
+def interleaved_latent_attention(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns latent attention with interleaved rotary positions in fp32."""
+    rotated = (c.heads + 1) * c.size("qk_rope_head_dim")
+    return (*latent_attention(c, kind), interleaved(rotated))
 
 
 def granite_shared(c: ModelConfig, _kind: Kind) -> Parts:
@@ -119,19 +121,21 @@ JETMOE_DEFAULTS: dict[str, Any] = {
     _CHOSEN: 2,
     "kv_channels": 128,
 }
+"""The defaults of JetMoE."""
 _DRAWN = 2
-"""Experts that Phi-3.5-MoE draws for each token, whatever `num_experts_per_tok` is. Only its
-router's loss uses that key."""
+"""Experts that Phi-3.5-MoE draws for each token. `num_experts_per_tok` does not change it. Only the
+loss of the router uses that key."""
 
 
 def drawing_router(name: str, hidden: int, experts: int) -> Part:
-    """Returns the router of Phi-3.5-MoE, which draws one expert at random among those with nearly
+    """Returns the router of Phi-3.5-MoE, which draws an expert at random among those with nearly
     the best score, and then a second one.
 
-    All is in the compute dtype. Forward, for each of the two: the best score (1), magnitudes (2),
-    a bound (2), distances (2), a ratio (3), a comparison (2), a mask (3), noise (1), its logarithm
-    (2), a difference (3), the largest (1) and a softmax (2). Backward: the gradient of the scores
-    (7). Autograd saves a mask of bytes, the softmax and four indices for each of the two.
+    All tensors are in the compute dtype. Forward, for each of the two experts: the best score (1),
+    magnitudes (2), a bound (2), distances (2), a ratio (3), a comparison (2), a mask (3), noise
+    (1), its logarithm (2), a difference (3), the largest (1) and a softmax (2). Backward: the
+    gradient of the scores (7). Autograd saves a mask of bytes, the softmax and four indices for
+    each of the two.
     """
     return Part(
         tensors=((f"{name}.weight", (experts, hidden)),),
@@ -143,16 +147,18 @@ def drawing_router(name: str, hidden: int, experts: int) -> Part:
 
 
 def phimoe(c: ModelConfig, kind: Kind) -> Parts:
-    """Mixtral with layer norms, biases, and a router that draws experts at random."""
+    """Returns a layer of Phi-3.5-MoE: Mixtral with layer norms, biases, and a router that draws
+    experts at random.
+    """
     rope = c.get("rope_parameters") or c.get("rope_scaling")
     if isinstance(rope, dict):
-        types = (rope.get("rope_type"), rope.get("type"))
-        if next((each for each in types if each), "default") not in ("default", "longrope"):
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_type not in ("default", "longrope"):
             raise c.wrong("rope_parameters", "a rope_type of default or longrope")
     count = top_k(c, "num_local_experts")[0]
     if count < _DRAWN:
         raise c.wrong("num_local_experts", f"at least the {_DRAWN} experts of a token")
-    # Before the router and in it, the hidden states are multiplied with noise in place.
+    # The hidden states are multiplied with noise in place, before the router and inside it.
     noise = Part(
         forward=Traffic(2 * 4 * c.hidden),
         backward=Traffic(2 * 3 * c.hidden),
@@ -170,21 +176,22 @@ def phimoe(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def jetmoe_config(config: dict[str, Any], _where: str) -> dict[str, Any]:
-    """Returns the config with the number of attention heads, which transformers computes: as many
-    for each expert as there are heads of keys.
+    """Returns the config with the number of attention heads, which transformers computes: the
+    number of key-value heads times the number of experts that each token uses.
     """
-    pairs, chosen = (
+    kv_heads, chosen = (
         config.get(key, JETMOE_DEFAULTS[key]) for key in ("num_key_value_heads", _CHOSEN)
     )
-    known = isinstance(pairs, int) and isinstance(chosen, int)
-    return {**config, "num_attention_heads": pairs * chosen} if known else config
+    known = isinstance(kv_heads, int) and isinstance(chosen, int)
+    return {**config, "num_attention_heads": kv_heads * chosen} if known else config
 
 
 def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
-    """Experts in the MLP, and experts for the projections of queries and of attention's output.
+    """Returns a layer of JetMoE. The MLP has experts, and so have the projections of queries and of
+    attention's output.
 
-    Each expert of attention has as many heads as there are heads of keys and values, which are
-    repeated for every expert.
+    Each expert of attention has as many query heads as there are key-value heads. Keys and values
+    are repeated for every expert.
     """
     if c.flag("output_router_logits"):
         raise c.wrong("output_router_logits", "false, since this model's router loss is not known")
@@ -196,7 +203,7 @@ def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
     hidden, inner, size = c.hidden, c.size("intermediate_size"), c.kv_heads * c.head_dim
     queries, rows = chosen * size, chosen * hidden
     mlp, name = experts("", hidden, inner, count, chosen), "self_attention"
-    # Autograd saves what is added to the sums over a token's experts.
+    # Autograd also saves the outputs that are summed over a token's experts.
     attention_experts = Part(
         active=2 * rows * size,
         idle=(count - chosen) * 2 * hidden * size,
@@ -225,19 +232,21 @@ def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def _jetmoe_experts(name: str, hidden: int, widths: tuple[int, int], count: int) -> Tensors:
-    """Returns the tensors of experts whose first and second projection have these widths."""
-    into, out = widths
+    """Returns the tensors of JetMoE's experts. `widths` are the output width of the first and the
+    input width of the second projection.
+    """
+    first, second = widths
     return (
         (f"{name}.bias", (hidden,)),
-        (f"{name}.input_linear.weight", (count, into, hidden)),
-        (f"{name}.output_linear.weight", (count, hidden, out)),
+        (f"{name}.input_linear.weight", (count, first, hidden)),
+        (f"{name}.output_linear.weight", (count, hidden, second)),
         (f"{name}.router.layer.weight", (count, hidden)),
     )
 
 
 def llama4_attention(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns attention in chunks of tokens, and full attention in layers without rotary
-    positions.
+    """Returns attention inside chunks of tokens with rotary positions, or full attention without
+    them, according to `kind`.
     """
     bias, heads, hidden, size = c.flag("attention_bias"), c.heads, c.hidden, c.head_dim
     projections = tuple(
@@ -251,25 +260,25 @@ def llama4_attention(c: ModelConfig, kind: Kind) -> Parts:
     )
     if kind.attention != CHUNKED:
         return (*mixer, attend(c, FULL), *scaled_queries(c, kind))
-    turned = (heads + c.kv_heads) * size
+    rotated = (heads + c.kv_heads) * size
     norms = Part(
-        forward=Traffic(0, 7 * turned, 2 * turned),
-        backward=Traffic(0, 17 * turned, 2 * turned),
-        kept=Kept(0, turned + heads),
+        forward=Traffic(0, 7 * rotated, 2 * rotated),
+        backward=Traffic(0, 17 * rotated, 2 * rotated),
+        kept=Kept(0, rotated + heads),
     )
     return (
         *mixer,
-        turned_in_pairs(turned),
+        interleaved(rotated),
         attend(c, FULL, window=c.size("attention_chunk_size"), chunked=True),
         norms if c.flag("use_qk_norm") else Part(),
     )
 
 
 def llama4_mlp(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns a gated MLP or experts.
+    """Returns a gated MLP, or experts in layers with experts.
 
-    transformers runs each token through every expert, with zeros for experts that it is not routed
-    to. All experts therefore count as active.
+    transformers runs each token through every expert. For experts to which the token is not routed,
+    the input is zero. So all experts count as active.
     """
     if kind.mlp == DENSE:
         return gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp"))
@@ -301,7 +310,7 @@ _DELTA: dict[str, Any] = {
 }
 
 _QWEN3_5 = stacked(
-    linear_or(functools.partial(gated_delta, apart=True), gated_attention),
+    linear_or(functools.partial(gated_delta, separate=True), gated_attention),
     qwen_experts(shared=True),
     pre_norms("wide"),
 )
@@ -309,7 +318,10 @@ _QWEN3_5_PATTERN = pattern(4, LINEAR, "full_attention_interval")
 
 MIXTURE_FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
-        layer=stacked(latent_turned, deepseek_mlp(bias="mlp_bias"), pre_norms()), mlp=dense_first,
+        layer=stacked(
+            interleaved_latent_attention, deepseek_mlp(bias="mlp_bias"), pre_norms()
+        ),
+        mlp=dense_first,
         defaults={
             **_LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
             "n_routed_experts": 64, "n_shared_experts": 2,
@@ -393,7 +405,6 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
     ),
     "minicpm3": Family(
-        # products scale the residuals
         layer=stacked(
             latent_attention, gated(bias="mlp_bias"), pre_norms(), scaled_residuals
         ),
@@ -407,7 +418,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         layer=stacked(
             linear_or(lightning, attends()),
             pre_norms(),
-            routed(of="num_local_experts", inner="intermediate_size"),
+            routed(number="num_local_experts", inner="intermediate_size"),
         ),
         attention=minimax_layers, mlp=every_layer,
         defaults={
@@ -418,7 +429,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(
         layer=stacked(
             attends(norms="whole", copied=True),
-            routed(of="num_local_experts", inner="intermediate_size", wide=True),
+            routed(number="num_local_experts", inner="intermediate_size", wide=True),
             pre_norms(),
         ),
         mlp=every_layer,
@@ -460,3 +471,4 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         defaults={**_LATENT, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

@@ -1,7 +1,7 @@
-"""INSIDE: multimodal models whose language model can be trained in place.
+"""INSIDE: multimodal models whose language model can be trained.
 
-The language model is read from the multimodal model's folder, and its trained weights are written
-back into a copy of it.
+The language model is read from the folder of the multimodal model. Its trained weights are written
+into a copy of that folder.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ class Inside(NamedTuple):
     tied: bool | None
     """Whether embedding and head are tied if the multimodal config does not have
     `tie_word_embeddings`. None means that only the key in `text_config` is read."""
-
     towerless: bool = False
-    """Whether the whole model is built without its vision tower, because that requires a package
-    that text does not."""
+    """Whether the whole model is built without its vision tower, because the tower requires an
+    additional package."""
 
     def tie_of(self, config: dict[str, Any]) -> Any:
-        """Returns `tie_word_embeddings` of the language model in a multimodal `config`.
-
-        The rules are those of transformers 5.23. Returns None if no key decides it.
+        """Returns `tie_word_embeddings` of the language model in a multimodal `config`, by the
+        rules of transformers 5.23. Returns None if no key decides it.
         """
         if self.tied is None:
             return config["text_config"].get("tie_word_embeddings")

@@ -9,8 +9,9 @@ that produces it. With b bytes per element of the compute dtype, a layer costs f
     bytes   b x low + 4 x wide, plus (b + 4) x casts if b < 4
     saved   b x low + 4 x wide, plus 4 x upcast if b < 4
 
-If attention writes out its scores (`Scores`), bytes and saved bytes come again for each pair of
-tokens in a row, including masked pairs.
+If no fused kernel computes attention, its scores are written out to memory (`Scores`). Then the
+bytes and saved bytes of each pair of tokens in a row are added, by the same formulas. This includes
+masked pairs.
 
 In the docstrings below, a number in parentheses after an operation is the number of elements that
 its kernels read and write, per element of the tensor.
@@ -45,6 +46,7 @@ class Traffic(NamedTuple):
         return width * self.low + 4 * self.wide + ((width + 4) * self.casts if width < 4 else 0)
 
     def plus(self, other: Traffic) -> Traffic:
+        """Returns the sums of all fields."""
         return Traffic(self.low + other.low, self.wide + other.wide, self.casts + other.casts)
 
 
@@ -64,13 +66,13 @@ class Kept(NamedTuple):
         return width * self.low + 4 * self.wide + (4 * self.upcast if width < 4 else 0)
 
     def plus(self, other: Kept) -> Kept:
+        """Returns the sums of all fields."""
         return Kept(self.low + other.low, self.wide + other.wide, self.upcast + other.upcast)
 
 
 class Scores(NamedTuple):
-    """The costs of attention scores that are written out: elements per pair of tokens.
-
-    All heads are counted together.
+    """The costs of attention scores that are written out, in elements per pair of tokens, summed
+    over all heads.
     """
 
     kept: Kept = Kept()
@@ -85,6 +87,7 @@ class Scores(NamedTuple):
     """`kept` and `held` in a compiled layer."""
 
     def plus(self, other: Scores) -> Scores:
+        """Returns the sums of all fields."""
         return Scores(
             self.kept.plus(other.kept),
             self.held.plus(other.held),
@@ -102,8 +105,9 @@ def softmax_scores(c: ModelConfig, *, capped: bool = False, wide: bool = False) 
     the softmax in fp32 and in the compute dtype. If the scores are `capped`, a division, a tanh and
     a product (2 each) are added, and the tanh is saved.
 
-    A compiled layer saves the softmax in the compute dtype, and the scores that it is computed
-    from again. These are in fp32 if queries and keys are multiplied in fp32 (`wide`).
+    A compiled layer saves the softmax in the compute dtype, and the scores from which it computes
+    the softmax again. With `wide`, queries and keys are multiplied in fp32, so these scores are in
+    fp32.
     """
     heads = c.heads
     cap = 6 * heads if capped else 0
@@ -125,9 +129,9 @@ def capped_scores(c: ModelConfig) -> Scores | None:
 
 
 def scaled_scores(c: ModelConfig) -> Scores:
-    """Returns the costs of `softmax_scores` plus a log-sum-exp of the scores (2), which saves them.
+    """Returns the costs of `softmax_scores` plus a log-sum-exp of the scores (2).
 
-    The log-sum-exp scales the output of attention.
+    The log-sum-exp scales the output of attention. Autograd saves the scores for it.
     """
     heads = c.heads
     return Scores(
@@ -146,9 +150,9 @@ def sink_scores(c: ModelConfig) -> Scores:
     The column is appended (2), the largest score is subtracted (3), softmax runs in the compute
     dtype, and the column is cut off (2).
 
-    A compiled layer saves the scores with this column, and the softmax. What it holds besides in
-    the backward pass was counted as 2, but is assumed to be as in eager layers: with 2, a step of
-    six layers of gpt-oss-20b would be predicted below what was measured on an H200.
+    A compiled layer saves the scores with this column, and the softmax. For its temporary elements
+    in the backward pass, the number of eager layers is used. A smaller one was counted (2), but
+    with that the memory of a step of six layers of gpt-oss-20b on an H200 is predicted too small.
     """
     heads = c.heads
     return Scores(
@@ -161,23 +165,26 @@ def sink_scores(c: ModelConfig) -> Scores:
 
 
 class Compiled(NamedTuple):
-    """What differs in a compiled layer. Kernels that only read and write elements are fused there:
-    it saves what matrix products and attention read, and what these kernels can start from.
+    """The numbers of a part that are different if its layer is compiled.
+
+    The compiler fuses elementwise kernels. A compiled layer saves the inputs of matrix products and
+    of attention, and the tensors from which the fused kernels compute the others again.
     """
 
     kept: Kept = Kept()
-    """As `Part.kept`."""
+    """`Part.kept` in a compiled layer."""
     early: tuple[Kept, ...] = ()
-    """As `Part.early`."""
+    """`Part.early` in a compiled layer."""
     freed: Kept = Kept()
-    """As `Part.freed`."""
+    """`Part.freed` in a compiled layer."""
     cast: int = 0
-    """Elements of the weights that it saves a copy of in fp32."""
+    """Elements of weights of which the layer saves an fp32 copy."""
     rebuilt: int = 0
-    """Elements per token of `kept` that the layer computes again in the backward pass if the
-    products that read them are in fp8: outputs of norms and of activations."""
+    """Elements per token of `kept` that the layer does not save if the products that read them are
+    in fp8. They are outputs of norms and of activations, which the backward pass computes again."""
 
     def plus(self, other: Compiled) -> Compiled:
+        """Returns the sums of all fields. The entries of `early` are joined."""
         return Compiled(
             self.kept.plus(other.kept),
             self.early + other.early,
@@ -188,24 +195,32 @@ class Compiled(NamedTuple):
 
 
 Place = Literal["", "first", "norm", "mlp"]
-"""`first`: the norm at the beginning of a layer, `norm`: the norm before the MLP whose output
-nothing else reads, `mlp`: an MLP that is one module and computes each token by itself."""
+"""The role of a part in a layer whose tokens are computed in pieces.
+
+* `first`: the norm at the beginning of the layer.
+* `norm`: the norm before the MLP, if only the MLP reads its output.
+* `mlp`: an MLP that is one module and computes each token independently.
+* Empty: none of these.
+"""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The tensors and costs of one module of a decoder layer, or of several."""
+    """The tensors and costs of one or several modules of a decoder layer.
+
+    All numbers of elements are per token, unless a field says otherwise.
+    """
 
     tensors: Tensors = ()
-    """Its parameters, in order."""
+    """The parameters, in the order in which transformers registers them."""
     linears: Tensors = ()
-    """The weights of its linear layers that every token is multiplied with, in order. Routers and
-    experts are left out."""
+    """The weights of linear layers that every token is multiplied with, in the same order. Routers
+    and experts are left out."""
     active: int = 0
     """Matrix elements that each token is multiplied with."""
     idle: int = 0
     """Parameters of experts that a token is not routed to."""
     pair: int = 0
-    """FLOPs of attention for one query and one key with its value."""
+    """FLOPs of attention for one query and one key-value pair, summed over all heads."""
     window: int = 0
     """The most tokens that a query attends to. 0 means all tokens before it."""
     chunked: bool = False
@@ -224,46 +239,47 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     scores: Scores = Scores()
     """The costs of attention scores, if they are written out."""
     inner: int = 0
-    """Elements per token between the projections of an MLP."""
+    """Elements between the projections of an MLP."""
     early: tuple[Kept, ...] = ()
-    """What the backward pass of an MLP or of a norm after it holds besides the saved tensors and
-    the weights' gradients, while all activations of the layer are still saved. Each entry is at
-    another time."""
+    """Temporary elements in the backward pass of an MLP, or of a norm after it, in addition to the
+    saved tensors and the gradients of weights. All activations of the layer are still saved then.
+    The entries exist at different times."""
     middle: Kept = Kept()
-    """The same while the gradients of an MLP's first projections are computed, less what the MLP
-    has freed by then. It may be negative."""
+    """Temporary elements while the gradients of an MLP's first projections are computed, minus the
+    saved elements that the MLP has freed by then. It may be negative."""
     down: int = 0
-    """Elements of the weights of an MLP whose gradients are computed first."""
+    """Elements of those weights of an MLP whose gradients are computed first, not per token."""
     projections: int = 0
-    """Elements of all weights of an MLP."""
+    """Elements of all weights of an MLP, not per token."""
     between: tuple[Kept, ...] = ()
-    """What the backward pass holds besides in a norm before the MLP, which has freed what it
-    saved. Each entry is at another time."""
+    """Temporary elements in the backward pass of a norm before the MLP. The MLP has then freed its
+    saved elements. The entries exist at different times."""
     late: tuple[Kept, ...] = ()
-    """What the backward pass holds besides in attention and its own norms. Each entry is at another
-    time."""
+    """Temporary elements in the backward pass of attention and its own norms. The entries exist at
+    different times."""
     freed: Kept = Kept()
-    """The part of `kept` that the MLP has freed by then."""
+    """The part of `kept` that an MLP frees before the backward pass continues with the norm before
+    it."""
     compiled: Compiled | None = None
-    """What differs if the layer is compiled. None means nothing."""
+    """The numbers that are different if the layer is compiled. None if all are the same."""
     attention: str = ""
     """A text that distinguishes this attention from others, for a layer's signature."""
     mlp: str = ""
     """A text that distinguishes this MLP from others, for a layer's signature."""
     place: Place = ""
-    """What it is of a layer whose tokens are computed in pieces (`LayerPieces`)."""
+    """The role of the part if the layer's tokens are computed in pieces (`LayerPieces`)."""
 
     @property
     def in_compiled(self) -> Compiled:
-        """`compiled`, or what stands for it if it is None."""
+        """`compiled`, or the part's own numbers if it is None."""
         return self.compiled or Compiled(self.kept, self.early, self.freed)
 
 
 class LayerPieces(NamedTuple):
     """The parts of a decoder layer that can be computed in pieces of tokens.
 
-    The MLP is one chain with the norm before it, if nothing else reads the output of that norm. The
-    norm at the beginning of the layer is a chain by itself.
+    They form up to two chains of modules. One chain is the MLP, with the norm before it if only the
+    MLP reads that norm's output. The other is the norm at the beginning of the layer.
     """
 
     first: Part | None
@@ -280,37 +296,37 @@ class LayerPieces(NamedTuple):
 
     @property
     def modules(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the modules of each chain, in the order in which a token passes them."""
+        """The names of the modules of each chain, in the order in which they are computed."""
         last = (*((_module(self.norm),) if self.norm else ()), _module(self.mlp))
         return (*(((_module(self.first),),) if self.first else ()), last)
 
 
 def _module(part: Part) -> str:
-    """Returns the name of the module of a layer that has the parameters of `part`."""
+    """Returns the name of the layer's module that has the parameters of `part`."""
     return part.tensors[0][0].partition(".")[0]
 
 
 def layer_pieces(parts: tuple[Part, ...]) -> LayerPieces | None:
-    """Returns what can be computed in pieces of the layer of these parts, or None if its MLP
-    cannot.
+    """Returns the parts of a layer that can be computed in pieces of tokens, or None if its MLP
+    cannot be. `parts` are all parts of the layer.
     """
-    found = {
+    pieces = {
         place: merge_parts(tuple(part for part in parts if part.place == place))
         for place in ("first", "norm", "mlp")
         if any(part.place == place and part.tensors for part in parts)
     }
-    if "mlp" not in found:
+    if "mlp" not in pieces:
         return None
-    return LayerPieces(found.get("first"), found.get("norm"), found["mlp"])
+    return LayerPieces(pieces.get("first"), pieces.get("norm"), pieces["mlp"])
 
 
 def placed(place: Place, *parts: Part) -> tuple[Part, ...]:
-    """Returns the parts with the field `place`."""
+    """Returns the parts with `place` as their field of this name."""
     return tuple(msgspec.structs.replace(part, place=place) for part in parts)
 
 
 def merge_parts(parts: tuple[Part, ...]) -> Part:
-    """Returns the parts as one part: their costs are summed, and their tensors stay in order."""
+    """Returns the parts as one part. Costs are summed, and tensors stay in order."""
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
         linears=tuple(tensor for part in parts for tensor in part.linears),
@@ -340,7 +356,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
 
 
 def linear(name: str, source: int, target: int, bias: bool = False) -> Part:
-    """Returns a projection.
+    """Returns a projection from `source` to `target` elements.
 
     The bias is added inside the matrix product. Its gradient reads the gradient of the output once.
     """
@@ -373,8 +389,8 @@ def rms_norm(
         name: The module's name.
         size: Elements of a row, and of the weight.
         rows: Rows per token that share the weight.
-        first: Whether its input is the layer's input, which the layer has in the compute dtype.
-        projected: Whether a projection reads its output.
+        first: Whether the input is the layer's input, which is saved in the compute dtype anyway.
+        projected: Whether a projection reads the output.
         weight: The dtype of the product with the weight: `low` for the compute dtype (Llama),
             `wide` for fp32 (Gemma, OLMo 2).
     """
@@ -401,9 +417,15 @@ def layer_norm(
 ) -> Part:
     """Returns PyTorch's layer norm with a bias, one kernel forward and one backward.
 
-    Autograd saves its input, mean and scale, and its output if a projection reads it (`projected`).
-    The input is not counted if it is that of the layer (`first`). `rows` of `size` elements per
-    token share the weight.
+    Autograd saves the input, the mean, the scale, and the output if a projection reads it.
+
+    Args:
+        name: The module's name.
+        size: Elements of a row, and of the weight.
+        rows: Rows per token that share the weight.
+        first: Whether the input is the layer's input or saved by another part. It is then not
+            counted.
+        projected: Whether a projection reads the output.
     """
     elements = rows * size
     kept = Kept(elements * ((0 if first else 1) + (1 if projected else 0)), 2 * rows)
@@ -419,10 +441,16 @@ def layer_norm(
 def centred_norm(
     name: str, shape: tuple[int, ...], rows: int = 1, *, projected: bool = True
 ) -> Part:
-    """Returns Cohere's layer norm without bias, which is written out in fp32.
+    """Returns Cohere's layer norm without bias, which is several elementwise kernels in fp32.
 
-    Forward: 12 elements per element, and two casts. Autograd saves the centred row twice, its scale
-    and the normalised row. `shape` is that of the weight, and `rows` rows per token are normalised.
+    Forward: 12 elements per element, and two casts. Backward: 31, and two casts. Autograd saves the
+    centred row twice, its scale and the normalised row.
+
+    Args:
+        name: The module's name.
+        shape: The shape of the weight, whose last dimension is the size of a row.
+        rows: Rows per token that are normalised.
+        projected: Whether a projection reads the output.
     """
     elements = rows * shape[-1]
     return Part(
@@ -435,17 +463,18 @@ def centred_norm(
 
 
 def residual(hidden: int, count: int = 2) -> Part:
-    """Returns `count` residual sums: one sum forward (3), and one of two gradients backward (3)."""
+    """Returns `count` residual sums. Forward: a sum (3). Backward: a sum of two gradients (3)."""
     return Part(forward=Traffic(3 * hidden * count), backward=Traffic(3 * hidden * count))
 
 
 def shared_input(hidden: int, consumers: int) -> Part:
-    """Returns the sums of gradients for an input that several modules read, 3 for each sum."""
+    """Returns the sums of the gradients of an input that `consumers` modules read (3 for each)."""
     return Part(backward=Traffic(3 * hidden * (consumers - 1)))
 
 
 def rotary(elements: int) -> Part:
-    """Returns rotary positions of queries and keys: x cos + rotated(x) sin.
+    """Returns rotary positions of queries and keys, x cos + rotated(x) sin, for `elements` per
+    token.
 
     Forward: product with cos (2), negation of a half (1), concatenation (2), product with sin (2),
     sum (3). Backward: two products (2 each), gradients of the halves written into zeros (5), and
@@ -454,10 +483,11 @@ def rotary(elements: int) -> Part:
     return Part(forward=Traffic(10 * elements), backward=Traffic(15 * elements))
 
 
-def turned_in_pairs(elements: int) -> Part:
-    """Returns the costs to add to `rotary` if pairs of neighbouring elements are rotated, in fp32.
+def interleaved(elements: int) -> Part:
+    """Returns the costs to add to `rotary` if it is interleaved and in fp32.
 
-    These are casts to fp32 and back, and a rearrangement of the cosines.
+    Interleaved rotary positions rotate pairs of neighbouring elements. The additional costs are
+    casts to fp32 and back, and a rearrangement of the cosines.
     """
     return Part(
         forward=Traffic(0, 4 * elements, 2 * elements),
@@ -481,23 +511,24 @@ def attend(
     """Returns attention without its projections.
 
     It is one fused kernel, for which autograd saves q, k, v, the output and the log-sum-exp of each
-    head. transformers copies keys and values that several heads share for each head if these have
-    more than 256 elements, or values of another size.
+    head. If several query heads share keys and values, and heads have more than 256 elements or
+    values of another size than keys, transformers copies keys and values for each query head.
 
     Args:
         c: The config.
         kind: The layer's attention. With `sliding_attention`, the window is `sliding_window`.
         query: Elements of a query or key per head. 0 means `head_dim`.
         value: Elements of a value per head. 0 means `query`.
-        kv_heads: Heads of keys and values. 0 means those of the config.
-        window: The most tokens that a query attends to, with another `kind`. 0 means all.
-        chunked: As in `Part`.
-        copied: Queries were concatenated head by head. The output therefore has the layout of heads
-            and is copied for the projection, which saves the copy.
-        fused: q, k and v come from one projection, whose whole output is saved together with v.
-        scores: The costs of scores, if they are written out and there is no fused kernel. Keys and
-            values that several heads share are then copied for each head, and q, k and v are copied
-            into the layout of the matrix product.
+        kv_heads: Heads of keys and values. 0 means the number in the config.
+        window: The most tokens that a query attends to, for any other `kind`. 0 means all.
+        chunked: The same as `Part.chunked`.
+        copied: Whether queries are concatenated head by head. If they are, the output has the
+            layout of heads, and is copied for the output projection, which saves the copy.
+        fused: Whether q, k and v come from one projection. If they do, its whole output is saved
+            together with v.
+        scores: The costs of scores if they are written out. None means that a fused kernel is used.
+            With scores, shared keys and values are copied for each query head, and q, k and v are
+            copied into the layout of the matrix product.
     """
     heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
@@ -526,14 +557,14 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
-    pairs = kv_heads if query == value <= 256 else heads
+    saved_heads = kv_heads if query == value <= 256 else heads
     return Part(
         pair=2 * heads * (query + value),
         window=window,
         chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=Kept((heads + pairs) * (query + value) + output + whole, heads),
+        kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
         late=(_backward_of_attention(heads, kv_heads, query, value),),
         attention=label,
@@ -541,12 +572,12 @@ def attend(
 
 
 def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> Kept:
-    """Returns what the backward kernel of fused attention holds.
+    """Returns the temporary elements of the backward kernel of fused attention.
 
-    These are the gradients of its output and of q, k and v, a sum of q's gradient in fp32, and
-    gradients of k and v for each query head if several share them. Kernels whose values differ from
-    queries in size, or whose heads have more than 256 elements, also sum those in fp32. Sums have a
-    multiple of 32 elements per head.
+    They are the gradients of the output and of q, k and v, an fp32 sum of q's gradient, and the
+    gradients of k and v for each query head if several query heads share them. If values and
+    queries differ in size, or if heads have more than 256 elements, the kernel also sums the
+    gradients of k and v in fp32. The sum of q's gradient has a multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32
     low = heads * (query + value) + kv_heads * (query + value)
@@ -574,26 +605,27 @@ def attention(
         c: The config.
         kind: The layer's attention.
         bias: Whether the projections have a bias, or the key of config.json that decides it.
-        out_bias: The same for the output projection. None means that it is like the others.
+        out_bias: The same for the output projection. None means the value of `bias`.
         out: The name of the output projection.
         norms: The norms of queries and keys: empty for none, `head` for one row per head, `whole`
             for one row with all heads.
         weight: The dtype of these norms' weight product, as in `rms_norm`.
         copied: As in `attend`.
-        scores: Returns `scores` of `attend`.
+        scores: A function of the config that returns `scores` of `attend`. None means that a fused
+            kernel is used.
     """
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
-    into = c.is_on(bias)
+    biased = c.is_on(bias)
     parts = [
-        linear(f"self_attn.{name}_proj", hidden, size * count, into)
+        linear(f"self_attn.{name}_proj", hidden, size * count, biased)
         for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     ]
-    out_of = into if out_bias is None else c.is_on(out_bias)
-    parts.append(linear(f"self_attn.{out}", heads * size, hidden, out_of))
+    out_biased = biased if out_bias is None else c.is_on(out_bias)
+    parts.append(linear(f"self_attn.{out}", heads * size, hidden, out_biased))
     for name, count in (("q", heads), ("k", kv_heads)) if norms else ():
-        rows, each = (count, size) if norms == "head" else (1, count * size)
+        rows, width = (count, size) if norms == "head" else (1, count * size)
         parts.append(
-            rms_norm(f"self_attn.{name}_norm", each, rows=rows, projected=False, weight=weight)
+            rms_norm(f"self_attn.{name}_norm", width, rows=rows, projected=False, weight=weight)
         )
     return (
         *parts,
@@ -607,12 +639,11 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 def activation(c: ModelConfig, elements: int, key: str = "hidden_act") -> Part:
-    """Returns an activation function, which the config names under `key`.
+    """Returns an activation function of `elements` per token, which the config names under `key`.
 
-    It is one kernel in the forward pass and one in the backward pass, which move 2 and 3 elements
-    per element. Autograd saves the input. relu saves its output instead, which the next projection
-    saves anyway. `gelu_new` is written out: it moves 19 and 24 elements, and saves four tensors.
-    relu2 is two kernels.
+    Most are one kernel forward (2) and one backward (3), and autograd saves the input. relu saves
+    its output instead, which the next projection saves anyway. relu2 is two kernels each. gelu_new
+    is several elementwise kernels (19 and 24), and saves four tensors.
     """
     name = c.choice(key, (*_ACTIVATIONS, "gelu_new", "relu2"))
     if name == "gelu_new":
@@ -645,10 +676,16 @@ def gated_mlp(
 ) -> tuple[Part, ...]:
     """Returns a gated MLP: down(activation(gate) x up).
 
-    Autograd saves gate, up, the activation and the product. `inner` is the width between the
-    projections (0 means `intermediate_size`). `act` is the key of the activation in the config.
-    `bias` may be the key that decides whether there is one. With `fused`, gate and up are one
-    projection. Without `label`, the part has no text for the signature.
+    Autograd saves gate, up, the activation and the product.
+
+    Args:
+        c: The config.
+        name: The module's name.
+        inner: The width between the projections. 0 means `intermediate_size`.
+        act: The key of the activation in the config.
+        bias: Whether the projections have a bias, or the key of the config that decides it.
+        fused: Whether gate and up are one projection.
+        label: Whether the result has a text for the signature (`Part.mlp`).
     """
     inner, hidden, biased = inner or c.size("intermediate_size"), c.hidden, c.is_on(bias)
     names = (
@@ -669,14 +706,14 @@ def gated_mlp(
         inner=inner,
         mlp=str(inner) if label else "",
     )
-    made = (
-        *(linear(each, hidden, size, biased) for each, size in names),
+    parts = (
+        *(linear(projection, hidden, size, biased) for projection, size in names),
         linear(f"{name}.down_proj", inner, hidden, biased),
         activation(c, inner, act),
         product,
         shared_input(hidden, len(names)),
     )
-    return placed("mlp", *made) if label and "." not in name else made
+    return placed("mlp", *parts) if label and "." not in name else parts
 
 
 def plain_mlp(
@@ -690,25 +727,25 @@ def plain_mlp(
 ) -> tuple[Part, ...]:
     """Returns an MLP without a gate: down(activation(up)).
 
-    Autograd saves input and output of the activation. `up` and `down` name the projections. The
-    other arguments are those of `gated_mlp`.
+    Autograd saves the input and the output of the activation. `up` and `down` are the names of the
+    projections. The other arguments are those of `gated_mlp`.
     """
     inner, hidden, biased = inner or c.size("intermediate_size"), c.hidden, c.is_on(bias)
-    made = (
+    parts = (
         linear(up, hidden, inner, biased),
         linear(down, inner, hidden, biased),
         activation(c, inner, act),
         hidden_of_mlp(c, inner, act),
     )
-    return placed("mlp", *made) if "." in up else made
+    return placed("mlp", *parts) if "." in up else parts
 
 
 def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
-    """Returns what lies between the projections of an MLP without a gate: `inner` elements per
-    token, which the second projection saves. `act` is the key of the activation in the config.
+    """Returns the memory of the hidden units of an MLP without a gate.
 
-    Backward, their gradient is held together with temporary tensors of an activation that consists
-    of several kernels.
+    The units are `inner` elements per token between the two projections. The second projection
+    saves them. In the backward pass, their gradient exists together with temporary tensors of the
+    activation if that is several kernels. `act` is the key of the activation in the config.
     """
     more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
     return Part(

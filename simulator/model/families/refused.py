@@ -54,11 +54,11 @@ REFUSED: dict[str, str] = {
 }
 """`model_type` -> the reason why it is not supported."""
 NOT_YET = "not described here yet"
-"""The reason for any other family: it could be supported, but nobody has described its layers
-(see docs/adding.md)."""
+"""The reason for the families in `UNDESCRIBED`. They could be supported, but their layers are not
+described yet (docs/adding.md)."""
 _UNDESCRIBED = """
     beam cohere_compass_text ctrl diffllama doge dots3_note dots3_note_text flint gpt-sw3 hy_v4
     inkling2_text inkling_text longcat_flash minimax_m3_vl_text modernbert-decoder moshi
     qwen4_exp_text zaya"""
 UNDESCRIBED = frozenset(_UNDESCRIBED.split())
-"""The `model_type`s of transformers 5.23 for which that is the reason."""
+"""The other `model_type`s of transformers 5.23 that are not supported, for the reason `NOT_YET`."""

@@ -14,7 +14,7 @@ from megatrain.simulator.model.families.family import (
     bare_norm,
     dense_or,
     gated,
-    neighbours_turned,
+    interleaved_rotary,
     pre_norms,
     query_key_norms,
     stacked,
@@ -48,7 +48,9 @@ from megatrain.simulator.model.families.parts import (
 
 
 def hy_v3_combined(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns the casts for adding routed and shared experts in fp32, if the config says so."""
+    """Returns the casts for adding the outputs of routed and shared experts in fp32, if the config
+    says so.
+    """
     if not c.flag("enable_moe_fp32_combine", True):
         return ()
     cast = Traffic(0, 0, 3 * c.hidden)
@@ -61,10 +63,9 @@ def output_norm(c: ModelConfig, _kind: Kind) -> Parts:
 
 
 def mimo_attention(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns attention whose layers with a window have sinks and twice as many key and value
-    heads.
+    """Returns attention whose scores are written out.
 
-    Scores are written out in all layers.
+    Layers with a window have sinks and twice as many key-value heads.
     """
     hidden, heads, size, value, bias = (
         c.hidden,
@@ -83,29 +84,35 @@ def mimo_attention(c: ModelConfig, kind: Kind) -> Parts:
         if windowed
         else 0
     )
-    pairs = c.kv_heads * (2 if windowed else 1)
-    if heads % pairs:
+    kv_heads = c.kv_heads * (2 if windowed else 1)
+    if heads % kv_heads:
         raise c.wrong("num_key_value_heads", f"a divisor of half of the {heads} attention heads")
     return (
         *(sinks(c, kind) if windowed else ()),
         linear("self_attn.q_proj", hidden, heads * size, bias),
-        linear("self_attn.k_proj", hidden, pairs * size, bias),
-        linear("self_attn.v_proj", hidden, pairs * value, bias),
+        linear("self_attn.k_proj", hidden, kv_heads * size, bias),
+        linear("self_attn.v_proj", hidden, kv_heads * value, bias),
         linear("self_attn.o_proj", heads * value, hidden),
-        rotary((heads + pairs) * size),
+        rotary((heads + kv_heads) * size),
         attend(
-            c, FULL, query=size, value=value, kv_heads=pairs, window=window, scores=sink_scores(c)
+            c,
+            FULL,
+            query=size,
+            value=value,
+            kv_heads=kv_heads,
+            window=window,
+            scores=sink_scores(c),
         ),
         shared_input(hidden, 3),
     )
 
 
 def laguna_gate(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns a softplus of a projection that scales the output of attention, per head or per
-    element.
+    """Returns a gate that scales the output of attention: the softplus of a projection, with one
+    value per head or per element.
     """
     hidden, heads, size = c.hidden, c.heads, c.head_dim
-    c.each_layer("num_attention_heads_per_layer", (heads,))  # checks that all layers have as many
+    c.each_layer("num_attention_heads_per_layer", (heads,))  # checks that all entries are equal
     gating = c.get("gating")
     if gating not in (True, "per-head", "per-element"):
         raise c.wrong("gating", "true, per-head or per-element")
@@ -119,13 +126,13 @@ def laguna_gate(c: ModelConfig, _kind: Kind) -> Parts:
 
 
 def cohere_prefix(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns the MLP of Cohere's dense layers, whose width may be their own."""
+    """Returns the MLP of Cohere's dense layers, which may have another width than the experts."""
     inner = c.size("prefix_dense_intermediate_size", c.size("intermediate_size"))
     return gated_mlp(c, inner=inner)
 
 
 def cohere_norm(c: ModelConfig, _kind: Kind) -> Parts:
-    """Returns one norm, after which attention and MLP run in parallel."""
+    """Returns the norm of a layer in which attention and MLP run in parallel."""
     if c.get("rms_norm_eps") is not None:
         raise c.wrong("rms_norm_eps", "null, since only layer norms (layer_norm_eps) are predicted")
     return (
@@ -143,8 +150,8 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
         layer=stacked(
             attends(bias="attention_bias"),
             routed(
-                of="moe_num_experts", chosen="moe_topk", inner="intermediate_size", gate="router",
-                transposed=True,
+                number="moe_num_experts", chosen="moe_topk", inner="intermediate_size",
+                gate="router", transposed=True,
             ),
             shared_experts("moe_num_shared_experts", inner="intermediate_size", bias="mlp_bias"),
             pre_norms(),
@@ -159,7 +166,7 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
         layer=stacked(
             latent_attention,
             dense_or(
-                routed(of="n_routed_experts", wide=True, experts_first=True),
+                routed(number="n_routed_experts", wide=True, experts_first=True),
                 shared_experts("n_shared_experts"),
                 output_norm,
             ),
@@ -214,7 +221,7 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(
         layer=stacked(
             mimo_attention,
-            dense_or(routed(of="n_routed_experts", wide=True, experts_first=True)),
+            dense_or(routed(number="n_routed_experts", wide=True, experts_first=True)),
             pre_norms(),
         ),
         attention=mimo_window, mlp=one_dense,
@@ -228,9 +235,9 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
         # The router adds an untrained bias to choose the experts.
         layer=stacked(
             attends(bias="use_bias"),
-            neighbours_turned,
+            interleaved_rotary,
             dense_or(
-                routed(of="moe_num_experts", chosen="moe_k", wide=True),
+                routed(number="moe_num_experts", chosen="moe_k", wide=True),
                 shared_experts("moe_num_shared_experts", bias="use_bias", optional=True),
                 dense=gated(bias="use_bias"),
             ),
@@ -272,3 +279,4 @@ SHARED_EXPERT_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

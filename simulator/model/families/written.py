@@ -13,6 +13,7 @@ from megatrain.simulator.model.families.parts import (
     Part,
     Traffic,
     attend,
+    interleaved,
     layer_norm,
     linear,
     plain_mlp,
@@ -20,20 +21,19 @@ from megatrain.simulator.model.families.parts import (
     rotary,
     shared_input,
     softmax_scores,
-    turned_in_pairs,
 )
 
 _NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
-    """One norm, after which attention and MLP run in parallel.
+    """Returns a layer of GPT-J: one norm, after which attention and MLP run in parallel.
 
-    Rotary positions rotate pairs of neighbouring elements. Queries and keys are multiplied in fp32.
-    With `fused`, one projection makes queries, keys and values.
+    Rotary positions are interleaved. Queries and keys are multiplied in fp32. With `fused`, one
+    projection computes queries, keys and values.
     """
     hidden, inner = c.hidden, c.count("n_inner", 0) or 4 * c.hidden
-    turned = c.size("rotary_dim", c.head_dim, most=c.head_dim)
+    rotated = c.size("rotary_dim", c.head_dim, most=c.head_dim)
     names = (
         (("qkv_proj", 3 * hidden), ("out_proj", hidden))
         if fused
@@ -43,26 +43,28 @@ def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
         layer_norm("ln_1", hidden, first=True),
         *(linear(f"attn.{name}", hidden, size) for name, size in names),
         *plain_mlp(c, "mlp.fc_in", "mlp.fc_out", inner=inner, act="activation_function"),
-        rotary(2 * c.heads * turned),
-        turned_in_pairs(2 * c.heads * turned),
+        rotary(2 * c.heads * rotated),
+        interleaved(2 * c.heads * rotated),
         attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c, wide=True)),
-        Part(kept=Kept(4 * turned, 0, hidden), compiled=Compiled(Kept(0, 0, hidden))),
+        Part(kept=Kept(4 * rotated, 0, hidden), compiled=Compiled(Kept(0, 0, hidden))),
         shared_input(hidden, 2 if fused else 4),
         residual(hidden),
     )
 
 
 def codegen(c: ModelConfig, kind: Kind) -> Parts:
-    """GPT-J, with one projection for queries, keys and values."""
+    """Returns a layer of CodeGen: GPT-J with one projection for queries, keys and values."""
     if c.heads % 4:
         raise c.wrong("n_head", "a multiple of 4")
     return gptj(c, kind, fused=True)
 
 
 def mpt(c: ModelConfig, kind: Kind) -> Parts:
-    """Positions are slopes, one per head, that are added to the scores. There are no biases."""
-    hidden, own = c.hidden, c.get("attn_config") or {}
-    if not isinstance(own, dict):
+    """Returns a layer of MPT, without biases. Each head has a slope, and the slope times the
+    position is added to the scores.
+    """
+    hidden, table = c.hidden, c.get("attn_config") or {}
+    if not isinstance(table, dict):
         raise c.wrong("attn_config", "an object")
     for key, wanted in (
         ("attn_pdrop", 0),
@@ -71,11 +73,11 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
         ("alibi", True),
         ("attn_type", "multihead_attention"),
     ):
-        if own.get(key, wanted) != wanted:
+        if table.get(key, wanted) != wanted:
             raise c.wrong("attn_config", f"{key} = {wanted!r}")
     clipped = (
         Part(forward=Traffic(6 * hidden), backward=Traffic(9 * hidden), kept=Kept(3 * hidden))
-        if own.get("clip_qkv")
+        if table.get("clip_qkv")
         else Part()
     )
     between = Part(
@@ -104,13 +106,13 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
 
 
 def falcon(c: ModelConfig, kind: Kind) -> Parts:
-    """One projection for queries, keys and values.
+    """Returns a layer of Falcon, with one projection for queries, keys and values.
 
-    With one key and value head for all query heads, no fused kernel is used, and PyTorch writes out
-    the scores.
+    If one key-value head is shared by all query heads, no fused kernel is used, and PyTorch writes
+    out the scores.
     """
     hidden, heads, size, bias = c.hidden, c.heads, c.head_dim, c.flag("bias")
-    groups, several, side = (
+    groups, several, parallel = (
         c.flag("new_decoder_architecture"),
         not c.flag("multi_query", True),
         c.flag("parallel_attn", True),
@@ -118,13 +120,13 @@ def falcon(c: ModelConfig, kind: Kind) -> Parts:
     if c.flag("alibi"):
         raise c.wrong("alibi", "false, with rotary positions")
     if c.flag("output_attentions"):
-        # transformers then adds its boolean mask to the scores, so that later tokens are seen.
+        # With it, transformers adds its boolean mask to the scores, which hides no later tokens.
         raise c.wrong("output_attentions", "false")
-    pairs = c.size("num_kv_heads", heads) if groups else (heads if several else 1)
-    if heads % pairs:
+    kv_heads = c.size("num_kv_heads", heads) if groups else (heads if several else 1)
+    if heads % kv_heads:
         raise c.wrong("num_kv_heads", f"a divisor of the {heads} attention heads")
-    norms = ("input_layernorm",) if side else ("post_attention_layernorm", "input_layernorm")
-    if side and (
+    norms = ("input_layernorm",) if parallel else ("post_attention_layernorm", "input_layernorm")
+    if parallel and (
         c.get("num_ln_in_parallel_attn") == 2
         or (groups and c.get("num_ln_in_parallel_attn") is None)
     ):
@@ -132,13 +134,13 @@ def falcon(c: ModelConfig, kind: Kind) -> Parts:
     inner = c.count("ffn_hidden_size", 0) or 4 * hidden
     scores = None if groups or several else softmax_scores(c)
     return (
-        linear("self_attention.query_key_value", hidden, (heads + 2 * pairs) * size, bias),
+        linear("self_attention.query_key_value", hidden, (heads + 2 * kv_heads) * size, bias),
         linear("self_attention.dense", hidden, hidden, bias),
         *plain_mlp(
             c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", inner=inner, act="activation", bias=bias
         ),
-        *(layer_norm(name, hidden, first=side or name == "input_layernorm") for name in norms),
-        rotary((heads + pairs) * size),
+        *(layer_norm(name, hidden, first=parallel or name == "input_layernorm") for name in norms),
+        rotary((heads + kv_heads) * size),
         attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores),
         Part(kept=Kept(hidden if scores is None else 0)),
         shared_input(hidden, 3 - len(norms)),
@@ -182,3 +184,4 @@ WRITTEN_FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+"""`model_type` -> family."""

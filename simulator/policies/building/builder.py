@@ -46,10 +46,10 @@ class Traits(TypedDict, total=False):
 class Builder:
     """Collects ops in program order and derives their dependencies.
 
-    An op waits for the earlier ops of other lanes that wrote what it reads, and for those that read
-    or wrote what it writes. A dependency is left out if it follows from the order of the lanes and
-    from other dependencies. There is no separate prefetching: with more slots in a pool, loads can
-    run further ahead.
+    An op waits for the earlier ops of other lanes that wrote a buffer that it reads, or that read
+    or wrote a buffer that it writes. A dependency is left out if it follows from the order of the
+    lanes and from other dependencies. There is no separate prefetch: with more slots in a pool,
+    loads can run further ahead.
     """
 
     def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
@@ -58,8 +58,8 @@ class Builder:
         Args:
             policy: The name of the policy, for the schedule.
             serial: Every op also waits for the op before it, so that nothing overlaps.
-            merged: All buffers of a pool become one, except those that PyTorch allocates. This is
-                enough to know the bytes of each pool, but no ops can be added.
+            merged: All buffers of a pool are merged into one, except those that PyTorch allocates.
+                This is enough to know the bytes of each pool, but no ops can be added.
         """
         self._policy, self._serial, self._merged = policy, serial, merged
         self._pools: dict[str, Buffer] = {}
@@ -69,9 +69,12 @@ class Builder:
         self._units: dict[str, int] = {}
         """With `merged`: pool of persistent buffers -> the bytes of the smallest buffer in it."""
         self._buffers: list[Buffer] = []
-        self._free: dict[str, deque[str]] = {}  # by pool
-        self._queue: dict[str, deque[str]] = {}  # by slot, the free ones of its pool
+        self._free: dict[str, deque[str]] = {}
+        """Pool -> its free slots, the one that was freed first in front."""
+        self._queue: dict[str, deque[str]] = {}
+        """Slot -> the free slots of its pool."""
         self._fresh: set[str] = set()
+        """Slots that were acquired, and that no op has written since."""
         self._ids: list[OpId] = []
         self._lanes: list[int] = []
         self._reads: list[tuple[str, ...]] = []
@@ -94,7 +97,7 @@ class Builder:
         """Adds a buffer of `size` bytes that keeps its content from step to step.
 
         Returns its id, `pool:key`. `key` is the layer or the micro-batch that the buffer belongs
-        to. `dtype` may be left out for the default of the class of data.
+        to. Without `dtype`, it has the default dtype of its class of data (`DTYPES_OF`).
         """
         name = f"{pool}:{key}"
         if self._merged:
@@ -130,16 +133,16 @@ class Builder:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
         kind = dtype or DTYPES_OF[data][0]
         merged = self._merged and not traits.get("dynamic", False)
-        made = [
+        buffers = [
             Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)
             for index in range(min(count, 1) if merged else count)
         ]
         if not merged:
-            self._buffers += made
-            self._add_free(pool, [buffer.id for buffer in made])
+            self._buffers += buffers
+            self._add_free(pool, [buffer.id for buffer in buffers])
             return
         self._pool_bytes[pool] += count * allocated_bytes(pool, size)
-        for buffer in made:
+        for buffer in buffers:
             self._pools.setdefault(pool, buffer)
 
     def _add_free(self, pool: str, slots: Sequence[str]) -> None:
@@ -147,9 +150,8 @@ class Builder:
         self._queue |= dict.fromkeys(free, free)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
-        """Adds buffers of another schedule under the same ids.
-
-        All slots of a pool must be added in one call.
+        """Adds buffers of another schedule under the same ids. All slots of a pool must be added in
+        one call.
         """
         self._buffers += buffers
         slots = [buffer for buffer in buffers if not buffer.persistent]
@@ -157,9 +159,10 @@ class Builder:
             self._add_free(slots[0].pool, [slot.id for slot in slots])
 
     def acquire(self, pool: str) -> str:
-        """Returns the slot of `pool` that has been free for longest.
+        """Returns the slot of `pool` that has been free for longest. Raises ScheduleError if no
+        slot is free.
 
-        It is held from the next op that writes it. Raises ScheduleError if no slot is free.
+        The next op that writes the slot acquires it in the schedule.
         """
         free = self._free[pool]
         if not free:
@@ -169,7 +172,7 @@ class Builder:
         return slot
 
     def release(self, slot: str) -> None:
-        """Frees `slot` after the last op that reads or writes it."""
+        """Frees `slot`. The last op so far that reads or writes it releases it in the schedule."""
         self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._queue[slot].append(slot)
 
@@ -178,8 +181,13 @@ class Builder:
     ) -> None:
         """Appends an op.
 
-        `sizes` are the fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
-        `high_priority` of `Op`.
+        Args:
+            id: The id of the op, unique in the program.
+            lane: The lane that runs the op.
+            reads: The ids of the buffers that the op reads, in the order of its kind.
+            writes: The ids of the buffers that the op writes, in the order of its kind.
+            **sizes: The fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
+                `high_priority` of `Op`.
         """
         reads, writes = tuple(reads), tuple(writes)
         also = None
@@ -239,7 +247,7 @@ class Builder:
 
     def _grouped(self) -> Sizes:
         """Returns what `Schedule.sizes` would return."""
-        found: dict[tuple[object, ...], int] = {}
+        indices: dict[tuple[object, ...], int] = {}
         ops: list[Op] = []
         which: list[int] = []
         for id, lane, reads, writes, sizes in zip(
@@ -262,9 +270,9 @@ class Builder:
                 get("shape", ""),
                 get("high_priority", False),
             )
-            size = found.get(key)
+            size = indices.get(key)
             if size is None:
-                size = found[key] = len(ops)
+                size = indices[key] = len(ops)
                 op = Op(id=str(id), lane=LANES[lane], reads=reads, writes=writes, **sizes)
                 ops.append(op)
             which.append(size)

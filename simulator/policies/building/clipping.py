@@ -1,6 +1,6 @@
-"""Clipping: the ops that find the factor of each layer's gradient or update, and their buffers.
+"""Clipping: emits the ops that compute the factor of each layer's gradient or update.
 
-* `global`: one coefficient from the sums of squares of all layers, found at the end of the step.
+* `global`: one coefficient from the sums of squares of all layers, computed at the end of the step.
 * `layer`: one coefficient per layer, from the sum of squares of its own gradient. It is known as
   soon as the gradient is complete.
 * `update`: one factor per tensor, from the sums of g^2 / v (gradient g, second moment v) of its own
@@ -9,10 +9,10 @@
   kept from step to step. It is also known as soon as the gradient is complete.
 * `none`: nothing is clipped. One op still checks that the losses are finite.
 
-With every policy, a step that fails leaves the same bits. A loss that is not finite stops all
-updates of the step, since all losses are known before the first update. A norm that is not finite
-stops all updates with `global`, and otherwise only the update of its own layer. Moving norms do not
-change where an update is stopped.
+A step with a loss or norm that is not finite leaves the same bits with every policy. A loss that is
+not finite stops all updates of the step, since all losses are known before the first update. A norm
+that is not finite stops all updates with `global`, and otherwise only the update of its own layer.
+The moving norms of a layer stay unchanged if its update is stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ part is the whole layer."""
 
 
 class Clipping:
-    """Emits the ops of one step that clip, and makes their buffers."""
+    """Emits the clipping ops of one step, and makes their buffers."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Clipping:
             plan: The plan, whose workload has the kind of clipping.
             place: `device` or `host`, where the buffers are.
             lane: The lane that runs `norm` ops.
-            update_lane: The lane that runs `update_ratios` ops.
+            update_lane: The lane that runs the ops of clipping by `update`.
             on_host: Layers that the CPU updates. Their `update_ratios` ops run on the lane `cpu`,
                 and the buffers of these ops are in host memory.
         """
@@ -77,7 +77,7 @@ class Clipping:
         self.own: dict[str, str] = {}
         """Layer -> the buffer with its own factors, with the kinds in `BY_LAYER`."""
         self.all = ""
-        """The buffer that every update reads, with `global` and `none`."""
+        """The buffer that every update reads, with `global` and `none`. Empty with other kinds."""
         if self.kind not in BY_LAYER:
             self.all = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
         else:
@@ -100,8 +100,8 @@ class Clipping:
     def measure(self, layer: str, gradient: str, moments: str) -> None:
         """Emits the ops that can run once the layer's gradient is complete.
 
-        `gradient` and `moments` are buffers with the whole layer. `moments` is read with `update`
-        only.
+        `gradient` and `moments` are buffers with the data of the whole layer. Only clipping by
+        `update` reads `moments`.
         """
         spec = self.stack[layer]
         if self.kind == "update":
@@ -132,7 +132,7 @@ class Clipping:
     def ratios(
         self, layer: str, gradient: str, moments: str, rows: str, chunk: Chunk | None = None
     ) -> None:
-        """Sums g^2 / v of the whole layer, or of one chunk of it, into `rows`."""
+        """Emits the op that sums g^2 / v of the whole layer, or of one chunk of it, into `rows`."""
         number, first, count = chunk or (None, 0, self.stack[layer].elements)
         self.builder.op(
             OpId("update_ratios", layer, chunk=number),
@@ -144,7 +144,9 @@ class Clipping:
         )
 
     def clip_by(self, layer: str, rows: str) -> None:
-        """Computes the factors of the layer's tensors from the sums in `rows`."""
+        """Emits the op that computes the factors of the layer's tensors from the sums in `rows`,
+        and releases `rows`.
+        """
         self.builder.op(
             OpId("clip", layer),
             self.side[layer][1],
@@ -155,9 +157,8 @@ class Clipping:
         self.builder.release(rows)
 
     def finish(self) -> None:
-        """Computes the coefficient that all layers share, with `global` and `none`.
-
-        It comes after `measure` of every layer.
+        """Emits the op that computes the coefficient that all layers share, with `global` and
+        `none`. Call it after `measure` of every layer.
         """
         if self.all:
             self.builder.op(

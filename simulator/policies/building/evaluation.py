@@ -1,12 +1,12 @@
 """Evaluation: a forward pass with loss, for the schedule of any policy.
 
 For each micro-batch it emits the embedding, the decoder layers and the loss. It uses the buffers of
-the plan's training step, so that no policy has to write a forward pass of its own. Resident weights
-are read where they are. The others stream through the weight slots of the training step, and a
+the plan's training step, so no policy has to write a forward pass of its own. Resident weights are
+read from their buffers. Other weights stream through the weight slots of the training step, and a
 layer that is still in a slot is not loaded again. Hidden states alternate between two slots.
 
-With several GPUs, each rank takes its own micro-batches, loads its parts of the weights and gathers
-the others, as in a training step. At the end, all ranks get all losses.
+With several GPUs, each rank computes its own micro-batches, loads its parts of the weights and
+gathers the other parts, as in a training step. At the end, all ranks receive all losses.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class EvaluationStep:
         self.loaded = {pool: SlotCache(builder, pool, count) for pool, count in self.count.items()}
 
     def _keep(self, data: DataClass, key: str) -> str:
-        """Adds the training step's persistent buffer of this data and returns its id.
-
-        Raises UserError if the training step has none.
+        """Adds the persistent buffer of the training step that holds `data` of `key`, a layer or a
+        micro-batch, and returns its id. Raises UserError if the training step has none.
         """
         name = self.training.state.get((data, key))
         if name is None:
@@ -61,16 +60,18 @@ class EvaluationStep:
         return name
 
     def _weight_pools(self) -> dict[str, str]:
-        """Returns the pool of slots that each layer's weights stream through in training."""
-        found: dict[str, str] = {}
+        """Returns layer -> the pool of slots that its weights stream through in training."""
+        pools: dict[str, str] = {}
         for op in self.training.ops:
             for buffer in [self.training.buffer[base_buffer(name)] for name in op.writes]:
                 if buffer.data == "weights" and not (buffer.persistent or buffer.chunk):
-                    found[op.layer] = buffer.pool
-        return found
+                    pools[op.layer] = buffer.pool
+        return pools
 
     def _hidden_pool(self) -> str:
-        """Returns the pool of the slot that the head writes the gradient of its input to."""
+        """Returns the pool of slots for hidden states. In training, the head writes the gradient of
+        its input to such a slot.
+        """
         head = next(op for op in self.training.ops if op.kind == "head")
         return next(
             self.training.buffer[name].pool
@@ -97,13 +98,15 @@ class EvaluationStep:
         )
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        """Returns a device buffer with the layer's weights, and emits their copy if necessary."""
+        """Returns a device buffer with the layer's weights, and emits their copy if they are not on
+        the device yet.
+        """
         pool = self.pool.get(layer)
         if pool is None:
             return self.home[layer]
-        found = self.loaded[pool].find(layer)
-        if found is not None:
-            return found
+        slot = self.loaded[pool].find(layer)
+        if slot is not None:
+            return slot
         slot = self.loaded[pool].take(layer)
         total, size = (
             DTYPE_BYTES[self.plan.workload.dtype] * part_elements(self.plan, layer),
@@ -163,7 +166,7 @@ class EvaluationStep:
         self.builder.release(x)
 
     def close(self) -> None:
-        """Releases the weight slots. With several GPUs, every rank gets the losses of all."""
+        """Releases the weight slots. With several GPUs, it also emits the exchange of losses."""
         for cache in self.loaded.values():
             cache.clear()
         if self.plan.gpus > 1:

@@ -1,7 +1,7 @@
-"""LatestUses: the ops that an op has to wait for, for a schedule that is only timed.
+"""LatestUses: finds the ops that an op has to wait for, in a schedule that is only timed.
 
-It finds the same order as `VectorClocks` in less time. Some of the ops that it names follow from
-others, which changes no time.
+It finds the same order as `VectorClocks` in less time. Some of its dependencies follow from others,
+which does not change the times of a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from megatrain.simulator.schedule import LANES
 
 _NEVER = -1
-# Shared by all uses that have none, so that a use is made in less time. They are never changed.
+# Shared by all uses without readers or overlapping uses, because making them takes time. They are
+# never changed.
 _NO_READERS: dict[int, int] = {}
 _NO_OTHERS: list[_Use] = []
 
@@ -21,31 +22,32 @@ class _Use:
 
     __slots__ = ("others", "readers", "writer")
     others: list[_Use]
-    """The uses of its parts, or of the whole, which overlap it."""
+    """The uses of its parts, or of the whole buffer, which overlap it."""
     readers: dict[int, int]
-    """Lane -> the last of its ops that has read it since it was written. An earlier reader on the
+    """Lane -> its last op that has read the buffer since it was written. An earlier reader on the
     same lane ends before that one."""
     writer: int
+    """The op that wrote the buffer last, or `_NEVER`."""
 
 
 class LatestUses:
-    """The last ops that touched each buffer. An op is its index in program order, and a lane its
-    index in LANES.
+    """The last ops that touched each buffer. Ops are given by their index in program order, and
+    lanes by their index in LANES.
     """
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
         self._lane_of: list[int] = []
         self._waited = [[_NEVER] * len(LANES) for _ in LANES]
-        """Lane -> for each lane the last of its ops that it has waited for."""
+        """Lane -> for each other lane, the last op that the lane has waited for."""
 
     def append(
         self, lane: int, reads: Iterable[str], writes: Iterable[str], also: int | None = None
     ) -> tuple[int, ...]:
         """Adds an op at the end of `lane`. Returns earlier ops that must end before it starts.
 
-        These are the writers of what it reads, the readers and writers of what it writes, and
-        `also`. Ops for which the lane has waited already are left out.
+        These are the writers of buffers that it reads, the readers and writers of buffers that it
+        writes, and the op `also`. Ops for which the lane has waited already are left out.
         """
         uses, lanes = self._uses, self._lane_of
         op, waited = len(lanes), self._waited[lane]
@@ -61,8 +63,8 @@ class LatestUses:
             if waited[lanes[other]] < other:
                 waited[lanes[other]] = other
                 after += (other,)
-            for each in use.others:
-                other = each.writer
+            for overlapping in use.others:
+                other = overlapping.writer
                 if waited[lanes[other]] < other:
                     waited[lanes[other]] = other
                     after += (other,)
@@ -72,12 +74,12 @@ class LatestUses:
                 use.readers = {lane: op}
         for buffer in writes:
             use = uses.get(buffer) or self._first_use(buffer)
-            for each in (use, *use.others) if use.others else (use,):
-                for other in each.readers.values():
+            for overlapping in (use, *use.others) if use.others else (use,):
+                for other in overlapping.readers.values():
                     if waited[lanes[other]] < other:
                         waited[lanes[other]] = other
                         after += (other,)
-                other = each.writer
+                other = overlapping.writer
                 if waited[lanes[other]] < other:
                     waited[lanes[other]] = other
                     after += (other,)
@@ -85,7 +87,7 @@ class LatestUses:
         return after
 
     def _first_use(self, buffer: str) -> _Use:
-        """Adds a buffer, or a part of one."""
+        """Adds a buffer, or a part of one, and returns its use."""
         own = self._uses[buffer] = _Use()
         own.writer, own.readers, own.others = _NEVER, _NO_READERS, _NO_OTHERS
         if "#" in buffer:

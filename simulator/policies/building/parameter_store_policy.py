@@ -1,4 +1,4 @@
-"""ParameterStorePolicy: a policy that only decides where weights and gradients are."""
+"""ParameterStorePolicy: the base of policies that only decide where weights and gradients are."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class ParameterStorePolicy(Policy):
     """Whether every op waits for the op before it."""
 
     def storage(self, builder: Builder, plan: Plan) -> ParameterStore:
-        """Returns the parameter store of one step.
+        """Returns the parameter store of one step. Raises UserError if the policy cannot execute
+        `plan`.
 
-        It must not depend on which layers save or offload activations, because its buffers are made
-        once for all of these plans. Raises UserError if the policy cannot execute `plan`.
+        The store must not depend on which layers save or offload activations, because its buffers
+        are cached for all plans that differ only in that.
         """
         raise NotImplementedError
 
@@ -33,9 +34,8 @@ class ParameterStorePolicy(Policy):
         return self._lowered(Builder(plan.policy, serial=self.serial), plan)
 
     def lower_for_timing(self, plan: Plan) -> Schedule:
-        """Returns what `lower` returns, with `compiled` and `sizes` alone.
-
-        A subclass with a `lower` of its own is lowered by it.
+        """Returns what `lower` returns, without ops and buffers. If a subclass overrides `lower`,
+        it is called instead.
         """
         if type(self).lower is not ParameterStorePolicy.lower:
             return self.lower(plan)
@@ -71,8 +71,8 @@ def _without_activations(plan: Plan) -> Plan:
 
 
 def _only_activations(plan: Plan) -> Plan:
-    """Returns `plan` with default values of all that the buffers of activations do not depend
-    on.
+    """Returns `plan` with default values of the knobs on which the buffers of activations do not
+    depend.
     """
     knobs, placement = plan.knobs, plan.knobs.placement
     return msgspec.structs.replace(
@@ -98,7 +98,7 @@ def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _computed(plan: Plan) -> tuple[Buffer, ...]:
-    """Returns the merged buffers of `compute`. Cached like those of the store."""
+    """Returns the merged buffers of `compute`. Cached for the same reason as `_stored`."""
     builder = Builder(plan.policy, merged=True)
     declare(builder, plan)
     return builder.build().buffers

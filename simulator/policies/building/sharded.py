@@ -1,41 +1,41 @@
 """ShardedStore: the `ParameterStore` of a plan for several GPUs of one host.
 
-Each GPU has a process of its own, a rank, and all ranks execute the same schedule. Rank r owns part
-r of each layer: weights, low halves, moments and gradients of one N-th of its elements, in its own
+Each of the N GPUs has its own process, a rank, and all ranks execute the same schedule. Rank r owns
+part r of each layer: weights, low halves, moments and gradients of 1/N of its elements, in its own
 host memory (`part_elements`). A step is:
 
     for each layer, first to last:
-        the update that the step before deferred, of the rank's own part, chunk by chunk:
-            load_state, update, save_state; the new weights go to the rank's place in a slot
-        gather_weights: the other parts, from the other ranks
+        the update of the rank's part that the step before deferred, chunk by chunk:
+            load_state, update, save_state; the new weights go to the rank's part of a slot
+        gather_weights: receives the other parts from the other ranks
         forward
     head with loss, forward and backward
     for each layer, last to first:
         load_weights and gather_weights, if the layer is no longer in a slot
         recompute, backward
         exchange_gradients: sends each rank its part, and adds the parts that arrive, rank 0's first
-            (of a tied head together with the embedding's, which comes last)
-        sum_rows of the sum, and a copy of it to host memory
+            (a tied head's gradient is exchanged later, together with the embedding's)
+        sum_rows of the sum, and a copy of the sum to host memory
     exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
     clip: the coefficient, from the norms
 
-The result has the bits of one GPU. Ranks take the groups of micro-batches that are summed first
-(`Workload.sum_group`) in turn, so the exchange adds them in the order of the step. A part is a
-whole number of `NORM_ROW` elements, so the sums of rows are those of the whole layer, and every
-rank adds them in the same order.
+The result has the same bits as on one GPU. The micro-batches of a step are divided into groups
+whose gradients are summed first (`Workload.sum_group`). Ranks take these groups in turn, so the
+exchange adds them in the order of the step. A part is a whole number of `NORM_ROW` elements, so the
+sums of rows are the same as on one GPU, and every rank adds them in the same order.
 
-All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot wait
-for each other in a circle. A rank's schedule is proved free of races by itself: a collective has
-ended on a rank when the rank's own buffers can be used again.
+All collectives are on the lane `exchange`, in the same order on every rank, so ranks cannot
+deadlock. It is enough to prove the schedule of each rank free of races by itself, because a
+collective ends on a rank only when the rank's own buffers can be used again.
 """
 
 from __future__ import annotations
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Clipping
-from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import (
     NORM_ROW,
@@ -52,7 +52,7 @@ _PLACED = ("weights", "master_low", "moments", "gradients", "host_updated")
 
 
 def refuse_sharded(plan: Plan) -> None:
-    """Raises UserError, which names what is not possible with several GPUs yet."""
+    """Raises UserError if the plan has a setting that is not supported with several GPUs yet."""
     work, knobs, model = plan.workload, plan.knobs, plan.model
     routes = model.active_parameters != model.parameters
     placed = [name for name in _PLACED if getattr(knobs.placement, name)]
@@ -95,18 +95,15 @@ def refuse_sharded(plan: Plan) -> None:
             )
 
 
-class ShardedStore:
+class ShardedStore(ChunkedStore):
     """The parameter store of one rank's step."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         refuse_sharded(plan)
-        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
-        self.width = DTYPE_BYTES[plan.workload.dtype]
+        super().__init__(builder, plan)
         self.group = plan.workload.sum_group
         self.sent_width = 4 if self.group > 1 else self.width
         """Bytes of an element of the gradients that are exchanged. A sum of several is fp32."""
-        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
-        """Parameters of a chunk."""
         self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
         self.state = {layer: layer_state(plan, layer) for layer in self.stack}
         self.clipping = Clipping(builder, plan, "device", "update", "update")
@@ -130,8 +127,6 @@ class ShardedStore:
             for layer, spec in self.stack.items()
         }
         """Layer -> gradients of a micro-batch: two for a head that is tied to the embedding."""
-        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
-        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self._make_slots()
         rows = {layer: elements // NORM_ROW for layer, elements in self.parts.items()}
         self.row_sums = {
@@ -142,7 +137,7 @@ class ShardedStore:
             micro: builder.persistent("device.all_losses", f"all.{micro}", SCALAR_BYTES, "losses")
             for micro in range(plan.workload.accumulation)
         }
-        """Micro-batch of the step -> the buffer with its loss, whichever rank computed it."""
+        """Micro-batch of the step, of any rank -> the buffer with its loss."""
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
@@ -153,15 +148,12 @@ class ShardedStore:
             max(plan.gpus * self.sent_width * largest, (plan.gpus + 1) * self.sums_bytes),
             "workspace",
         )
-        """What a collective receives, before it is added."""
+        """The buffer for the data that a collective receives, before it is added."""
         self.own_losses: list[str] = []
-        self.updated: set[str] = set()
-        """Layers whose deferred update this step has applied."""
-        self.summing: dict[str, str] = {}
-        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
+        """The buffers with the losses of this rank's micro-batches."""
         self.tied: list[str] = []
-        """The slot with the gradient of a head that is tied to the embedding, until that of the
-        embedding is there too."""
+        """The slot with the gradient of a head that is tied to the embedding, until the gradient of
+        the embedding is complete too."""
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
@@ -217,12 +209,6 @@ class ShardedStore:
                 knob=knob,
             )
 
-    def _pool(self, name: str, layer: str) -> str:
-        return name if self.stack[layer].kind == "decoder" else f"{name}_vocabulary"
-
-    def _cache(self, layer: str) -> SlotCache:
-        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
-
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the chunks of the layer's part: (number, first parameter, parameters)."""
         total = self.parts[layer]
@@ -235,27 +221,11 @@ class ShardedStore:
         """Returns the bytes that a rank receives if it exchanges the layer."""
         return (self.plan.gpus - 1) * self.parts[layer] * width
 
-    def _copies(
-        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
-    ) -> None:
-        """Copies the rank's part of a layer to or from the host, chunk by chunk."""
-        up = source.startswith("host.")
-        for number, first, count in self._chunks(layer):
-            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            self.builder.op(
-                OpId(kind, layer, phase, micro, number),
-                "h2d" if up else "d2h",
-                [read],
-                [written],
-                offset=int(width * first),
-                bytes=int(width * count),
-            )
-
     def weights(self, layer: str, phase: str, micro: int) -> str:
         cache = self._cache(layer)
-        found = cache.find(layer)
-        if found is not None:
-            return found
+        slot = cache.find(layer)
+        if slot is not None:
+            return slot
         slot = cache.take(layer)
         if layer in self.updated:
             home = self.home["weights", layer]
@@ -276,12 +246,14 @@ class ShardedStore:
     def gradient(self, layer: str, phase: str, micro: int) -> tuple[str, bool]:
         if layer in self.summing:
             return self.summing.pop(layer), True
-        return self.builder.acquire(self._pool("device.streamed_gradients", layer)), False
+        return self.builder.acquire(pool_of("device.streamed_gradients", self.stack[layer])), False
 
     def gradient_written(self, layer: str, phase: str, micro: int, buffer: str) -> None:
-        """Exchanges the sum of a group of micro-batches, and adds what arrives to that of earlier
-        groups. The gradient of a tied head waits for that of the embedding: one GPU adds both of a
-        micro-batch before those of the next.
+        """Exchanges the sum of a group of micro-batches, and adds the parts that arrive to the sum
+        of earlier groups.
+
+        The gradient of a tied head waits for the gradient of the embedding, because one GPU adds
+        both gradients of a micro-batch before those of the next micro-batch.
         """
         if (micro + 1) % self.group:
             self.summing[layer] = buffer
@@ -293,7 +265,7 @@ class ShardedStore:
         if self.sources[layer] > 1:
             sent, self.tied = [*self.tied, buffer], []
         home, adding = self.home["gradients", layer], micro >= self.group
-        part = self.builder.acquire(self._pool("device.gradient_parts", layer))
+        part = self.builder.acquire(pool_of("device.gradient_parts", self.stack[layer]))
         if adding:
             self._copies("load_gradients", layer, phase, micro, home, part, 4)
         self.builder.op(
@@ -337,7 +309,7 @@ class ShardedStore:
 
     def apply(self, layer: str, slot: str | None = None) -> None:
         """Emits AdamW on the rank's part of `layer`, chunk by chunk. The new weights are also
-        written to `slot`, where the rank's part of the layer is.
+        written to the rank's part of `slot`, if it is given.
         """
         homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
         widths = {name: self.state[layer][name].bytes for name in homes}
@@ -368,5 +340,5 @@ class ShardedStore:
                 bytes=int(count * sum(widths[name] for name in saved)),
                 **for_chunk,
             )
-            for each in slots.values():
-                self.builder.release(each)
+            for chunk_slot in slots.values():
+                self.builder.release(chunk_slot)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.model.specs import LayerSpec
 from megatrain.simulator.policies.building.builder import Builder
+
+
+def pool_of(name: str, layer: LayerSpec) -> str:
+    """Returns the pool for data of `layer`: `name` for decoder layers, and `name_vocabulary` for
+    the embedding and the head, which have another size.
+    """
+    return name if layer.kind == "decoder" else f"{name}_vocabulary"
 
 
 class SlotCache:
@@ -16,7 +24,7 @@ class SlotCache:
         self._held: dict[str, str] = {}  # layer -> slot, least recently used first
 
     def find(self, layer: str) -> str | None:
-        """Returns the slot that holds `layer` and marks it as just used, or None if none does."""
+        """Returns the slot that holds `layer`, or None, and marks it as just used."""
         if layer not in self._held:
             return None
         self._held[layer] = self._held.pop(layer)
@@ -31,8 +39,8 @@ class SlotCache:
         return next(iter(self._held)) if len(self._held) == self.slots else None
 
     def take(self, layer: str) -> str:
-        """Returns a slot for `layer`, which must not be in one. The caller emits the op that fills
-        it.
+        """Returns a slot for `layer`, which no slot may hold yet. The caller emits the op that
+        fills it.
         """
         leaving = self.next_to_leave()
         if leaving is not None:

@@ -1,4 +1,4 @@
-"""TimedBuilder: a builder of schedules that are only timed."""
+"""TimedBuilder: builds schedules that are only timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPUTE = _LANES["compute"]
 class TimedBuilder(Builder):
     """A builder whose schedule has `compiled` and `sizes`, but no buffers and no ops.
 
-    This is enough to know its time, and takes a third as long.
+    This is enough to time a step, and takes a third of the time of `Builder`.
     """
 
     def __init__(self, policy: str, *, serial: bool = False) -> None:
@@ -34,8 +34,8 @@ class TimedBuilder(Builder):
         self._append = LatestUses().append
         self._last: dict[int, int] = {}
         """Micro-batch -> its last compute op so far."""
-        self._found: dict[tuple[object, ...], int] = {}
-        """What makes up the size of an op -> the index of that size."""
+        self._indices: dict[tuple[object, ...], int] = {}
+        """The values that make up the size of an op -> the index of that size."""
         self._which: list[int] = []
         """`Sizes.which` so far."""
         self._of_size: list[Op] = []
@@ -95,9 +95,9 @@ class TimedBuilder(Builder):
                 adds = True
         named = "" if layer.isdigit() else layer
         key = (kind, named, number, adds, *sizes, *sizes.values())
-        size = self._found.get(key)
+        size = self._indices.get(key)
         if size is None:
-            size = self._found[key] = len(self._of_size)
+            size = self._indices[key] = len(self._of_size)
             self._of_size.append(
                 Op(id=str(id), lane=lane, reads=tuple(reads), writes=tuple(writes), **sizes)
             )

@@ -1,13 +1,13 @@
 """The compute ops of one optimizer step. A `ParameterStore` supplies weight and gradient buffers.
 
-For each group of micro-batches (`micro_batch_group`, one by default), each of its micro-batches
-takes a step of this list before any takes the next:
+Micro-batches run in groups of `micro_batch_group`, one by default. All micro-batches of a group run
+each step of this list, and each layer or block in it, before the next one begins:
 
 1. Embedding.
 2. Forward through one decoder layer after the other. Every K-th layer (`checkpoint_interval`) keeps
    its input on the device, or offloads it to host memory. Layers in `saved_activations` save all
-   activations. Layers in `saved_attention` save their attention output and log-sum-exp, which those
-   in `offloaded_attention` keep in host memory.
+   activations. Layers in `saved_attention` save their attention output and log-sum-exp. Layers that
+   are also in `offloaded_attention` keep these in host memory.
 3. Head with loss, forward and backward.
 4. For each block of K layers, from the last to the first: recompute the block's layers to get their
    activations, then run backward through them. Saved activations are not recomputed, and neither is
@@ -31,9 +31,9 @@ from megatrain.simulator.schedule.update_layout import update_layout
 class ParameterStore(Protocol):
     """The interface between `compute` and a policy, which decides where weights and gradients are.
 
-    `compute` calls these methods in program order, and each may emit ops: copies, sums, updates.
-    Buffers are given by their ids. `phase` is the phase of an `OpId` (`f` forward, `h` head, `r`
-    recompute, `b` backward), and `micro` is the index of the micro-batch.
+    `compute` calls these methods in program order. Each method may emit ops, such as copies, sums
+    and updates. Buffers are given by their ids. `phase` is the phase of an `OpId` (`f` forward, `h`
+    head, `r` recompute, `b` backward), and `micro` is the index of the micro-batch.
     """
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
@@ -48,34 +48,34 @@ class ParameterStore(Protocol):
     def losses_written(self, losses: list[str]) -> None:
         """Receives the buffers of all losses of the step, once all of them are written.
 
-        This is before `gradient_written` is called for any gradient of the last micro-batch.
+        `compute` calls it before `gradient_written` for any gradient of the last micro-batch.
         """
 
     def update(self) -> None:
-        """Clips and updates, when every gradient of the step has been written."""
+        """Clips and updates. Called once every gradient of the step has been written."""
 
 
 def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str]:
-    """Makes persistent buffers in `place` for the state of every layer.
+    """Makes persistent buffers in `place`, `device` or `host`, for the state of every layer.
 
-    Returns them by (class, layer). The classes are `weights`, `master_low`, `moments` and
-    `gradients`.
+    Returns their ids by (class of data, layer). The classes are `weights`, `master_low`, `moments`
+    and `gradients`, without those that a layer does not have.
     """
-    made: dict[tuple[str, str], str] = {}
+    buffers: dict[tuple[str, str], str] = {}
     for layer in plan.model.stack.values():
         for name, part in layer_state(plan, layer.name).items():
             if part.bytes:
-                made[name, layer.name] = builder.persistent(
+                buffers[name, layer.name] = builder.persistent(
                     f"{place}.{name}", layer.name, part.whole(layer.elements), name, part.dtype
                 )
-    return made
+    return buffers
 
 
 def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
-    """Makes the buffer of the temporary tensors that updates on the device need.
+    """Makes a buffer for the temporary tensors of updates on the device.
 
-    Returns it by layer, in a list that is empty if an update needs none. There is one buffer,
-    because updates run one after the other.
+    Returns layer -> a list with the buffer's id, or an empty list if the layer's update needs no
+    temporary tensors. All layers share one buffer, because updates run one after the other.
     """
     name = plan.workload.optimizer
     sizes = {
@@ -84,17 +84,18 @@ def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
     }
     if not any(sizes.values()):
         return {layer: [] for layer in sizes}
-    made = builder.persistent(
+    buffer = builder.persistent(
         "device.update_workspace", "all", max(sizes.values()), "workspace", matrix_products=True
     )
-    return {layer: [made] if size else [] for layer, size in sizes.items()}
+    return {layer: [buffer] if size else [] for layer, size in sizes.items()}
 
 
 def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, Any]:
-    """Returns the fields `flops` and `high_priority` of an update op that multiplies matrices.
+    """Returns the fields `flops` and `high_priority` of an update op that multiplies matrices, and
+    an empty dict for other update ops.
 
-    Such an op has many short kernels. Without priority each of them would wait for a long one of
-    compute. Other update ops have no such fields.
+    An op that multiplies matrices has many short kernels. Without priority, each of them would wait
+    for a long kernel of compute.
     """
     layout = update_layout(plan.workload.optimizer, plan.model.stack[layer])
     flops = layout.flops(first, count) if layout and layout.matrices else 0
@@ -104,7 +105,11 @@ def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, An
 def update_operands(
     state: dict[tuple[str, str], str], layer: str, clip: str
 ) -> tuple[list[str], list[str]]:
-    """Returns the buffers that an optimizer op of `layer` reads, and those that it writes."""
+    """Returns (buffers that an update of `layer` reads, buffers that it writes).
+
+    `state` has the layers' buffers by (class of data, layer), and `clip` is the buffer with the
+    clip coefficient or factors.
+    """
     return [state["gradients", layer], clip], [
         state[name, layer]
         for name in ("weights", "master_low", "moments")
@@ -142,7 +147,8 @@ class _Buffers:
         saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype, work.piece)
         builder.slots(
             "device.checkpoints",
-            # The inputs of one layer, and one output, are on the device even if they are offloaded.
+            # Even if all inputs are offloaded, the inputs of one layer and one output are on the
+            # device.
             group * (len(self.blocks) - len(self.offloaded))
             + min(group * len(self.offloaded), group + 1),
             self.hidden_bytes,
@@ -182,7 +188,7 @@ class _Buffers:
         together = max(len(self.attention_offloaded.intersection(block)) for block in self.blocks)
         builder.slots(
             "device.attention",
-            # That of the layers of one block is on the device, and one is copied.
+            # The offloaded attention of one block is on the device, plus one slot that is copied.
             group * (len(self.attended) - len(self.attention_offloaded))
             + min(group * len(self.attention_offloaded), together + 1),
             max(self.attention_bytes.values(), default=0),
@@ -236,7 +242,7 @@ class _Compute(_Buffers):
         super().__init__(builder, plan)
         self.storage = storage
         self.costs: dict[tuple[str, str, bool, bool], dict[str, Any]] = {}
-        """(kind, layer signature, kept) -> the fields of an op that its cost depends on."""
+        """(kind, layer signature, kept, read) -> the fields of an op that its cost depends on."""
         self.inputs: dict[tuple[int, int], str] = {}
         """(layer, micro-batch) -> the buffer with its input."""
         self.saved: dict[tuple[int, int], str] = {}
@@ -255,16 +261,14 @@ class _Compute(_Buffers):
         kept: bool = False,
         read: bool = False,
     ) -> None:
-        """Emits a compute op. With `kept` it does not compute attention again. `read` is as in
-        `cost_keys`.
-        """
+        """Emits a compute op. `kept` and `read` are the arguments of `cost_keys`."""
         key = kind, self.plan.model.stack[layer].signature if layer else "", kept, read
         if key not in self.costs:
             self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept, read=read)
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
 
     def offload_input(self, index: int, micro: int) -> None:
-        """Copies the layer's input to the host."""
+        """Emits the copy of the layer's input to the host."""
         self.builder.op(
             OpId("save_activations", str(index), micro=micro),
             "d2h",
@@ -274,7 +278,9 @@ class _Compute(_Buffers):
         )
 
     def input_of(self, index: int, micro: int) -> str:
-        """Returns the layer's input on the device for the backward pass, and loads it if needed."""
+        """Returns the slot with the layer's input for the backward pass, and loads the input if it
+        was offloaded.
+        """
         if index in self.offloaded:
             self.inputs[index, micro] = slot = self.builder.acquire("device.checkpoints")
             self.builder.op(
@@ -287,7 +293,7 @@ class _Compute(_Buffers):
         return self.inputs[index, micro]
 
     def offload_attention(self, index: int, micro: int) -> None:
-        """Copies the layer's saved attention to the host, and releases its slot."""
+        """Emits the copy of the layer's saved attention to the host, and releases its slot."""
         slot = self.attention[index, micro]
         self.builder.op(
             OpId("save_attention", str(index), micro=micro),
@@ -299,7 +305,7 @@ class _Compute(_Buffers):
         self.builder.release(slot)
 
     def load_attention(self, index: int, micro: int) -> None:
-        """Copies the layer's saved attention to a slot."""
+        """Emits the copy of the layer's saved attention from the host to a slot."""
         self.attention[index, micro] = slot = self.builder.acquire("device.attention")
         self.builder.op(
             OpId("load_attention", str(index), micro=micro),
@@ -357,7 +363,7 @@ class _Compute(_Buffers):
         return dx
 
     def recompute(self, block: list[int], micro: int) -> None:
-        """Runs the block's layers again and keeps their activations."""
+        """Emits the recompute of the block's layers, which saves their activations."""
         x = self.input_of(block[0], micro)
         for index in block:
             self.inputs[index, micro] = x
@@ -412,9 +418,7 @@ class _Compute(_Buffers):
         self.storage.gradient_written(EMBEDDING, "b", micro, gradient)
 
     def micro_batches(self, group: Sequence[int]) -> None:
-        """Emits forward and backward of a group of micro-batches, which go through the model
-        together.
-        """
+        """Emits forward and backward of a group of micro-batches."""
         x = {micro: self.embed(micro) for micro in group}
         for index in range(self.plan.model.layers):
             x |= {micro: self.forward(index, micro, x[micro]) for micro in group}
@@ -438,5 +442,5 @@ def compute(builder: Builder, plan: Plan, storage: ParameterStore) -> None:
 
 
 def declare(builder: Builder, plan: Plan) -> None:
-    """Makes the buffers of `compute` and emits no op."""
+    """Makes the buffers of `compute` without emitting ops."""
     _Buffers(builder, plan)

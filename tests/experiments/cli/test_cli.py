@@ -175,15 +175,15 @@ def test_a_second_calibration_says_whether_it_agrees(
 def test_without_a_model_a_default_set_is_measured(
     command: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], points: list[Any]
 ) -> None:
-    heard: list[Any] = []
+    calls: list[Any] = []
 
-    def calibrate(*told: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
-        heard.append(([told[1].name, *(other.model.name for other in others)], [told[2], *grid]))
+    def calibrate(*args: Any, grid: list[Workload], others: list[Any], **_: Any) -> HardwareSpec:
+        calls.append(([args[1].name, *(other.model.name for other in others)], [args[2], *grid]))
         return HardwareSpec.load("h200")
 
     monkeypatch.setattr("megatrain.runtime.calibration.calibrate.calibrate", calibrate)
     assert command("calibrate", "--device", "cpu", *options, "--out", "new.toml").status == 0
-    (names, workloads), *more = heard
+    (names, workloads), *more = calls
     assert (names, more) == (["llama-256", "llama-512", "llama-768"], [])
     assert [(work.batch, work.sequence, work.dtype) for work in workloads] == points
 
@@ -203,17 +203,17 @@ def test_without_a_model_a_default_set_is_measured(
         (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "bf16"), (2, 16, "bf16")], ""),
     ],
 )
-def test_a_named_model_is_measured_with_what_suits_the_machine(
+def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(
     command: Any,
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[object, ...],
     points: list[Any],
     said: str,
 ) -> None:
-    heard: list[Workload] = []
+    calls: list[Workload] = []
 
-    def calibrate(*told: Any, grid: list[Workload], **_: Any) -> HardwareSpec:
-        heard.extend([told[2], *grid])
+    def calibrate(*args: Any, grid: list[Workload], **_: Any) -> HardwareSpec:
+        calls.extend([args[2], *grid])
         return HardwareSpec.load("h200")
 
     monkeypatch.setattr("megatrain.runtime.calibration.calibrate.calibrate", calibrate)
@@ -222,7 +222,7 @@ def test_a_named_model_is_measured_with_what_suits_the_machine(
     monkeypatch.setattr(HardwareSpec, "load", lambda _: rates)
     outcome = command("calibrate", "tiny", "--device", "cpu", *options, "--out", "new.toml")
     assert outcome.status == 0, outcome.err
-    assert [(work.batch, work.sequence, work.dtype) for work in heard] == points
+    assert [(work.batch, work.sequence, work.dtype) for work in calls] == points
     assert said in outcome.out
     assert outcome.out.startswith("micro-batches of " if said else "wrote")
 
@@ -238,11 +238,10 @@ def test_the_workload_of_a_named_model_suits_the_gpu(gib: int, expected: Any) ->
 
 
 @pytest.mark.usefixtures("workplace")
-def test_another_model_is_priced_from_the_default_set_and_flagged(command: Any) -> None:
+def test_another_model_is_predicted_from_the_default_set_and_flagged(command: Any) -> None:
     """Durations of the default set, scaled by FLOPs to another width, are right within 15 %.
 
-    The set's own durations come from the datasheet here, and so do those that the scaled ones are
-    compared with.
+    Here the datasheet gives both the durations of the set and the expected ones.
     """
     machine = HardwareSpec.load(
         str(
@@ -394,7 +393,7 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     check_model(run / "model")
 
     moved = Path("elsewhere")
-    run.rename(moved)  # a run folder does not depend on its place
+    run.rename(moved)  # A run folder can be moved.
     outcome = command("compare", moved)
     assert (outcome.status, outcome.err) == (0, "")
     assert set(os.listdir(moved)) == RUN_FILES | COMPARED
@@ -514,7 +513,9 @@ def test_a_run_with_everything_resident_compares_too(command: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["tiny", "tiny/config.json", "qwen2.5-1.5b"])
-def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in: Any) -> None:
+def test_check_of_a_model_that_fits(
+    source: str, workplace: Path, command: Any, files_in: Any
+) -> None:
     before = files_in(workplace)
     outcome = command("check", source, "--hardware", "h200", "--json")
     assert (outcome.status, outcome.err) == (0, "")
@@ -530,11 +531,11 @@ def test_check_of_what_fits(source: str, workplace: Path, command: Any, files_in
 
 
 def flat(text: str) -> str:
-    """The text without its line breaks and columns."""
+    """Returns the text without line breaks and columns."""
     return " ".join(text.split())
 
 
-def test_check_on_a_machine_nobody_measured_gives_a_range(command: Any) -> None:
+def test_check_on_an_unmeasured_machine_gives_a_range(command: Any) -> None:
     words = (
         "check",
         "qwen2.5-1.5b",
@@ -633,7 +634,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("searched_once")
-def test_check_of_what_does_not_fit(command: Any) -> None:
+def test_check_of_a_model_that_does_not_fit(command: Any) -> None:
     words = (
         "check",
         "qwen2.5-32b",
@@ -696,7 +697,7 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
     ("model", "host", "batch"),
     [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-1.5b", "2GiB", 1)],
 )
-def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
+def test_without_a_batch_the_largest_that_fits_up_to_32_is_chosen(
     command: Any, model: str, host: str, batch: int
 ) -> None:
     words = ("check", model, "--hardware", "rtx3080-10gb", "--host-memory", host, "--policy")
@@ -708,7 +709,7 @@ def test_without_a_batch_the_largest_up_to_32_that_fits_is_taken(
         assert larger.status == 3, "twice as many do not fit"
 
 
-def test_a_sequence_beyond_the_model_s_own_limit_is_said(command: Any, workplace: Path) -> None:
+def test_check_notes_a_sequence_beyond_the_model_s_limit(command: Any, workplace: Path) -> None:
     assert json.loads((workplace / "tiny/config.json").read_text())["max_position_embeddings"] == 64
     words = ("tiny", "--hardware", "h200", "--batch", "1", "--seq")
     outcome = command("check", *words, "128")
@@ -740,14 +741,14 @@ def test_one_more_gib_is_tried_only_where_it_is_shown(
 
 
 def answer_as_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    """Puts a program `nvidia-smi` first on the path that prints `answer`."""
+    """Puts a program `nvidia-smi` first on the path, which prints `answer`."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
-def test_without_hardware_it_is_this_machine(
+def test_without_hardware_check_uses_this_machine(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answer_as_the_driver(tmp_path, monkeypatch, "NVIDIA GeForce RTX 4090, 24564")
@@ -775,7 +776,7 @@ def test_without_hardware_it_is_this_machine(
         ("NVIDIA TITAN X, 12288", "a GPU that the library does not have, NVIDIA TITAN X"),
     ],
 )
-def test_a_machine_without_a_known_gpu_is_told_to_name_one(
+def test_the_error_on_a_machine_without_a_known_gpu_asks_for_hardware(
     answer: str | None, found: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if answer is None:
@@ -800,7 +801,9 @@ def test_this_machine_s_own_memory_and_cores_are_read(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("searched_once")
-def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_model_check_lists_the_models_that_fit(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-1.5b", "qwen2.5-0.5b")]
     monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
     words = ("check", "--hardware", "rtx3080-10gb")
@@ -839,7 +842,7 @@ def test_without_a_model_what_fits_is_listed(command: Any, monkeypatch: pytest.M
         ("--cores", "8", "--policy", "resident", "--plain-packing"),
     ],
 )
-def test_what_fits_is_listed_with_the_options_that_were_given(
+def test_the_list_of_models_that_fit_uses_the_given_options(
     words: tuple[str, ...], command: Any
 ) -> None:
     machine = ("--hardware", "h200", "--device-memory", "8GiB", "--host-memory", "16GiB")
@@ -852,7 +855,7 @@ def test_what_fits_is_listed_with_the_options_that_were_given(
     assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
 
 
-def test_policies_that_cannot_be_are_named_below_the_table(command: Any) -> None:
+def test_policies_that_the_options_rule_out_are_named_below_the_table(command: Any) -> None:
     words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--optimizer", "muon")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -978,5 +981,5 @@ def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None
         (32_763_876_352, "32.76 G"),
     ],
 )
-def test_parameters_read_well(count: int, text: str) -> None:
+def test_parameter_counts_are_readable(count: int, text: str) -> None:
     assert format_count(count) == text

@@ -1,7 +1,7 @@
 """Tests of the error messages of the command line.
 
 Every mistake ends the command with status 2 and one line: the value found, the allowed values and
-the fix. Nothing is written. What fails after training has begun has status 1.
+the fix. Nothing is written. A failure after training has begun has status 1.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ MISTAKES = {
         "one policy, or best",
         "leave --gpus out",
     ),
-    "GPUs beside one memory": Mistake(
+    "several GPUs on a machine with one memory": Mistake(
         ("check", "qwen2.5-7b", "--hardware", "dgx-spark", "--gpus", "2"),
         "2",
         "one memory",
@@ -498,7 +498,7 @@ def check_line(text: str, mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     name: str, workplace: Path, command: Any, files_in: Any
 ) -> None:
     mistake = MISTAKES[name]
@@ -634,7 +634,7 @@ BROKEN_RUNS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN_RUNS)
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
-def test_a_broken_run_is_one_line_and_nothing_is_written(
+def test_a_broken_run_gives_a_one_line_error_and_nothing_is_written(
     name: str, options: tuple[str, ...], finished: Path, tmp_path: Path, command: Any, files_in: Any
 ) -> None:
     run = tmp_path / "run"
@@ -665,13 +665,13 @@ def test_a_training_that_diverges_says_so(
 
 
 def metrics_are_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the first line of the metrics fail, after the first step."""
+    """Makes writing the first line of the metrics fail, after the first step."""
     append = run_folder.append
     patched.setattr(run_folder, "append", lambda _, row: append(Path("/dev/full"), row))
 
 
 def picture_is_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the picture of the loss fail, after the last step."""
+    """Makes writing the picture of the loss fail, after the last step."""
 
     def fail(path: Path, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -680,7 +680,7 @@ def picture_is_full(patched: pytest.MonkeyPatch) -> None:
 
 
 def folder_is_full(patched: pytest.MonkeyPatch) -> None:
-    """Makes the run folder fail, before the training begins."""
+    """Makes creating the run folder fail, before the training begins."""
 
     def fail(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -706,7 +706,7 @@ def test_a_full_disk_after_training_has_begun_is_a_failed_training(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_more_cores_cannot_be_claimed_of_a_measured_machine(command: Any) -> None:
+def test_a_measured_machine_cannot_be_given_more_cores(command: Any) -> None:
     hardware()()
     with open("hw.toml", "a") as file:
         file.write('\n[costs]\nmeasured_on = "here"\ndate = "today"\ncurves = {}\ncompute = {}\n')

@@ -1,4 +1,4 @@
-"""Tests of `megatrain completion`: the script that it prints, and what bash makes of it."""
+"""Tests of `megatrain completion`: the printed script, and completions in bash."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands.completion import SHELLS
 from megatrain.experiments.cli.main import VERBS
+from megatrain.experiments.commands.completion import SHELLS
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -22,7 +22,7 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
     for option in ("adapt", "resume", "no-browser"):
         assert option in outcome.out
     assert "warm-up-steps" in outcome.out
-    assert "%%" not in outcome.out, "help texts are those that are read"
+    assert "%%" not in outcome.out, "help texts are those of `--help`"
     if shutil.which(shell):
         checked = [shutil.which(shell), "-n", "-c" if shell == "bash" else "/dev/stdin"]
         given = [outcome.out] if shell == "bash" else []
@@ -35,10 +35,10 @@ def test_the_script_has_every_verb_and_its_options(shell: str, command: Any) -> 
         (["ch"], ["check", "chat"]),
         (["train", "--adap"], ["--adapt"]),
         (["check", "--dtype", ""], ["bf16", "fp32", "fp8"]),
-        (["report", "con"], ["conftest.py"]),
+        (["report", "test_comp"], ["test_completion.py"]),
     ],
 )
-def test_bash_completes_what_has_begun(
+def test_bash_completes_a_word_that_has_begun(
     command: Any, words: list[str], offered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("shtab")

@@ -1,4 +1,4 @@
-"""Tests of `megatrain data`: what it recognizes, counts, and shows."""
+"""Tests of `megatrain data`: recognized layouts, counts, and shown documents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def place(
 
 
 @pytest.mark.usefixtures("place")
-def test_lengths_cuts_bad_rows_and_one_document_are_shown(command: Any) -> None:
+def test_data_shows_lengths_cuts_bad_rows_and_one_document(command: Any) -> None:
     outcome = command("data", "chat.json", "--model", "tiny", "--json")
     assert (outcome.status, outcome.err) == (0, "")
     found = json.loads(outcome.out)
@@ -112,7 +112,9 @@ def test_several_files_have_weights(place: Path, command: Any) -> None:
     assert "weight 3 of a.csv: 6 documents an epoch, from 2, " in command(*words).out
 
 
-def test_text_is_not_cut_and_without_a_tokenizer_it_is_bytes(place: Path, command: Any) -> None:
+def test_text_is_not_cut_and_is_read_as_bytes_without_a_tokenizer(
+    place: Path, command: Any
+) -> None:
     (place / "text.txt").write_text("how are you " * 100)
     outcome = command("data", "text.txt", "--model", "tiny")
     assert "documents cut" not in outcome.out
@@ -151,7 +153,7 @@ def test_rows_are_at_most_as_long_as_the_model_s_limit(
         (("chat.json",), "found no --model"),
     ],
 )
-def test_mistakes_are_one_line(command: Any, words: tuple[str, ...], reason: str) -> None:
+def test_mistakes_give_one_line_errors(command: Any, words: tuple[str, ...], reason: str) -> None:
     outcome = command("data", *words)
     assert outcome.status == 2
     assert reason in outcome.err

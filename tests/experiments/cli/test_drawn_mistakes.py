@@ -1,5 +1,6 @@
-"""Wrong invocations of every verb, drawn at random: one line, status 2, nothing written, no PyTorch
-loaded. So each is reported within two seconds.
+"""Tests of random wrong invocations of every verb.
+
+Each gives one line and status 2 within two seconds, and writes nothing. PyTorch is not loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatrain.simulator.base.errors import UserError
 
 
 def outcomes(invocations: list[list[str]]) -> list[tuple[int | None, str, str]]:
-    """The outcomes of invocations, all in one process."""
+    """Returns the outcomes of invocations, which are all executed in one process."""
     done = subprocess.run(
         [sys.executable, drawn_mistakes.__file__],
         input="".join(json.dumps(words) + "\n" for words in invocations),
@@ -48,7 +49,7 @@ def check_line(words: list[str], status: int | None, out: str, err: str) -> None
 
 @pytest.fixture
 def place(workplace: Path) -> Path:
-    """The workplace, with broken files, a model without weights, and a run with a checkpoint."""
+    """Returns the workplace with broken files, a model without weights, and a saved run."""
     write_files(workplace / "plan.toml")
     (workplace / "weightless").mkdir()
     shutil.copy(workplace / "tiny" / "config.json", workplace / "weightless")
@@ -66,7 +67,7 @@ def check_all(invocations: list[list[str]], place: Path, files_in: Any) -> None:
     assert files_in(place) == before
 
 
-def test_they_are_of_every_verb_and_differ() -> None:
+def test_the_drawn_mistakes_cover_every_verb_and_differ() -> None:
     drawn = draw_mistakes(200)
     assert len({tuple(words) for words in drawn}) > 150
     assert {words[0] for words in drawn} >= {name.partition(" ")[0] for name in VALID}
@@ -79,11 +80,11 @@ def test_200_wrong_invocations(place: Path, files_in: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_1000_more(place: Path, files_in: Any, seed: int) -> None:
+def test_1000_more_wrong_invocations(place: Path, files_in: Any, seed: int) -> None:
     check_all(draw_mistakes(1000, seed), place, files_in)
 
 
-def test_some_in_processes_of_their_own(place: Path, files_in: Any) -> None:
+def test_some_wrong_invocations_in_separate_processes(place: Path, files_in: Any) -> None:
     before = files_in(place)
     for words in draw_mistakes(4, seed=99):
         done = subprocess.run(
@@ -107,6 +108,7 @@ EXPENSIVE = {
     "missing weights of a model": ("train", "weightless", "--data", "corpus", "--out", "new"),
     "misspelt optimizer": (*TRAIN_MODEL, "--optimizer", "lion"),
     "misspelt policy": (*TRAIN_MODEL, "--policy", "zigzag"),
+    "cache by a name that is not UTF-8": (*TRAIN_MODEL, "--data-cache", "bad\udce9"),
     "missing chat template": (*TRAIN_MODEL, "--chat-template", "gone"),
     "missing chat template of data": (*DATA, "tiny", "--chat-template", "gone"),
     "data for a missing model": (*DATA, "gone"),
@@ -118,10 +120,10 @@ EXPENSIVE = {
     "chat without a model": ("chat", "corpus", "--prompt", "hello"),
     "report where nothing can be": ("report", "corpus", "--out", "/proc/nope/x.html"),
 }
-"""Mistakes that need not wait for PyTorch."""
+"""Mistakes that are found without PyTorch, which takes seconds to load."""
 
 
-def test_mistakes_are_told_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
+def test_mistakes_are_reported_before_pytorch_is_loaded(place: Path, files_in: Any) -> None:
     check_all([list(words) for words in EXPENSIVE.values()], place, files_in)
 
 
@@ -134,7 +136,7 @@ ON_A_GPU = {
 }
 
 
-def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
+def test_a_missing_gpu_is_reported_before_pytorch_is_loaded(
     place: Path, files_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -147,7 +149,7 @@ def test_a_missing_gpu_is_told_before_pytorch_is_loaded(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_the_probe_sees_pytorch_and_what_is_no_mistake() -> None:
+def test_the_probe_notices_pytorch_and_valid_invocations() -> None:
     train = ["train", *VALID["train"]]
     (fine, loads) = outcomes([["list", "optimizers"], train])
     assert fine[0] == 0

@@ -1,5 +1,6 @@
-"""The command's start: `python -m megatrain`, closed standard streams, Ctrl-C while it imports, and
-what the packages show of themselves.
+"""Tests of the start of the command: `python -m megatrain`, closed streams, Ctrl-C and full disks.
+
+Others test the public names, types and versions of the packages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(*words: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
-    """`python -m megatrain WORDS`, through a shell that redirects its streams."""
+    """Runs `python -m megatrain WORDS` in a shell that redirects its streams."""
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-m", "megatrain", *words],
         capture_output=True,
@@ -49,7 +50,7 @@ def test_a_mistake_with_every_stream_closed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_policy_that_is_left_out_is_one_line() -> None:
+def test_the_warning_of_a_policy_that_is_left_out_is_one_line() -> None:
     place = ("search.py", 230)
     usual = warnings.formatwarning
     with one_line_warnings("megatrain"):
@@ -60,7 +61,7 @@ def test_a_policy_that_is_left_out_is_one_line() -> None:
     assert warnings.formatwarning is usual
 
 
-def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+def test_a_full_disk_behind_standard_output_gives_a_one_line_error() -> None:
     done = run("list", "optimizers", redirect=">/dev/full")
     assert done.returncode == 2
     assert done.stderr.startswith("megatrain: output: found no space left on device;")
@@ -82,7 +83,7 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_during_imports_is_one_line() -> None:
+def test_ctrl_c_during_imports_ends_with_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False
     )
@@ -118,13 +119,13 @@ def test_the_package_has_a_version() -> None:
     ids=lambda each: str(each.__name__),
 )
 def test_a_package_lists_its_public_names(package: Any) -> None:
-    """It has each of them."""
+    """Each listed name exists."""
     assert dir(package) == sorted(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
 
 
 def test_every_package_has_types() -> None:
-    """Each has the marker, in the repository and in the wheel."""
+    """Each package has the file `py.typed`, in the repository and in the wheel."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     for name, folder in setuptools["package-dir"].items():
         assert (ROOT / folder / "py.typed").exists(), name

@@ -34,7 +34,8 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
     plans = [Plan.load(Path(f"{name}.toml")) for name in ("rowwise", "plain")]
     assert [plan.workload.fp8 for plan in plans] == ["rowwise", None]
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
-    train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
+    # A constant rate does not depend on the number of steps.
+    train = (*train, "--schedule.kind", "constant")
     good(command(*train, "--steps", 4, "--out", "straight"))
     good(command(*train, "--steps", 2, "--out", "run"))
     good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))

@@ -46,7 +46,7 @@ def test_ctrl_c_while_the_model_is_written(command: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_status_tells_which_signal_it_was(
+def test_the_exit_status_names_the_signal(
     command: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:
     def end(_: object) -> int:

@@ -1,4 +1,4 @@
-"""`megatrain list`: every name with what one needs to choose it, as text and as JSON."""
+"""Tests of `megatrain list`: every name with its properties, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands.listing import table
+from megatrain.experiments.commands.listing import table
 from megatrain.simulator import policies
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.machine import library as machines
@@ -68,6 +68,6 @@ def test_a_policy_says_what_it_does_and_whether_it_trains(command: Any) -> None:
     assert "Keeps all state on the device" in command("list", "policies").out
 
 
-def test_a_measured_rate_has_one_digit_like_those_of_datasheets() -> None:
+def test_a_measured_rate_is_shown_with_one_digit_like_datasheet_rates() -> None:
     rates = [{"name": "a", "link_gb_per_s": 7.9016}, {"name": "b", "link_gb_per_s": 26.0}]
     assert table(rates, 80).splitlines() == ["name  GB/s", "a      7.9", "b     26.0"]

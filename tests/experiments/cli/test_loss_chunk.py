@@ -1,4 +1,4 @@
-"""Tests of `--loss-chunk`: what is named is kept, and what is chosen is the same everywhere."""
+"""Tests of `--loss-chunk`: a given chunk is kept, and a chosen one is the same in all verbs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = ("config.json", "--hardware", "rtx4090")
 
 @pytest.fixture(autouse=True)
 def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of few layers, whose plans are found in a fraction of a second."""
+    """Writes the config of a model with few layers, whose plans are found quickly."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(SHORT.config))
 
@@ -42,7 +42,7 @@ def checked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def next_plan(printed: str) -> list[str]:
-    """The words of the command that writes the plan of a verdict."""
+    """Returns the words of the command that writes the plan of a verdict."""
     joined = " ".join(line.strip().removesuffix("\\").strip() for line in printed.splitlines())
     return shlex.split(joined.partition("megatrain plan ")[2].partition(" #")[0])
 

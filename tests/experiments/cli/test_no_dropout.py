@@ -1,4 +1,4 @@
-"""Tests of `--no-dropout`: every verb that takes a model accepts a config with dropout then."""
+"""Tests of `--no-dropout`, with which every verb accepts a model with dropout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli.commands import calibrate
 from megatrain.experiments.cli.options import OneLineParser
+from megatrain.experiments.commands import calibrate
 from megatrain.runtime.calibration.presets import CalibrationPreset
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.model.specs import ModelSpec
@@ -94,7 +94,7 @@ def test_calibrate_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     parser = OneLineParser()
     calibrate.describe(parser)
     model = ModelSpec.load("tiny")
-    workload, _ = calibrate._wanted(
+    workload, _ = calibrate._workloads(
         parser.parse_args([*words, "--no-dropout"]), model, CalibrationPreset((), 32, 1024, None)
     )
     assert workload.no_dropout

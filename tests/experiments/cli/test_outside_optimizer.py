@@ -37,7 +37,8 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command,
     assert f"with optimizer {name} fits" in planned
     assert Plan.load(Path("p.toml")).workload.optimizer == name
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
-    train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
+    # A constant rate does not depend on the number of steps.
+    train = (*train, "--schedule.kind", "constant")
     good(command(*train, "--steps", 4, "--out", "straight"))
     good(command(*train, "--steps", 2, "--out", "run"))
     good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
@@ -75,7 +76,7 @@ def test_a_run_is_not_resumed_with_another_optimizer(command: Command, optimizer
     ],
 )
 @pytest.mark.usefixtures("optimizer")
-def test_what_cannot_be_is_refused_in_one_line(
+def test_invalid_options_are_refused_in_one_line(
     command: Command, words: tuple[str, ...], message: str
 ) -> None:
     outcome = command("check", "tiny", "--hardware", "h200", *WORK, *words)
@@ -100,5 +101,5 @@ def test_calibration_measures_adamw_alone(command: Command, optimizer: str) -> N
     words = ("calibrate", "tiny", "--out", "here.toml", "--device", "cpu", *WORK)
     outcome = command(*words, "--optimizer", optimizer)
     assert outcome.status == 2
-    assert "--optimizer: found lion.py; allowed: adamw, which is what is measured" in outcome.err
+    assert "--optimizer: found lion.py; allowed: adamw, the only optimizer" in outcome.err
     assert not Path("here.toml").exists()

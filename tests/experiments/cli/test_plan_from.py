@@ -1,6 +1,6 @@
-"""`megatrain plan --from PLAN --set KEY=VALUE`: a written plan with other knobs, predicted again.
+"""Tests of `megatrain plan --from PLAN --set KEY=VALUE`, which changes knobs and predicts again.
 
-Also the names in written plans.
+Others test the names of models and machines in written plans.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_a_policy_and_a_placement_are_changed(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_edited_by_hand_is_made_whole(command: Any) -> None:
+def test_plan_from_repairs_a_plan_edited_by_hand(command: Any) -> None:
     text = Path("plan.toml").read_text()
     interval = "checkpoint_interval = 1"
     assert interval in text
@@ -90,7 +90,7 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
         (("--set", "batch=1", "seq=8"), "seq=8 without --set", "write --set seq=8"),
     ],
 )
-def test_what_cannot_be_changed_is_one_line(
+def test_invalid_changes_give_one_line_errors(
     words: tuple[object, ...], found: str, fix: str, workplace: Path, command: Any
 ) -> None:
     outcome = command(*FROM, *words)
@@ -129,7 +129,7 @@ def test_without_from_a_model_and_a_machine_are_needed(
 
 @pytest.mark.usefixtures("workplace")
 def test_a_plan_has_the_library_s_names_and_the_hub_s(command: Any) -> None:
-    """A name on the hub stays, because the weights are there."""
+    """A hub name is not replaced, because the weights are on the hub."""
     words = ("--hardware", "RTX 4090", "--policy", "resident", "--batch", 1, "--seq", 16)
     names = {"Qwen3 0.6B": "qwen3-0.6b", "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B"}
     plans = []
@@ -150,7 +150,7 @@ def test_a_name_with_a_blank_is_printed_in_quotes(command: Any) -> None:
 
 @pytest.mark.usefixtures("workplace")
 def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command: Any) -> None:
-    """`simulate` says what each rank does, and `train` refuses it before it reads anything."""
+    """`simulate` describes each rank, and `train` refuses the plan before it reads anything."""
     words = ("--set", "policy=overlapped", "--set", "accumulation=2")
     outcome = command(*FROM, *words, "--set", "gpus=2")
     assert (outcome.status, outcome.err) == (0, "")

@@ -1,4 +1,4 @@
-"""`megatrain plan` refuses a plan for a model folder that `megatrain train` would refuse."""
+"""Tests that `megatrain plan` refuses the model folders that `megatrain train` would refuse."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatrain.experiments.cli import main as cli
 from megatrain.simulator.schedule.plan import Plan
@@ -25,12 +26,18 @@ REFUSED = {
         {"bos_token_id": "first"},
         "tiny/config.json: found ",
     ),
+    "a head of its own that config.json ties": (
+        {"tie_word_embeddings": True},
+        "tiny: lm_head.weight: found a matrix that differs from model.embed_tokens.weight, to which"
+        " tie_word_embeddings in config.json ties it; allowed: the same matrix; fix: set"
+        " tie_word_embeddings to false in config.json and make the plan again",
+    ),
 }
 
 
 @pytest.fixture
 def changed(workplace: Path) -> Callable[..., Path]:
-    """The model folder of the workplace with keys of its config.json changed."""
+    """Returns a function that changes keys in the config.json of the workplace's model."""
 
     def change(keys: dict[str, Any]) -> Path:
         path = workplace / "tiny" / "config.json"
@@ -54,7 +61,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_still_predicted(
+def test_a_plan_that_training_refuses_is_still_predicted(
     command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
     config = changed(REFUSED[kind][0])
@@ -69,11 +76,14 @@ def test_a_policy_of_another_system_is_planned_for_prediction(command: Callable[
     assert command("plan", "tiny", *WORK, *words).status == 0
 
 
-def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
-    command: Callable[..., Any], changed: Callable[..., Path]
+@pytest.mark.parametrize(
+    "kind", ["heads that transformers cannot split", "a head of its own that config.json ties"]
+)
+def test_plan_and_train_refuse_the_same_plan(
+    command: Callable[..., Any], changed: Callable[..., Path], kind: str
 ) -> None:
-    """A plan that names the config.json reaches `train`, which says the same."""
-    keys, message = REFUSED["heads that transformers cannot split"]
+    """A plan that names the config.json is written, and `train` refuses it with the same error."""
+    keys, message = REFUSED[kind]
     config = changed(keys)
     planned = command("plan", "tiny", *WORK, "--out", "new.toml")
     assert command("plan", config, *WORK, "--out", "new.toml").status == 0
@@ -83,8 +93,25 @@ def test_a_plan_that_was_refused_is_the_one_that_training_refuses(
     assert message in trained.err
 
 
+def test_weights_are_opened_as_training_opens_them(
+    command: Callable[..., Any], changed: Callable[..., Path]
+) -> None:
+    words = ("plan", "tiny", *WORK, "--out", "new.toml")
+    weights = changed({"tie_word_embeddings": True}).parent / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights)
+    assert command(*words).status == 0
+    save_file({name: tensors[name] for name in tensors if name != "model.norm.weight"}, weights)
+    missing = command(*words)
+    assert missing.status == 2
+    assert "tiny: found no tensor model.norm.weight; " in missing.err
+    weights.unlink()  # random weights may be trained
+    assert command(*words).status == 0
+
+
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
+def test_a_plan_that_does_not_fit_is_refused_with_the_first_suggestion_of_check(
     command: Callable[..., Any],
 ) -> None:
     words = ("tiny", *WORK, "--device-memory", "20KiB")
@@ -100,7 +127,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_check_names_first(
 def test_the_plan_is_written_before_a_reader_may_close_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As `megatrain plan ... | head -1` does."""
+    """For example, `megatrain plan ... | head -1` closes the output."""
     unread, writing = os.pipe()
     os.close(unread)
     with open(writing, "w", buffering=1) as closed:

@@ -1,4 +1,4 @@
-"""Tests of the progress bars: a terminal of any encoding can show their notes."""
+"""Tests of progress bars: notes are readable on terminals of any encoding and width."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Morning(datetime):
 def test_nothing_is_cut_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, columns: int, expected: list[str]
 ) -> None:
-    """As in a long training of a large model, with an evaluation and a comparison."""
+    """The numbers are those of a long training of a large model."""
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", out)
@@ -119,7 +119,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(
 def test_below_the_bar_are_rate_memory_the_evaluation_s_step_and_the_prediction(
     monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
-    """As on a terminal of 80 columns; the time at which the training ends is beside the bar."""
+    """The terminal has 80 columns. The time at which the training ends is next to the bar."""
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", out)

@@ -1,4 +1,4 @@
-"""`megatrain calibrate --share`: a file for others, and what the command says of such a file."""
+"""Tests of `megatrain calibrate --share`, which writes a file for others, and of such files."""
 
 from __future__ import annotations
 
@@ -70,11 +70,13 @@ def test_check_and_list_say_that_others_measured(shared: Callable[..., Any]) -> 
     assert line.endswith("2026-11-22")
 
 
-def test_a_column_of_nothing_is_left_out(command: Callable[..., Any]) -> None:
+def test_an_empty_column_is_left_out(command: Callable[..., Any]) -> None:
     assert "measured" not in command("list", "hardware").out
 
 
-def test_a_malformed_file_is_one_line(shared: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_malformed_file_gives_a_one_line_error(
+    shared: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "machines" / "theirs.toml").write_text("host = 1")
     outcome = shared("check", "qwen2.5-0.5b", "--hardware", "l40s")
     assert outcome.status == 2

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.commands import check
 from megatrain.experiments.run_report.model_card import model_card
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -39,7 +39,8 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(
     assert f"({state}) fits" in " ".join(planned.split())
     assert Plan.load(Path("p.toml")).workload.state == state
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
-    train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
+    # A constant rate does not depend on the number of steps.
+    train = (*train, "--schedule.kind", "constant")
     good(command(*train, "--steps", 4, "--out", "straight"))
     good(command(*train, "--steps", 2, "--out", "run"))
     good(command("train", "--resume", "run", "--steps", 4, "--device", "cpu"))
@@ -93,7 +94,7 @@ def test_any_format_is_the_least_compressed_that_fits(memory: str, dtype: str, s
     assert args.state == "any"
 
 
-def test_where_no_format_fits_any_says_how_much_the_smallest_lacks(command: Command) -> None:
+def test_if_no_format_fits_any_gives_what_the_smallest_lacks(command: Command) -> None:
     words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "16GiB")
     outcome = command(*words, "--policy", "overlapped", "--state", "any")
     assert outcome.status == 3

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands import check
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.verdict import from_options
+from megatrain.experiments.commands import check
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.calibrated import Calibrated
@@ -49,7 +49,8 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
     assert Plan.load(Path("p.toml")).workload.token_piece == 5
     good(command(*words, "--token-piece", 7, "--out", "other.toml"))
     train = ("train", "p.toml", "--data", "corpus", "--device", "cpu", "--save-every", 2)
-    train = (*train, "--schedule.kind", "constant")  # which does not depend on the steps
+    # A constant rate does not depend on the number of steps.
+    train = (*train, "--schedule.kind", "constant")
     good(command(*train, "--steps", 4, "--out", "straight"))
     good(command(*train, "--steps", 2, "--out", "run"))
     refused = command("train", "other.toml", "--resume", "run", "--steps", 4, "--device", "cpu")
@@ -81,8 +82,9 @@ def test_pieces_are_chosen_only_if_one_sequence_does_not_fit(command: Command) -
 def test_the_micro_batch_of_pieces_is_the_fastest(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest is 32. 4 takes less time for each sequence, and nothing smaller is tried after a
-    slower 2.
+    """The largest micro-batch is 32. 4 takes less time per sequence.
+
+    2 is slower, so nothing smaller is tried.
     """
     times = {32: 33.0, 16: 16.4, 8: 8.0, 4: 3.9, 2: 2.1, 1: 0.5}
     batches: list[int] = []
@@ -147,9 +149,10 @@ def test_a_measured_machine_derives_the_times_of_pieces() -> None:
     assert times[16384]["H.m0"] == times[None]["H.m0"]
 
 
-def test_no_pieces_where_a_search_finds_a_plan_without_them(command: Command) -> None:
-    """The plans of the least memory do not fit with this loss chunk, but another plan does. The
-    command that `check` names for its verdict has the chunk.
+def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Command) -> None:
+    """The plans with the least memory do not fit with this loss chunk, but another plan does.
+
+    The command that `check` suggests for its verdict has the chunk.
     """
     words = ("check", "pythia-6.9b", "--hardware", "apple-m4-max", "--seq", 8192, "--json")
     chosen = json.loads(good(command(*words)))

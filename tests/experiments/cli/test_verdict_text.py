@@ -1,4 +1,4 @@
-"""The text of a verdict: the whole of a YES and of a NO, its width, and what it leaves out."""
+"""Tests of the text of a verdict: a whole YES and NO, the width, and what is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = [
 
 
 def sizes(**gib: float) -> dict[str, int]:
-    """Bytes by class, from GiB."""
+    """Returns bytes by class, from GiB."""
     return {name: round(size * GIB) for name, size in gib.items()}
 
 
@@ -207,12 +207,12 @@ What would do
 
 
 def changed(**fields: Any) -> Verdict:
-    """What fits, with other fields."""
+    """Returns the verdict `FITS` with changed fields."""
     return msgspec.structs.replace(FITS, **fields)
 
 
 def flat(text: str) -> str:
-    """The text without its line breaks and columns."""
+    """Returns the text without line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -244,7 +244,7 @@ def test_no_line_is_wider_than_the_terminal(verdict: Verdict, width: int) -> Non
     assert "\n".join(lines).isascii()
 
 
-def test_the_plan_is_shown_only_to_those_who_ask_why() -> None:
+def test_the_plan_is_shown_only_with_why() -> None:
     words = ("weight_slots", "e,0-3", "k_buffer", "one more GiB", "TFLOPS", "--state bf16-sr")
     plain, why = flat(verdict_text.text(FITS)), flat(verdict_text.text(FITS, why=True))
     assert not [word for word in words if word in plain]
@@ -254,17 +254,17 @@ def test_the_plan_is_shown_only_to_those_who_ask_why() -> None:
     assert "--state bf16-sr +5% with this plan: not exact AdamW" in why
 
 
-def test_mfu_is_told_apart_from_the_share_of_the_measured_rate() -> None:
+def test_mfu_is_shown_apart_from_the_share_of_the_measured_rate() -> None:
     text = flat(verdict_text.text(changed(matmul_rate_share=0.789), why=True))
     assert "37.7% of the datasheet's peak (MFU)" in text
     assert "78.9% of the measured matrix-product rate" in text
     assert "MFU" not in verdict_text.text(changed(mfu=None))
 
 
-def test_changes_that_do_not_suffice_are_shown_only_where_none_does() -> None:
+def test_insufficient_changes_are_shown_only_if_none_suffices() -> None:
     short = FAILS.advice[-1]
     text = verdict_text.text(msgspec.structs.replace(FAILS, advice=(short,)))
-    assert "What would help\n        --clipping none  not enough: 24 GiB still lack" in text
+    assert "What would help\n        --clipping none  not enough: 24 GiB still missing" in text
     assert "it lacks 52.4 GiB of RAM" in flat(text)
     assert "not enough" not in NO
 
@@ -275,7 +275,7 @@ def test_one_memory_has_one_bar() -> None:
     assert [line[:8] for line in text.splitlines() if "##" in line] == ["Memory  "]
 
 
-def test_a_small_model_s_memory_does_not_read_as_nothing() -> None:
+def test_the_memory_of_a_small_model_is_not_shown_as_zero() -> None:
     small = changed(
         device_peak_bytes=24 * 2**20,
         classes={"device": {"weights": 24 * 2**20, "staging": 100}, "host": {}},
@@ -379,13 +379,13 @@ def test_the_width_is_that_of_the_terminal_within_reason(
     assert layout.terminal_width() == {"30": 50, "60": 60}.get(columns, 80)
 
 
-def test_the_examples_in_the_docstrings_of_the_layout_hold() -> None:
+def test_the_examples_in_the_docstrings_of_the_layout_are_right() -> None:
     failures, attempted = doctest.testmod(layout)
     assert attempted > 10
     assert failures == 0
 
 
-def test_the_remedy_is_the_first_change_that_would_do() -> None:
+def test_the_suggested_fix_is_the_first_change_that_suffices() -> None:
     assert verdict_text.remedy(FAILS) == "--host-memory 178GiB would fit (121 tokens/s)"
     later = msgspec.structs.replace(FAILS, advice=FAILS.advice[1:])
     expected = "--hardware h200 would fit (H200, with 251 GiB of RAM, 4,699 tokens/s)"
@@ -394,8 +394,8 @@ def test_the_remedy_is_the_first_change_that_would_do() -> None:
     assert verdict_text.remedy(insufficient) == "1 GiB lack"
 
 
-def test_a_class_of_data_of_which_nothing_is_placed_has_words_of_its_own() -> None:
-    """Not as `activations of none saved`."""
+def test_an_empty_placement_is_described_in_words() -> None:
+    """The text is not `activations of none saved`."""
     here = Knobs(placement=Placement(saved_activations="1-2"))
     margin = msgspec.structs.replace(FITS.one_more_gib[0], knobs=Knobs())
     changed = msgspec.structs.replace(

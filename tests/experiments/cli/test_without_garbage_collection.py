@@ -12,13 +12,13 @@ import pytest
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 
 
-def test_the_collector_is_as_it_was() -> None:
+def test_the_collector_is_restored() -> None:
     assert gc.isenabled()
     with without_garbage_collection():
         assert not gc.isenabled()
         with without_garbage_collection():
             pass
-        assert not gc.isenabled(), "the inner block must leave the collector off, as it found it"
+        assert not gc.isenabled(), "the inner block must leave the collector off"
     assert gc.isenabled()
     with pytest.raises(KeyboardInterrupt), without_garbage_collection():
         raise KeyboardInterrupt

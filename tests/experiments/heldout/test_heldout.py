@@ -1,7 +1,7 @@
 """Tests of the held-out validation: its cases, its interrupted runs and the summary of its rows.
 
-No case may be a point of the calibration's grid. A validation that was interrupted continues where
-it stopped.
+No case may be a point of the calibration's grid. An interrupted validation continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Plan, Prediction
 
 
-def test_the_suite_is_as_broad_as_it_claims() -> None:
+def test_the_suite_has_the_stated_breadth() -> None:
     chosen = suite("h200")
     cases = chosen.cases
     refuse_grid(chosen, cases)
@@ -60,7 +60,7 @@ def test_the_suite_is_as_broad_as_it_claims() -> None:
 def test_every_case_lies_inside_the_grid() -> None:
     """Token counts and sequence lengths of all cases lie within the range of the grid.
 
-    Outside of it, a prediction would not rest on measurements.
+    Outside of the grid, a prediction would be an extrapolation.
     """
     chosen = suite("h200")
     points = [chosen.base, *chosen.points()]
@@ -81,8 +81,8 @@ def test_every_case_lies_inside_the_grid() -> None:
 def test_nothing_that_computes_lies_beyond_the_grid() -> None:
     """A cost table of only the grid's points covers all compute ops of the cases.
 
-    Kept attention has only points of 4,096 tokens, which lie between the sequence lengths where it
-    is measured.
+    Kept attention has only points of 4,096 tokens, between the sequence lengths where it is
+    measured.
     """
     chosen, hardware = suite("h200"), HardwareSpec.load("h200")
     ids = {
@@ -172,7 +172,7 @@ def test_a_case_on_the_grid_is_refused(
         refuse_grid(chosen, chosen.cases, table)
 
 
-def test_a_cut_off_proof_goes_on(
+def test_an_interrupted_validation_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A validation calibrates once. After an interruption it does only what is missing.
@@ -237,7 +237,7 @@ def test_a_cut_off_proof_goes_on(
     assert path.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:2])), (
         "complete lines stay as they are"
     )
-    # The first command adds a repetition of each case. The second one has nothing left to do.
+    # The first command adds a repetition of each case. The second command has nothing to do.
     for _ in range(2):
         assert heldout.main([*words, "--repetitions", "2"]) == 0
         assert "2 of the plans were executed again minutes later." in capsys.readouterr().out
@@ -289,7 +289,7 @@ def row(case: str, predicted: float, measured: float, **changes: Any) -> Heldout
     return msgspec.structs.replace(made, **changes)
 
 
-def test_errors_have_their_sign_and_what_misses_is_said() -> None:
+def test_errors_are_signed_and_missed_targets_are_named() -> None:
     rows = [
         row("a", 1.0, 1.0),
         row("b", 2.2, 2.0),
@@ -342,7 +342,7 @@ def test_several_repetitions_count_as_one_step() -> None:
     )
 
 
-def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
+def test_regret_compares_the_planner_s_choice_with_twelve_plans() -> None:
     rows = [row(f"p{index}", 1 + index, 2.0 + index) for index in range(11)]
     assert summarize_errors(rows).regret == {}
     rows.append(row("best", 1, 2.1, policy=BEST))
@@ -350,13 +350,13 @@ def test_regret_is_that_of_the_planners_choice_among_twelve() -> None:
     assert next(iter(summarize_errors(rows).tau.values())) == 1.0
 
 
-def test_kendalls_tau_knows_ties_and_reversals() -> None:
+def test_kendalls_tau_with_ties_and_reversals() -> None:
     assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
     assert kendall_tau([(1, 1), (1, 2), (3, 3), (4, 4)]) == pytest.approx(5 / 30**0.5)
     assert kendall_tau([(1, 1), (1, 2)]) == 0
 
 
-def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert read_rows(path) == []
     append_row(path, row("a", 1, 1))
@@ -442,7 +442,7 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"),
@@ -454,19 +454,19 @@ def test_a_step_that_went_as_predicted_is_replayed_exactly() -> None:
         ),
     ],
 )
-def test_a_path_that_no_check_foresaw_is_told_in_one_line(
-    capsys: pytest.CaptureFixture[str], error: OSError, told: str
+def test_an_unexpected_error_of_a_path_is_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str], error: OSError, expected: str
 ) -> None:
     def fail() -> int:
         raise error
 
     assert run_program("heldout", fail) == 2
     said = capsys.readouterr().err
-    assert said.startswith(told)
+    assert said.startswith(expected)
     assert said.count("\n") == 1
 
 
-def test_an_error_of_no_path_is_not_swallowed() -> None:
+def test_an_error_without_a_path_is_raised() -> None:
     def fail() -> int:
         raise OSError(errno.EIO, "Input/output error")
 

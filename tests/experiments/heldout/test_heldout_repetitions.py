@@ -78,7 +78,9 @@ TWINS = (
 )
 
 
-def test_a_visit_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repetition_that_fails_does_not_hide_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS)
     best, twin, other = (case.name for case in TWINS)
     machine.fails = {3}  # the first case's second repetition
@@ -113,7 +115,7 @@ def test_a_case_that_fails_at_once_waits_for_the_next_command(
     assert [row.repetitions for row in machine.heldout()] == [(2.0, 3.0), (2.0, 3.0), (1.0, 2.0)]
 
 
-def test_a_part_of_the_cases_and_the_others_later(
+def test_some_cases_can_run_first_and_the_others_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS)
@@ -146,7 +148,7 @@ def test_repetitions_of_another_plan_or_machine_do_not_count(
     )
 
 
-def test_a_plan_that_is_no_longer_another_cases_is_a_plan_of_its_own(
+def test_a_case_that_no_longer_shares_a_plan_has_results_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS)
@@ -164,7 +166,7 @@ def test_a_plan_that_is_no_longer_another_cases_is_a_plan_of_its_own(
     assert [(row.same_as, row.step_seconds) for row in rows] == [("", 5.0), ("", 1.5)]
 
 
-def test_what_would_end_too_late_is_left_in_either_pass(
+def test_a_case_that_would_end_too_late_is_left_for_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = Machine(tmp_path, monkeypatch, TWINS)

@@ -64,7 +64,7 @@ def rows() -> list[HeldoutRow]:
 
 @pytest.fixture(scope="module")
 def folder(rows: list[HeldoutRow], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder as a validation leaves it, with a timeline for the case of k_buffer.
+    """Returns the folder of a finished validation, with a timeline for the case of k_buffer.
 
     Tests must not change it.
     """
@@ -111,7 +111,7 @@ def test_every_case_and_every_target_is_in_the_table(rows: list[HeldoutRow]) -> 
     ], "embed has no measurement"
 
 
-def test_what_ran_again_is_told(rows: list[HeldoutRow]) -> None:
+def test_the_table_names_plans_that_were_executed_again(rows: list[HeldoutRow]) -> None:
     assert "executed again" not in markdown(rows)
     again = [
         (
@@ -192,19 +192,19 @@ def test_a_case_is_compared_op_by_op(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--case", "tiny"], "cases with 'tiny' in their name"),
         (["--case", BEST], "cases with 'best' in their name"),
         (["--case", "sequential"], "no stored timeline"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_one_line(
-    folder: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_showing_an_unknown_case_or_folder_gives_a_one_line_error(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show.main([str(folder), *words]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert error.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""Predictions without a calibration, compared with 21 families measured on an H200."""
+"""Tests of predictions without a calibration, for 21 families measured on an H200."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-families"
 
 @pytest.fixture(scope="module")
 def cases() -> list[UncalibratedCase]:
-    """All measured cases, predicted by the simulator as it is."""
+    """Returns all measured cases with today's predictions."""
     timelines, hardware = read_timelines(STORED / "timelines.jsonl"), HardwareSpec.load("h200")
     rows = [row for row in read_rows(STORED / "rows.jsonl") if not row.failure]
     return [compare(row, timelines[row.name], hardware) for row in rows]
@@ -75,8 +75,8 @@ def test_a_folder_without_measurements_is_refused(
     assert "no measured case" in capsys.readouterr().err
 
 
-def test_plans_take_what_the_suite_says() -> None:
-    """The host memory of the suite, and compiled layers for the cases that have them."""
+def test_plans_use_the_settings_of_the_suite() -> None:
+    """Plans have the host memory of the suite, and compiled layers if the case has them."""
     families, hardware = suite("families"), HardwareSpec.load("h200")
     case = next(each for each in families.cases if each.model == "smollm3-3b" and each.compiled)
     choice = plan_case(families, case, hardware, "h200")

@@ -1,4 +1,4 @@
-"""The ticks of the pages' axes, as `axes.js` makes them."""
+"""Tests of axis ticks on the pages, which `axes.js` computes."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs `a/run`, `b/run` and `short`. Run b is faster and learns more, and
-    `short` was stopped in its second step.
+    """Returns a folder with the runs `a/run`, `b/run` and `short`.
+
+    Run b is faster and learns more, and `short` was stopped in its second step.
     """
     place = tmp_path_factory.mktemp("runs")
     row = json.loads((STORED / "metrics.jsonl").read_text().splitlines()[0])
@@ -63,7 +64,7 @@ def cells(text: str, name: str) -> list[str]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every drawn figure is added; files are written as well."""
+    """A list to which every drawn figure is added. Files are written too."""
     figures: list[Figure] = []
     save = canvas.save
 
@@ -98,7 +99,7 @@ def test_two_runs_are_compared_in_one_table_and_one_picture(
     assert cells(found.out, "step") == ["500.000 ms", "400.000 ms", "-20.0 %"]
     assert cells(found.out, "device memory")[2] == "+0.0 %"
     assert cells(found.out, "optimizer.weight_decay") == ["2.0", "1.0"]
-    assert "training.steps" not in found.out, "both configs have the same"
+    assert "training.steps" not in found.out, "both configs have the same value"
     assert "a/run.txt" not in found.out, "files may lie elsewhere"
     assert found.out.endswith("wrote comparison.png\n")
     assert [path.name for path in tmp_path.iterdir()] == ["comparison.png"]
@@ -139,7 +140,7 @@ def test_a_run_that_was_stopped_early_is_compared_too(
     assert found["settings"]["optimizer.weight_decay"] == ["2.0", "1.0", "2.0"]
 
 
-def test_the_speed_of_a_run_that_switched_is_that_of_its_last_plan(
+def test_the_speed_of_a_run_that_switched_plans_is_that_of_the_last_one(
     runs: Path, tmp_path: Path, command: Callable[..., Any]
 ) -> None:
     shutil.copytree(runs / "a" / "run", tmp_path / "switched")
@@ -159,7 +160,7 @@ def test_the_speed_of_a_run_that_switched_is_that_of_its_last_plan(
 
 
 @pytest.mark.parametrize("bad", ["nothing", "."])
-def test_what_is_no_run_is_refused_in_one_line(
+def test_a_folder_that_is_no_run_is_refused_in_one_line(
     runs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

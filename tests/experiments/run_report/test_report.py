@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
 
 class Reported(NamedTuple):
-    """The page of a run, and the values that the page must show."""
+    """The page of a run, and the values that it must show."""
 
     page: Path
     measured: Timeline
@@ -49,10 +49,10 @@ class Reported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def evenly_measured(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the finished run with other measured times: its operations follow one another.
+    """Returns the finished run with other measured times: its ops follow one another.
 
-    Each takes 1 ms and a little more than the one before. So each is wide enough to be pointed at,
-    however busy the machine was. Tests must not change the folder.
+    Each op takes 1 ms and a little more than the previous one, so each is wide enough to be pointed
+    at. Tests must not change the folder.
     """
     folder = tmp_path_factory.mktemp("even") / "run"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model", "checkpoints"))
@@ -73,7 +73,7 @@ def reported(evenly_measured: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Reported(page, run.measured, run.predicted, run.errors)
 
 
-def test_the_page_is_one_file_and_asks_nobody(evenly_measured: Path, reported: Reported) -> None:
+def test_the_page_is_one_file_without_requests(evenly_measured: Path, reported: Reported) -> None:
     text = reported.page.read_text()
     assert [file.name for file in reported.page.parent.iterdir()] == ["page.html"]
     assert not (evenly_measured / "report.html").exists()
@@ -83,7 +83,7 @@ def test_the_page_is_one_file_and_asks_nobody(evenly_measured: Path, reported: R
     assert len(text) < 300_000
 
 
-def test_numbers_are_there_without_a_script(reported: Reported) -> None:
+def test_the_page_has_its_numbers_without_a_script(reported: Reported) -> None:
     text = re.sub(r"<script.*</script>", "", reported.page.read_text(), flags=re.DOTALL)
     assert format_seconds(reported.measured.makespan_ns / 1e9) in text
     assert format_seconds(reported.predicted.makespan_ns / 1e9) in text
@@ -127,13 +127,12 @@ def test_a_run_whose_recomputed_layers_reuse_memory_has_a_page(workplace: Path) 
     assert cli.main(["report", "run", "--out", "page.html"]) == 0
 
 
-def test_what_more_memory_would_buy_is_said_by_the_run_s_own_machine(
+def test_the_page_shows_the_gain_of_more_memory_on_the_run_s_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page says what one more GiB gains, in the words of `megatrain plan`.
 
-    Device memory is tight in this run. The best plans of other policies are left out, because
-    their search takes longest.
+    Device memory is tight in this run. Other policies are not searched, which would take longest.
     """
     asked: list[tuple[Any, ...]] = []
     bought: list[Any] = []
@@ -197,7 +196,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run of 60 steps, three evaluations and a few documents that were left out."""
+    """Returns a run of 60 steps with three evaluations and a few documents that were left out."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model", "checkpoints"))
     row = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
@@ -279,7 +278,7 @@ def shown(page: Page) -> float:
 
 
 def test_the_page_shows_this_run_s_step_and_peaks(page: Page, reported: Reported) -> None:
-    """The step is the median of the steady steps, as the comparison of several runs has it."""
+    """The step is the median of the steady steps, as in the comparison of several runs."""
     figures, steps = page.locator(".figures").inner_text(), reported.errors.steps
     assert steps is not None
     for seconds in (steps.median_seconds, steps.predicted_seconds):
@@ -370,8 +369,8 @@ def test_an_op_is_found_by_its_name_and_from_the_tables(page: Page, reported: Re
     assert page.locator("#kinds button[aria-pressed=true]").inner_text() == "forward"
 
 
-# Records the words on each canvas. Clearing a canvas removes its words, because the page may draw
-# it several times while its width changes.
+# Records the words on each canvas. Clearing a canvas removes its words, because the page may draw a
+# canvas several times while its width changes.
 _RECORD = """() => {
   window.written = [];
   const { fillText: fill, clearRect: clear } = CanvasRenderingContext2D.prototype;
@@ -441,7 +440,7 @@ def test_the_data_of_the_run_are_counted(trained: Trained, reported: Reported) -
 
 
 def test_a_run_without_counted_data_has_a_page(finished: Path, tmp_path: Path) -> None:
-    """Batches that the caller makes are not counted, and older runs have no such file."""
+    """Batches made by a Python caller are not counted, and older runs have no file of counts."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("model"))
     (folder / "data.json").unlink()
@@ -449,7 +448,7 @@ def test_a_run_without_counted_data_has_a_page(finished: Path, tmp_path: Path) -
     assert "tokens with loss" not in (folder / "report.html").read_text()
 
 
-def test_of_many_evaluations_the_first_the_last_and_the_best_are_shown(trained: Trained) -> None:
+def test_the_first_last_and_best_of_many_evaluations_are_shown(trained: Trained) -> None:
     run = compare_run(trained.page.parent)
     losses = [4.0, *[3.0] * 50, 1.0, *[2.0] * 50]
     many = [Evaluation(step, loss, None, 9, 0.5) for step, loss in enumerate(losses, 1)]
@@ -460,7 +459,7 @@ def test_of_many_evaluations_the_first_the_last_and_the_best_are_shown(trained: 
     assert f"{len(shown)} of 102 evaluations." in text
 
 
-def test_the_top_says_what_measured_predicted_and_limit_mean(reported: Reported) -> None:
+def test_the_top_explains_measured_predicted_and_limit(reported: Reported) -> None:
     text = reported.page.read_text()
     for word in ("measured", "Predicted", "limits"):
         assert f"<em>{word}</em>" in text
@@ -501,8 +500,9 @@ _CONTRASTS = """() => {
 def test_everything_can_be_read_on_light_and_dark_screens(
     page: Page, trained: Trained, scheme: Literal["light", "dark"]
 ) -> None:
-    """Text has the contrast of WCAG AA, and lines and bars that of graphics. Light colours of bars
-    are as in the other pictures.
+    """Text has the contrast of WCAG AA for text, and lines and bars that for graphics.
+
+    Light colours of bars are those of the other pictures.
     """
     page.emulate_media(color_scheme=scheme)
     page.goto(trained.page.as_uri())
@@ -529,7 +529,7 @@ _PIXEL = """() => {
 
 def test_pictures_follow_the_screen_and_are_printed_light(page: Page) -> None:
     def corner() -> list[int]:
-        """Returns the colour of the compute row, where the predicted step has ended."""
+        """Returns the colour of the compute row after the end of the predicted step."""
         pixel: list[int] = page.evaluate(_PIXEL)
         return pixel[:3]
 
@@ -547,7 +547,9 @@ def test_pictures_follow_the_screen_and_are_printed_light(page: Page) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 340])
-def test_a_phone_need_not_scroll_to_the_side(page: Page, trained: Trained, width: int) -> None:
+def test_a_phone_shows_the_report_without_scrolling_sideways(
+    page: Page, trained: Trained, width: int
+) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(trained.page.as_uri())
     scrolled, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

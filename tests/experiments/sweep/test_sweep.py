@@ -1,7 +1,7 @@
 """Tests of sweeps: shared work, stored rows, policies in files of the user, and execution.
 
-Work that plans share changes no number. Stored rows are not computed again. A policy of the user
-needs only its file. `--execute` measures the plans.
+Sharing work between plans changes no number. Stored rows are not computed again. A policy of the
+user needs only its file. `--execute` measures the plans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def axes(**values: Any) -> grid.Axes:
 
 
 def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
-    """Returns the row of each plan by its index, simulated in the order that shares most work."""
+    """Returns the row of each plan by its index. The order of simulation shares most work."""
     work = Simulator(H200)
     return {
         index: work.row(plans[index], str(index))
@@ -50,11 +50,11 @@ def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
-def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: Any) -> None:
+def test_work_that_plans_share_changes_no_number(policy: str, make_plan: Any) -> None:
     """A plan has the same numbers in a sweep as when it is assessed alone."""
     able = policies.find(policy).places_state
-    parked = Placement(saved_attention="0-1", offloaded_attention="0") if able else Placement()
-    base = make_plan(policy, layers=5, dtype="bf16", heads=4, placement=parked)
+    placement = Placement(saved_attention="0-1", offloaded_attention="0") if able else Placement()
+    base = make_plan(policy, layers=5, dtype="bf16", heads=4, placement=placement)
     placed = (
         {"placement__saved_activations": ["", "3-4"], "placement__offloaded_inputs": ["", "all"]}
         if able
@@ -86,7 +86,7 @@ def test_what_is_shared_between_plans_changes_no_number(policy: str, make_plan: 
     assert {row.decided_by for row in rows.values()} <= {"engine", "evaluator", "memory"}
 
 
-def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
+def test_a_policy_whose_order_depends_on_the_tokens_is_lowered_for_each_batch(
     make_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep checks whether the schedule for one batch size is valid for the others.
@@ -120,7 +120,7 @@ def test_a_policy_whose_order_hangs_on_the_tokens_is_lowered_for_each(
         )
 
 
-def test_rows_that_are_there_are_not_done_again(
+def test_existing_rows_are_not_computed_again(
     command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (
@@ -147,7 +147,7 @@ def test_rows_that_are_there_are_not_done_again(
     rows = Path("swept/rows.jsonl")
     whole = rows.read_bytes()
     lines = whole.splitlines(keepends=True)
-    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # as an interrupted write leaves it
+    rows.write_bytes(lines[0] + lines[1] + lines[2][:50])  # like after an interrupted write
     asked: list[str] = []
     row = Simulator.row
     monkeypatch.setattr(
@@ -221,8 +221,9 @@ def test_the_sources_are_part_of_a_key(
 def test_each_point_is_planned_unless_knobs_are_swept(
     command: Any, monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
-    """A planned point has the step time that `check` predicts for its policy. Sweeping a knob, or
-    `--default-knobs`, takes plans as they are given.
+    """A planned point has the step time that `check` predicts for its policy.
+
+    If a knob is swept, or with `--default-knobs`, plans are used as given.
     """
     over = ("--over", "policy", "overlapped", "--over", "batch", 1)
     words = ("sweep", "tiny", "--hardware", "h200", *WORK, *over, "--jobs", 1, "--out", "swept")
@@ -255,8 +256,9 @@ def test_each_point_is_planned_unless_knobs_are_swept(
 
 
 def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
-    """`rows.csv` and the DataFrame have one column for each axis and each result, and of a plan
-    that was simulated twice only the last row.
+    """`rows.csv` and the DataFrame have one column for each axis and each result.
+
+    If a plan was simulated twice, they have only the last row.
     """
     plans = [make_plan("k_buffer"), make_plan("k_buffer", device_limit_bytes=4096)]
     first, unfit = (Simulator(H200).row(plan, str(plan.device_limit_bytes)) for plan in plans)
@@ -278,7 +280,7 @@ def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
         load_sweep(tmp_path / "none")
 
 
-def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> None:
+def test_two_processes_give_the_results_of_one(make_plan: Any, tmp_path: Path) -> None:
     found = grid.plans(
         make_plan("k_buffer"),
         [
@@ -294,22 +296,22 @@ def test_two_processes_find_what_one_does(make_plan: Any, tmp_path: Path) -> Non
     entries, stores = [SweepEntry(plan, keys.of(plan)) for plan in found], []
     for jobs in (1, 2):
         with Store(tmp_path / f"{jobs}.jsonl") as store:
-            heard = Counter[str]()
+            counts = Counter[str]()
             simulate(
                 entries,
                 H200,
                 store,
-                lambda rows, heard=heard: heard.update(row.key for row in rows),
+                lambda rows, counts=counts: counts.update(row.key for row in rows),
                 jobs=jobs,
             )  # type: ignore[misc]
-            assert set(heard.values()) == {1}
+            assert set(counts.values()) == {1}
             stores.append(store.rows)
         assert len((tmp_path / f"{jobs}.jsonl").read_bytes().splitlines()) == len(found)
     assert stores[0] == stores[1]
     assert len(stores[0]) == len(found) == 96
 
 
-def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
+def test_only_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
     with (
         Store(tmp_path / "rows.jsonl"),
         pytest.raises(UserError, match=r"in use by process .* fix: wait for that sweep"),
@@ -317,7 +319,7 @@ def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
         Store(tmp_path / "rows.jsonl")
 
 
-def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
+def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
     row = rows_of([make_plan("k_buffer")])[0]
 
     def at(size: int, speed: float, policy: str = "k_buffer", limit: int = 100) -> SweepRow:
@@ -372,7 +374,7 @@ def test_the_front_is_what_no_other_beats(make_plan: Any) -> None:
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_give_one_line_errors(
     command: Any, words: tuple[object, ...], message: str
 ) -> None:
     outcome = command(
@@ -426,8 +428,8 @@ def test_grids_of_a_file_are_joined(command: Any) -> None:
 def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep with `--execute` measures the plans that fit and can be executed.
 
-    Two plans run in this process, which saves two starts of torch. Some other plans can only be
-    predicted or do not fit.
+    Two plans run in this process, so torch is not started twice. Other plans can only be predicted,
+    or do not fit.
     """
     from megatrain.experiments.benchmarks import child
 

@@ -1,4 +1,4 @@
-"""Tests of a sweep's picture: markers at one place are all seen, and labels can be read."""
+"""Tests of a sweep's picture: all markers in one place are visible, and labels are readable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every drawn figure is added; no file is written."""
+    """A list to which every drawn figure is added. No file is written."""
     figures: list[Figure] = []
 
     def keep(figure: Figure, stem: Path, _: str) -> Path:
@@ -88,10 +88,10 @@ def test_policies_at_one_place_are_seen_and_points_say_their_batch(
     assert title.get_window_extent().x0 == pytest.approx(left, abs=2)
 
 
-def test_of_many_plans_few_are_labelled(
+def test_few_of_many_plans_are_labelled(
     make_plan: Callable[..., Plan], drawn: list[Figure]
 ) -> None:
-    """Labels of plans that lie close together could not be told apart."""
+    """Labels of plans that are close together would overlap."""
     plan = make_plan()
     rows = [
         row(plan, "k_buffer", batch, 5 + number / 50, 2.0 - number / 1000)

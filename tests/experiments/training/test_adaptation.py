@@ -1,4 +1,7 @@
-"""`megatrain train --adapt` plans again from what was measured, and switches with the same bits."""
+"""Tests of `megatrain train --adapt`, which plans again from measurements and switches plans.
+
+A switch does not change the bits of the training.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--lr", "3e-3")
-OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule")
+OF_THE_PLAN = ("seconds", "tokens_per_second", "schedule", "check")
 
 
 @pytest.fixture
 def counted(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the machine of `plan.toml` the one with counted costs."""
+    """Gives `plan.toml` a machine with counted costs (`counted_costs.py`)."""
     monkeypatch.setattr(adaptation, "LEAST_GAIN", adaptation.LEAST_GAIN)  # the machine changes it
     write_machine(workplace)
     plan = workplace / "plan.toml"
@@ -70,9 +73,7 @@ def good(outcome: Any) -> str:
 
 
 @pytest.mark.usefixtures("counted")
-def test_a_training_that_switches_has_the_bits_of_one_that_does_not(
-    command: Callable[..., Any],
-) -> None:
+def test_a_training_with_a_switch_has_the_bits_of_one_without(command: Callable[..., Any]) -> None:
     first = Plan.load(Path("plan.toml"))
     good(command(*TRAIN, "--steps", 9, "--out", "straight"))
     out = good(command(*TRAIN, "--steps", 9, "--adapt", "--out", "run"))
@@ -131,9 +132,7 @@ def test_a_switch_that_gains_too_little_is_not_made(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_machine_s_file_that_is_spoilt_does_not_stop_a_training(
-    command: Callable[..., Any],
-) -> None:
+def test_a_damaged_hardware_file_does_not_stop_a_training(command: Callable[..., Any]) -> None:
     plan = Path("plan.toml")
     plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "here.toml"'))
     Path("here.toml").write_text("spoilt")
@@ -142,7 +141,7 @@ def test_a_machine_s_file_that_is_spoilt_does_not_stop_a_training(
 
 
 class Run:
-    """A training that records notes and switches. Steps take the seconds that a test gives."""
+    """A fake training that records notes and switches. A test gives the seconds of its steps."""
 
     def __init__(self, folder: Path | None, plan: Plan) -> None:
         self.out, self.origin, self.source, self.plan = folder, Path(), "small", plan
@@ -158,7 +157,7 @@ class Run:
         self.switched.append(plan)
 
     def steps(self, adaptation: Adaptation, seconds: float, count: int = 5) -> None:
-        """Does steps under the plan, and then the switch, if there is one."""
+        """Takes steps under the plan, and then makes the switch, if there is one."""
         before = len(self.switched)
         for number in range(self.first_step, self.first_step + count):
             step: Any = SimpleNamespace(number=number, seconds=seconds)
@@ -173,7 +172,7 @@ class Run:
 def run(
     make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Run]:
-    """Returns a run for which a plan is proposed whose steps would take a second and not two."""
+    """Returns a run with a proposed plan that would reduce its steps from two seconds to one."""
 
     def digested(policy: str) -> Plan:
         plan = make_plan(policy, hardware="h200")
@@ -196,7 +195,7 @@ def run(
     [
         (1.5, False, "1.500 s a step under the other plan, 2.000 s under the former one: 25.0 %"),
         (2.0001, False, "slower, but returning would take longer than it saves"),
-        (2.5, True, "slower, so that the training returns to the former one"),
+        (2.5, True, "slower, so the training returns to the former one"),
     ],
 )
 def test_a_plan_that_is_slower_is_undone_once(
@@ -250,7 +249,7 @@ def test_a_plan_that_is_refused_can_be_tried_when_the_run_is_resumed(
 
 @pytest.mark.parametrize("end", ["step", "stop", "kill", "signal"])
 def test_a_plan_that_was_chosen_but_never_used_can_be_tried_again(run: Run, end: str) -> None:
-    """The switch may not come, for want of a checkpoint, or because the run ends before it."""
+    """There is no switch if the checkpoint fails or the run ends before it."""
     adapting = Adaptation()
     adapting.on_start(run)  # type: ignore[arg-type]
     for number in range(1, 6):
@@ -337,12 +336,14 @@ def test_only_kinds_that_explain_the_difference_are_named(make_plan: Callable[..
 
 
 @pytest.mark.parametrize(("key", "factor"), [("forward@nowhere", 1.0), ("compute", 0.0)])
-def test_corrections_that_mean_nothing_are_refused(key: str, factor: float) -> None:
+def test_meaningless_corrections_are_refused(key: str, factor: float) -> None:
     with pytest.raises(UserError, match=f"corrections.{key}"):
         msgspec.structs.replace(HardwareSpec.load("h200"), corrections={key: factor})
 
 
-def test_a_change_names_what_the_other_policy_reads(make_plan: Callable[..., Plan]) -> None:
+def test_a_change_names_the_knobs_that_the_other_policy_reads(
+    make_plan: Callable[..., Plan],
+) -> None:
     before = make_plan("double_buffer")
     knobs = Knobs(weight_slots=3, chunk_bytes=2**20, placement=Placement(moments="all"))
     after = make_plan("overlapped", weight_slots=3, chunk_bytes=2**20, placement=knobs.placement)

@@ -1,4 +1,4 @@
-"""Tests of `megatrain train --ask`: answers of the trained model, and what prevents them."""
+"""Tests of `megatrain train --ask`: answers of the trained model, and failures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def answers(run: str) -> list[dict[str, Any]]:
 
 
 def shown(answer: str) -> str:
-    """Returns what a terminal shows of an answer: no characters that control it."""
+    """Returns an answer as a terminal shows it: without control characters."""
     return "".join(each for each in answer if each.isprintable() or each in "\n\t")
 
 
-def test_the_trained_model_answers_as_in_chat(command: Any) -> None:
+def test_ask_gives_the_answers_of_chat(command: Any) -> None:
     outcome = command(*TRAIN, *ASK, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     said = answers("run")
@@ -51,7 +51,7 @@ def test_the_trained_model_answers_as_in_chat(command: Any) -> None:
     outcome = command("train", "plan.toml", "--config", "run/config.toml", "--out", "again")
     assert (outcome.status, answers("again")) == (0, said)
 
-    # the report has them, and what they say is no tag
+    # The report has the answers, with escaped tags.
     assert command("report", "run").status == 0
     page = Path("run/report.html").read_text()
     assert "<h2>Samples</h2>" in page
@@ -78,7 +78,7 @@ def test_the_answers_of_an_earlier_model_stay(finished: Path, tmp_path: Path) ->
     assert [row["answer"] for row in found] == ["b", "c", "d"]
 
 
-def test_a_model_that_is_too_large_to_be_asked_is_no_failure(
+def test_a_model_too_large_to_answer_does_not_fail_the_run(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path, needed: int) -> None:
@@ -111,7 +111,7 @@ def test_a_failure_in_answering_is_no_failure_of_the_run(
     assert outcome.out.endswith(f"no more answers: no kernel; {later}")
 
 
-def test_a_question_that_is_too_long_does_not_keep_the_others_from_an_answer(command: Any) -> None:
+def test_a_question_that_is_too_long_does_not_prevent_other_answers(command: Any) -> None:
     outcome = command(*TRAIN, "--ask", "how are you " * 20, "--ask", "how", "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "no answer: conversation: found " in outcome.out
@@ -125,7 +125,9 @@ def test_a_question_that_is_too_long_does_not_keep_the_others_from_an_answer(com
         (("--ask", "how", "--no-export"), "--ask: found no model to ask, because of --no-export"),
     ],
 )
-def test_mistakes_are_one_line(command: Any, words: tuple[object, ...], message: str) -> None:
+def test_mistakes_give_one_line_errors(
+    command: Any, words: tuple[object, ...], message: str
+) -> None:
     outcome = command(*TRAIN, *words, "--out", "run")
     assert outcome.status == 2
     assert message in outcome.err

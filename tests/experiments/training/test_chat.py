@@ -19,7 +19,7 @@ from megatrain.experiments.cli.training import generation
 
 @pytest.fixture(scope="module")
 def talker(prepared: Path, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a tokenizer and a chat template. Tests must not change it."""
+    """Returns a model folder with a tokenizer and a chat template. Tests must not change it."""
     folder = tmp_path_factory.mktemp("talker") / "tiny"
     shutil.copytree(prepared / "tiny", folder)
     make_tokenizer(folder)
@@ -27,7 +27,7 @@ def talker(prepared: Path, make_tokenizer: Any, tmp_path_factory: pytest.TempPat
 
 
 class Terminal(io.StringIO):
-    """Standard input of a terminal."""
+    """A fake standard input that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -54,7 +54,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that the model is given, as their tokens decode."""
+    """A list to which each decoded prompt of the model is added."""
     from megatrain.runtime.training.conversation import ChatSession
 
     seen: list[str] = []
@@ -86,8 +86,8 @@ def test_at_temperature_0_the_answer_is_the_most_likely_one(command: Any, talker
     assert command(*words, "--seed", 1).out == command(*words, "--seed", 2).out
 
 
-def test_a_run_is_chatted_with_by_its_folder(command: Any, finished: Path) -> None:
-    """Its model has no tokenizer, so it reads and writes bytes."""
+def test_chat_accepts_the_folder_of_a_run(command: Any, finished: Path) -> None:
+    """The run's model has no tokenizer, so it reads and writes bytes."""
     outcome = command("chat", finished, "--prompt", "line", *SHORT)
     assert outcome.status == 0
     assert outcome.err == "no chat template: the model continues the text\n"
@@ -147,7 +147,7 @@ def test_without_a_template_the_text_is_continued(
 def test_ctrl_c_ends_an_answer_and_another_one_the_command(
     command: Any, talker: Path, typed: Any, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is kept as far as it came."""
+    """The incomplete answer is kept."""
     shown: list[str] = []
 
     def show(text: str) -> None:
@@ -218,7 +218,7 @@ def test_a_run_without_a_model_says_how_to_get_one(
     assert f"fix: megatrain train --resume '{run}' --from-scratch" in outcome.err
 
 
-def test_a_file_is_called_a_file_and_no_option_is_named_that_chat_lacks(
+def test_the_error_for_a_file_names_only_options_of_chat(
     command: Any, talker: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "chat.jsonl").write_text("{}")

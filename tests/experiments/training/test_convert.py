@@ -1,4 +1,4 @@
-"""Tests of `megatrain convert`: a run goes on in another state format."""
+"""Tests of `megatrain convert`, which changes the state format of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def masters(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -> None:
+def test_a_run_is_converted_to_another_format_and_back(command: Command, run: Path) -> None:
     before, files = tensors(run), sorted(path for path in run.rglob("*") if path.is_file())
     for state, error in (("master24", 2.0**-16), ("bf16-sr", 2.0**-8)):
         outcome = command("convert", "run", "--state", state, "--out", state)
@@ -66,7 +66,9 @@ def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -
         command("convert", state, "--state", "exact", "--out", f"{state}-exact")
         again = tensors(Path(f"{state}-exact"))
         for layer, master in masters(made).items():
-            assert masters(again)[layer].equal(master), "exact holds every format"
+            assert masters(again)[layer].equal(master), (
+                "`exact` can store the values of every format"
+            )
             assert again[f"{layer}.moments"][0].equal(decoded_first(made[f"{layer}.moments"][0]))
     for folder in ("master24", "bf16-sr-exact"):
         outcome = command("train", "--resume", folder, "--steps", 4, "--device", "cpu")
@@ -84,7 +86,7 @@ def test_a_run_goes_on_in_another_format_and_back(command: Command, run: Path) -
         (("run", "--state", "bf16-sr", "--out", "x", "--from-step", 7), "no checkpoint of step 7"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(
+def test_invalid_conversions_are_refused(
     command: Command, run: Path, words: tuple[object, ...], message: str
 ) -> None:
     assert run.is_dir()
@@ -95,8 +97,8 @@ def test_what_cannot_be_converted_is_refused(
     assert not Path("x").exists()
 
 
-def test_a_run_with_muon_goes_on_in_another_format(command: Command) -> None:
-    """The matrices of decoder layers have one moment, and all else two."""
+def test_a_run_with_muon_is_converted_to_another_format(command: Command) -> None:
+    """Matrices of decoder layers have one moment, and other tensors two."""
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--optimizer", "muon", "--out", "m.toml").status == 0
     words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
@@ -120,7 +122,7 @@ def test_a_run_with_muon_goes_on_in_another_format(command: Command) -> None:
     assert outcome.status == 0, outcome.err
 
 
-def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> None:
+def test_a_run_that_has_only_one_format_is_not_converted(command: Command) -> None:
     words = ("plan", "tiny", "--hardware", "h200", "--batch", 2, "--seq", 16, "--loss-chunk", 16)
     assert command(*words, "--dtype", "fp32", "--out", "m.toml").status == 0
     words = ("train", "m.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
@@ -130,7 +132,7 @@ def test_a_run_that_has_one_format_only_is_not_converted(command: Command) -> No
     assert "dtype fp32 and optimizer adamw; allowed: exact, which such a run" in outcome.err
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(
+def test_a_conversion_that_fails_leaves_nothing(
     command: Command, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.runtime.training import converting

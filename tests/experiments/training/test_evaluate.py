@@ -47,7 +47,7 @@ def test_the_loss_on_the_same_data_is_that_of_the_run(
 def test_a_host_that_is_too_small_is_refused_unless_the_machine_was_calibrated(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Corrections are no calibration. The data is found to be missing after this check."""
+    """Corrections do not count as a calibration. Data is checked after the host's memory."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text((finished / "config.toml").read_text())
@@ -74,7 +74,7 @@ def test_a_host_that_is_too_small_is_refused_unless_the_machine_was_calibrated(
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_mistakes_are_one_line(
+def test_mistakes_give_one_line_errors(
     command: Any, finished: Path, words: tuple[str, ...], reason: str
 ) -> None:
     outcome = command("eval", finished, *words, "--device", "cpu")

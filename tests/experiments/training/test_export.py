@@ -51,7 +51,9 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_the_newest_checkpoint_is_what_the_run_ended_with(trained: Path, command: Command) -> None:
+def test_the_newest_checkpoint_has_the_weights_at_the_end_of_the_run(
+    trained: Path, command: Command
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     outcome = command("export", "run", "--out", "out")
@@ -71,7 +73,7 @@ def test_the_newest_checkpoint_is_what_the_run_ended_with(trained: Path, command
 def test_a_run_with_default_settings_can_be_exported(
     finished: Path, tmp_path: Path, command: Command
 ) -> None:
-    """One that saved nothing names the model that it wrote."""
+    """The error for a run without checkpoints names the model that the run wrote."""
     outcome = command("export", finished, "--out", tmp_path / "out")
     assert (outcome.status, outcome.err) == (0, "")
     assert same(tensors(tmp_path / "out"), tensors(finished / "model"))
@@ -86,7 +88,7 @@ def test_a_run_with_default_settings_can_be_exported(
     [("run", "--from-step", 2), ("run/checkpoints/step-00000002",)],
     ids=["a step", "a checkpoint's folder"],
 )
-def test_an_earlier_one_has_the_logits_of_a_shorter_run(
+def test_an_earlier_checkpoint_has_the_logits_of_a_shorter_run(
     command: Command, words: tuple[object, ...]
 ) -> None:
     import torch
@@ -131,7 +133,7 @@ def test_masters_of_bf16_planes(command: Command) -> None:
     )
 
 
-def test_a_damaged_one_is_left_out_and_said(trained: Path, command: Command) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_note(trained: Path, command: Command) -> None:
     flip(trained / "checkpoints" / "step-00000004" / "state-00001.safetensors")
     outcome = command("export", "run", "--out", "out")
     assert outcome.status == 0
@@ -149,7 +151,7 @@ def test_a_damaged_one_is_left_out_and_said(trained: Path, command: Command) -> 
     assert not Path("other").exists()
 
 
-def test_a_model_that_is_gone_can_be_named(trained: Path, command: Command) -> None:
+def test_the_path_of_a_moved_model_can_be_given(trained: Path, command: Command) -> None:
     Path("tiny").rename("elsewhere")
     outcome = command("export", "run", "--out", "bare")
     assert outcome.status == 0
@@ -161,7 +163,7 @@ def test_a_model_that_is_gone_can_be_named(trained: Path, command: Command) -> N
 
 
 @pytest.mark.usefixtures("trained")
-def test_what_cannot_be_is_one_line(command: Command) -> None:
+def test_invalid_values_give_one_line_errors(command: Command) -> None:
     Path("taken").mkdir()
     other = json.loads(Path("tiny/config.json").read_text())
     shutil.copytree("tiny", "another")
@@ -226,7 +228,7 @@ print(json.dumps({"peak": status("VmHWM") - before[0], "written": written}))
 
 @pytest.mark.nightly  # two processes, and a model of 26 MB
 @pytest.mark.usefixtures("workplace")
-def test_a_piece_is_in_memory_at_one_time(command: Command) -> None:
+def test_an_export_holds_only_a_few_pieces_in_memory(command: Command) -> None:
     """An export holds only a few pieces of the model in memory at a time.
 
     A model of 26 MB in fp32 is written from the two planes of a bf16 checkpoint. The peak counts

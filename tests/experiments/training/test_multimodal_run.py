@@ -1,4 +1,4 @@
-"""Tests of a multimodal model from `plan` to `export`.
+"""Tests of training a multimodal model, from `plan` to `export`.
 
 Only its language model is trained. The other weights and files are copied unchanged.
 """
@@ -61,7 +61,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.usefixtures("whole")
-def test_it_is_trained_resumed_and_exported(command: Command) -> None:
+def test_a_multimodal_model_is_trained_resumed_and_exported(command: Command) -> None:
     from transformers import AutoModelForImageTextToText
 
     outcome = command(*TRAIN, "--steps", 2, "--out", "run")
@@ -82,7 +82,7 @@ def test_it_is_trained_resumed_and_exported(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("whole")
-def test_check_and_plan_say_nothing_against_it(command: Command) -> None:
+def test_check_and_plan_accept_a_multimodal_model(command: Command) -> None:
     assert command("check", "whole", *WORK).status == 0
     assert "will refuse" not in command("plan", "whole", *WORK, "--out", "again.toml").out
 
@@ -98,7 +98,7 @@ def test_a_folder_without_its_weights_is_refused_before_anything_is_trained(
 
 
 @pytest.mark.usefixtures("whole")
-def test_from_random_weights_the_language_model_is_exported_alone(command: Command) -> None:
+def test_a_language_model_with_random_weights_is_exported_alone(command: Command) -> None:
     from transformers import AutoModelForCausalLM
 
     outcome = command(*TRAIN, "--steps", 1, "--init", "random", "--out", "run")

@@ -79,7 +79,7 @@ def test_a_model_and_data_give_a_trained_model(
 
 
 @pytest.mark.usefixtures("place")
-def test_a_name_of_the_library_and_options_in_place_of_choices(command: Any) -> None:
+def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("shape.json").write_text(json.dumps(config))
     asked = ("--seq", 32, "--tokens-per-step", 70, "--accumulation", 2, "--steps", 2)
@@ -103,7 +103,7 @@ def test_gradients_in_8_bits_have_one_micro_batch_if_only_the_batch_is_named(com
 
 
 @pytest.mark.usefixtures("place")
-def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any) -> None:
+def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: Any) -> None:
     outcome = command(*TRAIN, *HARDWARE, "--device-memory", "1KiB")
     assert outcome.status == 3
     assert "does not fit H200: tiny (57.63 k parameters), " in outcome.out
@@ -162,7 +162,7 @@ def test_a_model_that_does_not_fit_has_a_verdict_and_an_exit_status(command: Any
     ],
     ids=lambda value: " ".join(map(str, value[1:])) if isinstance(value, tuple) else "",
 )
-def test_mistakes_are_one_line_before_anything_is_measured(
+def test_mistakes_give_one_line_errors_before_anything_is_measured(
     workplace: Path,
     command: Any,
     words: tuple[object, ...],
@@ -193,7 +193,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(
         ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
     ],
 )
-def test_what_is_wrong_with_weights_and_data_is_found_before_a_calibration(
+def test_mistakes_in_weights_and_data_are_found_before_a_calibration(
     place: Path,
     command: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -214,7 +214,7 @@ def test_what_is_wrong_with_weights_and_data_is_found_before_a_calibration(
 
 
 @pytest.mark.usefixtures("place")
-def test_mistakes_are_told_without_torch() -> None:
+def test_mistakes_are_reported_without_loading_torch() -> None:
     program = (
         "import sys\nfrom megatrain.experiments.cli.main import main\nstatus = main(sys.argv[1:])\n"
         "sys.exit(status if 'torch' not in sys.modules else 'torch is loaded')"
@@ -257,7 +257,7 @@ def test_a_step_is_a_power_of_two_rows_and_an_epoch_has_20_steps() -> None:
     assert chosen_rows(10**6, 100_000) == 1
 
 
-def test_the_choice_says_how_many_documents_are_cut() -> None:
+def test_the_summary_of_choices_gives_the_number_of_cut_documents() -> None:
     lengths = np.array([150] * 90 + [310] * 9 + [420])
     assert described(lengths, 320, cuts=True) == (
         "median 150 tokens, 95 % up to 310, longest 420: sequence 320 cuts 1 of 100"
@@ -269,7 +269,7 @@ def test_the_choice_says_how_many_documents_are_cut() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_layers_that_are_not_compiled_are_said(
+def test_a_note_names_layers_that_are_not_compiled(
     capsys: pytest.CaptureFixture[str], compiled: bool
 ) -> None:
     model = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)

@@ -1,4 +1,4 @@
-"""Tests of --push-to-hub: what is checked first, what is uploaded, and uploads that fail."""
+"""Tests of --push-to-hub: early checks, uploaded files, and failed uploads."""
 
 from __future__ import annotations
 
@@ -59,21 +59,19 @@ def test_a_training_uploads_its_model_and_a_card(
     assert str(workplace) not in card
 
 
-def test_a_model_that_everybody_can_see_is_not_replaced_unless_that_is_meant(
-    hub: FakeHub, run: Path, command: Any
-) -> None:
+def test_a_public_model_is_replaced_only_on_request(hub: FakeHub, run: Path, command: Any) -> None:
     upload = ("export", run, "--push-to-hub", "x")
     assert command(*upload, "--public").status == 0
     hub.models["me/x"].clear()
     outcome = command(*upload)
     assert outcome.status == 2
-    assert "me/x, which is there and which everybody can see" in outcome.err
+    assert "me/x, which exists and is public" in outcome.err
     assert hub.models["me/x"] == {}
     assert command(*upload, "--public").status == 0
     assert hub.models["me/x"]
 
 
-def test_a_private_model_does_not_stay_private_in_silence(
+def test_a_public_upload_into_a_private_model_is_refused(
     hub: FakeHub, run: Path, command: Any
 ) -> None:
     upload = ("export", run, "--push-to-hub", "x")
@@ -81,14 +79,16 @@ def test_a_private_model_does_not_stay_private_in_silence(
     hub.models["me/x"].clear()
     outcome = command(*upload, "--public")
     assert outcome.status == 2
-    assert "--public: found me/x, which is there and private" in outcome.err
+    assert "--public: found me/x, which exists and is private" in outcome.err
     assert outcome.err.count("\n") == 1
     assert hub.models["me/x"] == {}
     assert command(*upload).status == 0
 
 
-def test_the_card_names_what_is_on_the_hub(hub: FakeHub, run: Path, command: Any) -> None:
-    """Base model and data sets are in the lines that the hub reads."""
+def test_the_card_names_base_model_and_data_sets_on_the_hub(
+    hub: FakeHub, run: Path, command: Any
+) -> None:
+    """Base model and data sets are in the metadata that the hub reads."""
     config = run / "config.toml"
     hub.write("some/letters", {"train.jsonl": jsonl("a")})
     config.write_text(
@@ -173,7 +173,7 @@ def test_a_failed_export_names_its_options_again(hub: FakeHub, run: Path, comman
         ({"online": False}, "x", "found a hub that does not answer (Cannot reach"),
     ],
 )
-def test_what_cannot_be_uploaded_is_refused_before_the_training(
+def test_uploads_that_cannot_work_are_refused_before_the_training(
     hub: FakeHub, workplace: Path, command: Any, change: dict[str, Any], name: str, reason: str
 ) -> None:
     for attribute, value in change.items():

@@ -25,7 +25,7 @@ from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
 Command = Callable[..., Any]
-# A process that a shell starts in the background ignores SIGINT. The handler is set again here.
+# A background process of a shell ignores SIGINT, so the handler is set again here.
 PROGRAM = (
     "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom"
     " megatrain.experiments.cli.main import main\nsys.exit(main())"
@@ -50,12 +50,12 @@ NEW = (
     "--save-every",
     "2",
 )
-TIMES = ("seconds", "tokens_per_second")
+TIMES = ("seconds", "tokens_per_second", "check")
 
 
 @pytest.fixture(autouse=True)
 def small_workplace(workplace: Path) -> None:
-    """Shortens the corpus, half of which is evaluated several times a run."""
+    """Shortens the corpus, because half of it is evaluated several times in a run."""
     for path in (workplace / "corpus").iterdir():
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
 
@@ -96,7 +96,7 @@ def good(outcome: Any) -> str:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_going_on_is_never_having_stopped(command: Command) -> None:
+def test_a_resumed_run_equals_a_run_that_never_stopped(command: Command) -> None:
     good(command(*NEW, "--steps", 9, "--out", "straight"))
     good(command(*NEW, "--steps", 4, "--out", "run"))
     assert saved("run") == [2, 4]
@@ -118,7 +118,7 @@ def test_going_on_is_never_having_stopped(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_another_plan_goes_on_with_the_same_run(
+def test_a_run_is_resumed_under_another_plan(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -219,7 +219,7 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_finished_run_goes_on_for_longer_and_keeps_its_models(
+def test_a_finished_run_is_resumed_for_more_steps_and_keeps_its_models(
     command: Command, files_in: Any
 ) -> None:
     words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "run")
@@ -236,7 +236,7 @@ def test_a_finished_run_goes_on_for_longer_and_keeps_its_models(
     assert saved("run") == [2, 4]
     assert newest_model(Path("run")) == Path("run/model-4")
 
-    # a run with no step left is not exported again
+    # A run without further steps is not exported again.
     models = [*Path("run").glob("model*")]
     out = good(command("train", "--resume", "run", "--device", "cpu"))
     assert 'trained model: AutoModelForCausalLM.from_pretrained("run/model-4")\n' in out
@@ -248,7 +248,7 @@ def test_a_finished_run_goes_on_for_longer_and_keeps_its_models(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_data_may_have_moved(command: Command) -> None:
+def test_a_run_is_resumed_with_data_that_has_moved(command: Command) -> None:
     good(command(*NEW, "--steps", 4, "--out", "run"))
     Path("corpus").rename("elsewhere")
     good(
@@ -257,7 +257,7 @@ def test_data_may_have_moved(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_if_told_so(
+def test_a_run_killed_before_its_first_checkpoint_starts_again_with_from_scratch(
     command: Command, files_in: Any
 ) -> None:
     good(command(*NEW, "--steps", 3, "--out", "straight"))
@@ -290,7 +290,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_if_told_
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(command: Command) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_resumed(
+    command: Command,
+) -> None:
     good(command(*NEW, "--steps", 6, "--out", "straight"))
     good(command(*NEW, "--steps", 4, "--out", "run"))
     state = Path("run/checkpoints/step-00000004/state-00001.safetensors")
@@ -305,7 +307,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(command: 
 
 
 @pytest.mark.usefixtures("workplace")
-def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Command) -> None:
+def test_deterministic_mode_reports_a_checksum_for_each_step_also_after_a_resume(
+    command: Command,
+) -> None:
     import torch
 
     try:
@@ -325,7 +329,7 @@ def test_deterministic_mode_tells_a_checksum_a_step_that_goes_on_too(command: Co
 
 
 class Process:
-    """`megatrain WORDS` in a process of its own."""
+    """A separate process of `megatrain WORDS`."""
 
     def __init__(self, *words: object) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -366,8 +370,8 @@ def assert_as_if_never_stopped(
 
 @pytest.mark.nightly  # tests/life stops runs by every signal in the normal tests
 @pytest.mark.usefixtures("workplace")
-def test_a_signal_ends_the_step_saves_and_the_run_goes_on(command: Command) -> None:
-    """After SIGTERM, the last step in the metrics is saved. So no step is lost."""
+def test_a_run_saves_on_a_signal_and_can_be_resumed(command: Command) -> None:
+    """After SIGTERM, the last step in the metrics is saved, so no step is lost."""
     words = (*NEW[:-2], "--save-every", 0)
     process = Process(*words, "--steps", 10**6, "--out", "run")
     said = process.end(signal.SIGTERM, lambda: lines("run") >= 5)

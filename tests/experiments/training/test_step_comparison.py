@@ -1,4 +1,4 @@
-"""StepComparison: what a training says of its first steps against their prediction."""
+"""Tests of StepComparison, which compares the first steps of a training with the prediction."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TRAIN = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--no-expo
 
 @pytest.mark.parametrize("machine", ["h200", "corrected.toml"])
 @pytest.mark.usefixtures("workplace")
-def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(
+def test_a_training_compares_its_third_to_fifth_step_with_the_prediction(
     command: Any, machine: str
 ) -> None:
-    """A machine's file with corrections and no calibration is no measured machine either."""
+    """A hardware file with corrections and no calibration does not count as measured."""
     text = library()["h200"].read_text()
     Path("corrected.toml").write_text(f"{text}\n[corrections]\ncompute = 1.0\n")
     plan = Path("plan.toml")
@@ -58,7 +58,7 @@ def test_a_training_compares_its_third_to_fifth_step_with_their_prediction(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_machine_s_file_that_is_spoilt_does_not_stop_a_training(command: Any) -> None:
+def test_a_damaged_hardware_file_does_not_stop_a_training(command: Any) -> None:
     plan = Path("plan.toml")
     plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "here.toml"'))
     Path("here.toml").write_text("spoilt")
@@ -76,7 +76,7 @@ def prediction(prepared: Path) -> tuple[Plan, Any, Timeline]:
 
 
 def slower(timeline: Timeline, kinds: dict[str, str], kind: str, added_ns: int) -> Timeline:
-    """The timeline with ops of one kind that take longer and delay everything after them."""
+    """Returns the timeline with longer ops of one kind, which delay all later ops."""
     spans, shift = [], 0
     for span in sorted(timeline.spans, key=lambda each: each.start_ns):
         more = added_ns if kinds[span.op] == kind else 0
@@ -109,10 +109,10 @@ def test_a_large_difference_is_explained_by_a_kind_of_operation_and_its_lane(
 @pytest.mark.parametrize(
     ("share", "text"), [(1.25, "error -20.0 %"), (0.8, "error +25.0 %"), (2.5, "2.5 times the")]
 )
-def test_the_sign_is_that_of_compare(
+def test_an_error_has_the_same_sign_as_in_compare(
     prediction: tuple[Plan, Any, Timeline], share: float, text: str
 ) -> None:
-    """An error is predicted / measured - 1, everywhere."""
+    """An error is always predicted / measured - 1."""
     _, schedule, predicted = prediction
     seconds = {3: share * predicted.makespan_ns / 1e9}
     report = compare(predicted, predicted, schedule, step_seconds=seconds)
@@ -124,7 +124,7 @@ def test_the_sign_is_that_of_compare(
     assert (lines[-1] == "the advice") == (share > 1)
 
 
-def test_a_step_that_is_much_faster_gets_no_advice(prediction: tuple[Plan, Any, Timeline]) -> None:
+def test_no_advice_is_given_for_a_much_faster_step(prediction: tuple[Plan, Any, Timeline]) -> None:
     _, schedule, predicted = prediction
     seconds = {3: predicted.makespan_ns / 2e9}
     report = compare(predicted, predicted, schedule, step_seconds=seconds)
@@ -132,7 +132,7 @@ def test_a_step_that_is_much_faster_gets_no_advice(prediction: tuple[Plan, Any, 
     assert line.endswith(", faster than predicted)")
 
 
-def test_the_advice_names_what_the_command_has() -> None:
+def test_the_advice_names_only_options_of_the_command() -> None:
     assert "`--recalibrate`" in advice_on(calibrated=True, recalibrates=True)
     assert "`megatrain calibrate`, and plan again" in advice_on(calibrated=True, recalibrates=False)
     assert "machine of the library" in advice_on(calibrated=False, recalibrates=True)

@@ -17,7 +17,7 @@ from tiny_families import config_of as tiny_config
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.commands import train
+from megatrain.experiments.commands import train
 from megatrain.runtime.training.config import Config, fields
 
 CONFIG = """
@@ -226,7 +226,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--resume", "run"), r"train: --out, --resume: found both"),
     ],
 )
-def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
+def test_a_mistake_in_the_config_gives_a_one_line_error_and_leaves_nothing(
     words: tuple[str, ...],
     message: str,
     workplace: Path,
@@ -258,7 +258,7 @@ def test_a_mistake_in_the_config_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_steps_must_be_said(command: Any) -> None:
+def test_steps_or_epochs_are_required(command: Any) -> None:
     outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
     assert (
         outcome.err == "megatrain: train: found neither --epochs nor --steps; allowed: one of the"
@@ -283,7 +283,7 @@ def test_epochs_are_steps_of_the_data(command: Any) -> None:
     assert "steps are done already" in again.err
 
 
-def test_a_switch_needs_no_value() -> None:
+def test_a_flag_needs_no_value() -> None:
     for words in (("--logging.tensorboard",), ("--logging.tensorboard", "true")):
         args = cli.parse(["train", "plan.toml", "--out", "run", *words])
         assert vars(args)["logging.tensorboard"] is True
@@ -291,14 +291,14 @@ def test_a_switch_needs_no_value() -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_an_earlier_name_of_the_rate_is_still_taken(command: Any) -> None:
+def test_an_earlier_name_of_the_rate_is_still_accepted(command: Any) -> None:
     words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--steps", 1)
     assert command(*words, "--rate", "3e-5", "--out", "run").status == 0
     assert Config.load(Path("run/config.toml")).schedule.rate == 3e-5
 
 
 @pytest.mark.usefixtures("workplace")
-def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(
+def test_a_chat_model_is_trained_and_exported_with_its_tokenizer(
     command: Any, make_tokenizer: Any
 ) -> None:
     make_tokenizer(Path("tiny"))
@@ -360,7 +360,7 @@ def test_conversations_are_trained_on_and_the_tokenizer_goes_with_the_model(
         (("--plain-packing",), False, "plain"),
     ],
 )
-def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(
+def test_documents_are_kept_apart_unless_plain_packing_is_given(
     command: Any, words: tuple[str, ...], documents: bool, packing: str
 ) -> None:
     """Documents in a row do not attend to each other unless --plain-packing is given.
@@ -388,7 +388,7 @@ def test_documents_are_kept_apart_unless_plain_packing_is_asked_for(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_model_that_cannot_keep_documents_apart_is_planned_without_and_says_so(
+def test_a_model_that_cannot_keep_documents_apart_is_planned_without_documents_and_a_note(
     command: Any,
 ) -> None:
     config = tiny_config("llama4_text", floor_scale=16).to_dict()
@@ -481,7 +481,9 @@ def test_an_option_is_named_like_its_field_or_its_help_names_the_field() -> None
         ("--logging.project", "logging.project", "5"),
     ],
 )
-def test_earlier_names_and_names_of_fields_are_taken(option: str, key: str, value: object) -> None:
+def test_earlier_names_and_names_of_fields_are_accepted(
+    option: str, key: str, value: object
+) -> None:
     given = cli.parse(["train", "tiny", "--out", "run", option, str(value)])
     assert vars(given)[key] == value
     assert vars(cli.parse(["train", "t", train.option_of(key), str(value)]))[key] == value
@@ -490,7 +492,7 @@ def test_earlier_names_and_names_of_fields_are_taken(option: str, key: str, valu
 @pytest.mark.parametrize(
     "text", ["lr=0.5", "rate=0.5", "schedule.rate=0.5", "evaluate-every=3", "eval_fraction=0.5"]
 )
-def test_set_takes_the_names_of_options_too(text: str) -> None:
+def test_set_accepts_names_of_options_too(text: str) -> None:
     given = cli.parse(["train", "plan.toml", "--set", text, "--data", "x", "--steps", "9"])
     config = train.config_of(given)
     found = (config.schedule.rate, config.evaluation.every_steps, config.data.evaluation_fraction)

@@ -1,5 +1,7 @@
-"""Tests of `megatrain train` with a plan for several GPUs, by ranks on the CPU with gloo: one run
-with the bits of one GPU, checkpoints for any number of GPUs, and ranks that are lost.
+"""Tests of `megatrain train` with a plan for several GPUs, by ranks on the CPU with gloo.
+
+A run has the bits of one GPU, and its checkpoints can be resumed with any number of GPUs. Others
+test lost ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
 def metrics(run: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics, without times and the digest of the schedule."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("seconds", "tokens_per_second", "schedule")
+    left_out = ("seconds", "tokens_per_second", "schedule", "check")
     return [{key: row[key] for key in row if key not in left_out} for row in rows]
 
 
@@ -70,7 +72,7 @@ def weights(run: str | Path) -> bytes:
 
 
 def wait_for_the_end(process: int) -> None:
-    """Returns when a rank has ended, also if the driver has not yet asked for its status."""
+    """Waits until a rank has ended, even if the driver has not yet collected its status."""
     begin = time.monotonic()
     while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() - begin < 60, "the rank does not end"
@@ -78,15 +80,16 @@ def wait_for_the_end(process: int) -> None:
 
 
 def on(driver: Driver, count: int, *runs: tuple[str, ...], **more: Any) -> list[int]:
-    """Starts `count` ranks of each of the runs, one after the other. Returns the process ids."""
+    """Starts `count` ranks, which execute the runs one after the other. Returns the process ids."""
     words = [["train", *run] for run in runs]
     return driver.start([words] * count, folder=os.getcwd(), **more)
 
 
 @pytest.mark.usefixtures("plans")
 def test_two_ranks_are_one_run_with_the_bits_of_one_gpu(driver: Driver) -> None:
-    """Losses, norms, evaluations and the exported model. A checkpoint of two ranks is continued by
-    one GPU, and one of one GPU by two ranks.
+    """Losses, norms, evaluations and the exported model have the same bits.
+
+    One GPU resumes a checkpoint of two ranks, and two ranks a checkpoint of one GPU.
     """
     steps = ("--steps", "4")
     assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *EVALUATED, *steps]) == 0
@@ -120,7 +123,7 @@ def test_two_ranks_are_one_run_with_the_bits_of_one_gpu(driver: Driver) -> None:
 
 @pytest.mark.usefixtures("plans")
 def test_a_killed_rank_leaves_a_whole_checkpoint(driver: Driver) -> None:
-    """The other ends with one line that names the rank, and the run continues on one GPU."""
+    """The other rank ends with a line that names the killed one. The run continues on one GPU."""
     constant = ("--schedule", "constant", "--warm-up-steps", "0")
     steps = ("--steps", "100000", *constant)
     processes = on(driver, 2, ("2.toml", "--out", "run", *WORDS, *steps))
@@ -145,8 +148,8 @@ def test_a_killed_rank_leaves_a_whole_checkpoint(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("plans")
-def test_a_checkpoint_that_one_rank_cannot_write_is_not_there(driver: Driver) -> None:
-    """Both ranks end with the same line, and no part of it is left."""
+def test_a_checkpoint_that_one_rank_cannot_write_leaves_nothing(driver: Driver) -> None:
+    """Both ranks end with the same line, and no part of the checkpoint is left."""
     on(driver, 2, ("2.toml", "--out", "run", *WORDS, "--steps", "3"), file_bytes=20_000)
     assert driver.wait() == [1, 1]
     for rank in range(2):
@@ -156,7 +159,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_not_there(driver: Driver) ->
 
 
 @pytest.mark.usefixtures("plans")
-def test_what_several_ranks_cannot_do_is_refused_in_one_line(driver: Driver) -> None:
+def test_unsupported_options_with_several_ranks_are_refused_in_one_line(driver: Driver) -> None:
     start = ("--out", "run", *WORDS, "--steps", "1")
     for words, found in (
         (("2.toml", *start, "--adapt"), "--adapt: found a plan for 2 GPUs"),
@@ -239,7 +242,7 @@ def test_a_stopped_rank_ends_the_others(driver: Driver) -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plans")
 def test_a_rank_that_is_stopped_between_steps_ends_the_others(driver: Driver) -> None:
-    """Rank 0 is then in a collective that never ends. It leaves its files and its lock in order."""
+    """Rank 0 is then in a collective that never ends. It must leave its files and lock in order."""
     words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
     processes = on(driver, 2, words, timeout_s=1, stops_at=3)
     wait_for_the_end(processes[0])

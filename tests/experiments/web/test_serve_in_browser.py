@@ -57,8 +57,8 @@ def address() -> Iterator[str]:
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Yields a function that opens a page of 1280 pixels, or of another width.
 
-    An error of a script, a warning, and a request to another site fail the test. A refused question
-    is a message of the browser itself.
+    An error of a script, a warning, and a request to another site fail the test. Messages of the
+    browser about refused questions do not.
     """
     wrong: list[str] = []
     contexts = []
@@ -102,7 +102,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture
 def checked(capsys: pytest.CaptureFixture[str]) -> Checked:
-    """Returns a function that gives what `megatrain check --json` prints."""
+    """Returns a function that runs `megatrain check --json` and returns its output."""
 
     def run(*words: str) -> dict[str, Any]:
         capsys.readouterr()
@@ -168,7 +168,7 @@ def test_typing_a_model_and_turning_sliders_gives_the_numbers_of_check(
     settled(page, checked(*words, "--tokens", "2B"))
 
 
-def test_a_link_says_it_all_and_command_and_json_say_the_same(
+def test_link_command_and_json_have_all_choices(
     open_page: Callable[..., Page], address: str, checked: Checked, tmp_path: Path
 ) -> None:
     asked = {**SMALL, "clipping": "none", "policy": "resident", "state": "bf16-sr", "tokens": "5M"}
@@ -195,7 +195,7 @@ def test_a_link_says_it_all_and_command_and_json_say_the_same(
     assert training == pytest.approx(same)
 
 
-def test_what_is_known_is_shown_until_the_verdict_is_there(
+def test_the_outlook_is_shown_until_the_verdict_is_there(
     open_page: Callable[..., Page], address: str
 ) -> None:
     page = open_page(f"{address}?{urlencode(SMALL)}")
@@ -230,7 +230,7 @@ def test_what_is_known_is_shown_until_the_verdict_is_there(
 
 
 @pytest.mark.parametrize("missing", ["verdict", "advice"])
-def test_what_is_known_remains_if_the_rest_takes_too_long(
+def test_the_outlook_remains_if_the_verdict_takes_too_long(
     open_page: Callable[..., Page], address: str, missing: str
 ) -> None:
     page = open_page(f"{address}?{urlencode(SMALL)}")
@@ -257,7 +257,7 @@ def test_what_is_known_remains_if_the_rest_takes_too_long(
     assert page.locator("#keep").is_visible() == (missing == "advice")
 
 
-def test_a_mistake_is_one_line_and_the_next_answer_replaces_it(
+def test_a_mistake_gives_a_one_line_error_and_the_next_answer_replaces_it(
     open_page: Callable[..., Page], address: str
 ) -> None:
     page = open_page(f"{address}?{urlencode({**SMALL, 'model': '<b>qwen9</b>'})}")
@@ -347,11 +347,11 @@ CUT = """() => [...document.querySelectorAll('select')].filter((each) => {
   free.remove();
   return width > each.offsetWidth;
 }).map(({ id }) => id)"""
-"""The fields that cut the longest of their values."""
+"""JavaScript: the fields that are too narrow for their longest value."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_scrolling_sideways(
+def test_a_phone_shows_the_page_without_scrolling_sideways(
     open_page: Callable[..., Page], address: str, scheme: str
 ) -> None:
     asked = {**SMALL, "hardware": "rtx4090", "machines": "rtx4090,h200"}

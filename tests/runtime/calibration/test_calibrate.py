@@ -90,7 +90,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         "without a GPU, the pools of device memory would count as the process'"
     )
 
-    # Every kind of op has a curve, and compute is measured for this model and workload.
+    # Every kind of op has a curve, and compute ops are measured for this model and workload.
     # The time to code gradients in 8 bits is predicted from the datasheet's rates.
     assert {key.partition("@")[0].partition(":")[0] for key in table.curves} == set(CURVE_KINDS) - {
         "encode_gradients"
@@ -120,11 +120,11 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     )
     assert len(table.curves["update"]) >= 2, "only one of layer and chunk was measured"
 
-    # The figures have the units that they should, on a machine of any speed and load.
+    # The numbers have plausible units on a machine of any speed and load.
     for kind in ("load_weights", "save_gradients"):
         assert tuple(size for size, _ in table.curves[kind]) == sizes[:-1], "all but the largest"
     assert all(0 < share <= 1 for others in table.contention.values() for share in others.values())
-    measured = set(LANES) - {"exchange"}  # that one needs other GPUs
+    measured = set(LANES) - {"exchange"}  # this curve needs several GPUs
     assert {lane: set(others) for lane, others in table.contention.items()} == {
         lane: measured - {lane} for lane in measured
     }
@@ -198,11 +198,11 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         assert simulate(lower(executable(policy, vocabulary=300)), costs).makespan_ns > 0
 
 
-def test_what_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
+def test_a_model_that_does_not_fit_cannot_be_calibrated(executable: Callable[..., Plan]) -> None:
     plan = executable()
     with pytest.raises(
         UserError, match=r"^host memory: found pools of "
-    ):  # refused before any page is touched
+    ):  # The error comes before any page is touched.
         module.calibrate(
             "here",
             plan.model,
@@ -230,7 +230,7 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
     plan, closed = executable(), list[str]()
     monkeypatch.setattr(module, "_measure_optimizer", lambda *_: 1 / 0)
     for name, kind, method in (
-        ("slabs", module.ReusablePinnedPool, "free"),
+        ("pool", module.ReusablePinnedPool, "free"),
         ("parts", module.ChunkUpdates, "close"),
     ):
         usual = getattr(kind, method)
@@ -247,10 +247,10 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
             host_bytes=2**33,
             device_bytes=2**33,
         )
-    assert sorted(closed) == ["parts", "slabs"]
+    assert sorted(closed) == ["parts", "pool"]
 
 
-def test_optimizers_are_measured_beside_layers_that_are_not_compiled(
+def test_optimizers_are_measured_with_layers_that_are_not_compiled(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their times do not depend on it, and compiling takes minutes."""
@@ -272,11 +272,12 @@ def test_optimizers_are_measured_beside_layers_that_are_not_compiled(
     assert [(work.compiled, work.fp8) for work in quick] == [(False, None)]
 
 
-def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
+def test_the_link_is_measured_next_to_host_updates_of_whole_layers(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's updates are measured over whole layers, whatever the host's limit. During updates
-    of a few parameters, a copy would wait for Python's lock.
+    """The host's updates are measured over whole layers, whatever the limit of host memory.
+
+    During updates of a few parameters, a copy would wait for Python's lock.
     """
     plan, made = executable(), list[int]()
     monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
@@ -293,7 +294,7 @@ def test_the_host_s_updates_are_not_too_few_to_measure_the_link_beside(
     assert made == [sum(layer.elements for layer in plan.model.shortest(module._LAYERS).decoders)]
 
 
-def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimizer(
+def test_the_memory_of_the_process_is_the_median_over_the_turns_of_the_host_s_optimizer(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, cuda = executable(), torch.device("cuda")
@@ -328,7 +329,7 @@ def test_what_the_process_takes_is_the_median_of_the_turns_of_the_host_s_optimiz
 def test_steps_are_counted_after_the_warm_up_and_evaluations_after_the_first(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that advances by a second with each look at it, two steps take three seconds."""
+    """With a clock that advances by one second per reading, two steps take three seconds."""
     plan = executable("resident")
     clock = itertools.count()
     monkeypatch.setattr(profile_steps, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -390,8 +391,9 @@ def test_dispatch_is_the_median_wait_of_a_ready_op() -> None:
 
 
 def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
-    """The memory is so slow that the rest of the layer would take more time than it took in all.
-    No other layer need have been measured.
+    """Here memory is so slow that the elementwise kernels would take longer than the whole layer.
+
+    No other layer needs to be measured.
     """
     model, work = whole_model_of("qwen3_moe", mlp_only_layers=[0]), Workload(batch=2, sequence=16)
     layer = model.decoders[0]
@@ -405,8 +407,9 @@ def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
 
 
 def test_attention_alone_is_measured_over_lengths() -> None:
-    """Each row is four times as long as the one before, and a forward and a backward take time. A
-    model that writes out its scores has no kernel to measure.
+    """Each row is four times as long as the previous one, and forward and backward are measured.
+
+    A model that writes out its scores has no kernel to measure.
     """
     model, work = whole_model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
     points = attention_kernel.attention_curve(model, work, torch.device("cpu"))
@@ -418,7 +421,7 @@ def test_attention_alone_is_measured_over_lengths() -> None:
 
 
 def test_short_rows_are_measured_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call has as many tokens as a step, and its time is divided by its rows."""
+    """A call has as many tokens as a step, and its time is divided by the number of rows."""
     seen: list[tuple[int, int]] = []
     attend = attention_kernel.scaled_dot_product_attention
 
@@ -497,7 +500,7 @@ def test_both_directions_at_once_are_no_faster_than_one_alone() -> None:
     assert HardwareSpec(**spec, **rates_, **others, duplex_curve=curve).duplex_curve == curve
 
 
-def test_a_rate_is_proportional_and_a_constant_stays_one() -> None:
+def test_points_are_sorted_and_a_single_point_is_extended_in_proportion() -> None:
     assert measured_costs._ascending([(30, 3), (10, 1)]) == ((10, 1), (30, 3))
     assert measured_costs._ascending([(100, 7)]) == ((100, 7), (200, 14))
     assert measured_costs._ascending([(0, 7)]) == ((0, 7),)

@@ -1,6 +1,4 @@
-"""Tests of the timing of chunk updates: which sizes are timed, on which data, and that real updates
-run.
-"""
+"""Tests of the timing of chunk updates: the sizes, the data, and that real updates run."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def chunks() -> Iterator[ChunkUpdates]:
     made.close()
 
 
-def test_sizes_that_go_into_the_state_twice_are_timed_with_both_gradients(
+def test_sizes_up_to_half_of_the_state_are_timed_with_both_gradients(
     chunks: ChunkUpdates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here an update takes as many nanoseconds as it has elements."""
@@ -53,7 +51,7 @@ def test_every_part_is_updated_in_turn(
     ("count", "halves"),
     [(2**12, [(0, 2047), (2048, 4095)]), (3001, [(0, 1499), (1501, 3000)]), (1, [(0, 0)])],
 )
-def test_beside_other_lanes_the_halves_are_updated_in_turn(
+def test_next_to_other_lanes_the_halves_are_updated_in_turn(
     count: int, halves: list[tuple[int, int]]
 ) -> None:
     made = ChunkUpdates(count, torch.bfloat16, 1)
@@ -80,7 +78,7 @@ def test_fp32_weights_have_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     made.close()
 
 
-def test_what_fails_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     monkeypatch.setattr(chunk_updates.Arenas, "close", lambda _: closed.append(True))
     monkeypatch.setattr(chunk_updates.optimizer, "workers", lambda _: 1 / 0)
@@ -89,7 +87,7 @@ def test_what_fails_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(closed) == 1
 
 
-def test_what_fails_late_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     monkeypatch.setattr(
         chunk_updates.optimizer,

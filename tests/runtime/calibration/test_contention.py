@@ -30,9 +30,10 @@ def test_spread_is_the_interquartile_range_over_the_median() -> None:
 
 
 def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
-    """Steady work has the same rate in the window and all its parts, and a pause lowers the rate of
-    its part only. The work is ten units a second for eight seconds, and the pause is in the third
-    second.
+    """Steady work has the same rate in the window and in all parts of it.
+
+    A pause lowers only the rate of its part. The work is ten units per second for eight seconds,
+    and the pause is in the third second.
     """
     stamps = [number / 10 for number in range(81)]
     assert contention._rates(stamps, 0.0, 8.0) == pytest.approx([10.0] * 9)
@@ -43,14 +44,15 @@ def test_steady_work_has_one_rate_and_a_stall_shows_in_its_part() -> None:
     assert sum(parts) / 8 == pytest.approx(whole)
 
 
-def test_a_unit_longer_than_the_common_window_is_timed_from_its_second_on() -> None:
+def test_a_unit_longer_than_the_common_window_is_timed_without_the_first() -> None:
     assert contention._rates([0.0, 2.0, 4.0, 7.0], 5.0, 6.0)[0] == pytest.approx(2 / 5)
 
 
 def test_shares_come_from_units_of_work_a_second() -> None:
-    """A lane's share is its rate next to the other lanes divided by its rate alone. On machine B of
-    h200.md the cores keep 0.64 next to both directions of the link, where the product of the pairs
-    would be 0.58.
+    """A lane's share is its rate next to other busy lanes divided by its rate alone.
+
+    On machine B of h200.md, the cores keep 0.64 next to both directions of the link. The product of
+    the two pairs would be 0.58.
     """
     speeds = {
         ("h2d",): {"h2d": 55.4},
@@ -68,10 +70,11 @@ def test_shares_come_from_units_of_work_a_second() -> None:
     }
 
 
-def test_what_its_spread_hides_is_no_contention() -> None:
-    """A slowdown that is smaller than the spread of the measurement counts as none. In these
-    figures of H200 machines, the link's share is 0.80 with a spread of 52 %, and the cores' is
-    0.804 with a spread of 22 %.
+def test_a_slowdown_within_the_spread_is_no_contention() -> None:
+    """A slowdown that is smaller than the spread of the measurement counts as none.
+
+    These numbers are of H200 machines: the link's share is 0.80 with a spread of 52 %, and the
+    cores' share is 0.804 with a spread of 22 %.
     """
     speeds = {
         ("h2d",): {"h2d": 50.0},
@@ -84,7 +87,7 @@ def test_what_its_spread_hides_is_no_contention() -> None:
     }
 
 
-def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
+def test_lanes_that_share_dram_are_measured_longer_and_three_together_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: dict[tuple[str, ...], int] = {}
@@ -101,7 +104,7 @@ def test_what_shares_dram_runs_longer_and_three_together_on_a_gpu(
     assert ran["h2d", "d2h", "cpu"] == 2
 
 
-def test_turns_are_what_an_update_waits_and_compute_loses() -> None:
+def test_turns_are_the_wait_of_an_update_and_the_loss_of_compute() -> None:
     """The wait of an update and the loss of compute are derived from their rates alone and
     together. Forwards take 10 ms, and forward with backward 30 ms. Updates of 1 and 4 ms each wait
     1 ms, so they run at 1/2 and 4/5 of their speed.
@@ -175,7 +178,7 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
     found = contention.measure_contention(
         templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted
     )
-    measured = [lane for lane in LANES if lane != "exchange"]  # that one needs other GPUs
+    measured = [lane for lane in LANES if lane != "exchange"]  # this number needs several GPUs
     assert len(updates) >= 5 * len(measured), (
         "a lane was not measured both alone and with each other lane"
     )
@@ -235,8 +238,9 @@ def test_lanes_run_for_as_many_windows_as_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lane_that_fails_ends_the_others() -> None:
-    """A lane that fails ends the others, which would otherwise wait for it forever. This happens if
-    a small GPU runs out of memory.
+    """A lane that fails ends the others, which would otherwise wait for it forever.
+
+    A lane fails if a small GPU runs out of memory.
     """
 
     def fail() -> None:

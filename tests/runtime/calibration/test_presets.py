@@ -1,5 +1,6 @@
-"""Tests of the default set of calibration: which layers are measured if no model is named, that
-they fit, and that the help lists them.
+"""Tests of the default set of calibration, which is measured if no model is named.
+
+Its layers fit the machine, and the help lists them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.experiments.cli.commands import calibrate as command
+from megatrain.experiments.commands import calibrate as command
 from megatrain.runtime.calibration.presets import (
     CPU,
     LARGE,
@@ -30,7 +31,7 @@ from megatrain.simulator.schedule.plan import Plan
 GIB = 2**30
 
 
-def test_the_set_is_what_fits_the_machine() -> None:
+def test_the_default_set_has_the_layers_that_fit_the_machine() -> None:
     assert preset_for("cuda", 137 * GIB, 128 * GIB) is LARGE
     assert (
         preset_for("cuda", 23 * GIB, 128 * GIB) is preset_for("cuda", 137 * GIB, 16 * GIB) is SMALL
@@ -61,12 +62,13 @@ def test_a_small_model_has_the_proportions_of_a_large_one() -> None:
         (SMALL, "double_buffer", 12 * GIB, 16 * GIB),
     ],
 )
-def test_what_is_chosen_fits(
+def test_the_chosen_layers_fit(
     make_plan: Callable[..., Plan], chosen: CalibrationPreset, policy: str, device: int, host: int
 ) -> None:
-    """The chosen layers fit the smallest machine that gets them. The device holds the pools, a
-    layer's saved activations and its temporaries, and the host the optimizer of the first model
-    with gradients of two micro-batches.
+    """The chosen layers fit the smallest machine for which they are chosen.
+
+    The device holds the pools, and the saved activations and temporaries of a layer. The host holds
+    the optimizer state of the first model, with gradients of two micro-batches.
     """
     points = [(chosen.batch, chosen.sequence), *chosen.grid]
     for name in chosen.models:

@@ -2,8 +2,7 @@
 
 The tests kill many runs, and importing torch for each would be slow. Each line holds the options of
 `train`, and the answer is the run's process id. An empty line waits for that run, and the answer is
-its exit status, as `subprocess` gives it. A run appends what it does to its log, so that a test
-sees where it was when it died.
+its exit status, as in `subprocess`. A run logs what it does, so a test knows where it died.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ def train(
     policy: str,
     signals: dict[str, int] | None = None,
 ) -> None:
-    """Resumes from `folder`, trains up to step `steps`, and saves every `every` steps. On a signal
-    it saves and raises Interrupted.
+    """Resumes from `folder`, trains up to step `steps`, and saves every `every` steps.
 
-    `signals` names signals that the run sends to itself, by the beginning of the line of the log
-    after which it does so for the first time.
+    On a signal, the run saves and raises Interrupted. `signals` maps the beginning of a log line to
+    a signal, which the run sends to itself after the first such line.
     """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     pending = dict(signals or {})
@@ -105,9 +103,7 @@ def _executor(policy: str) -> Executor:
 
 
 def batches(plan: Plan, number: int) -> list[Batch]:
-    """Returns the batches of a step. They depend on the step's number alone, as those of a corpus
-    do.
-    """
+    """Returns the batches of a step, which depend only on its number, like those of a corpus."""
     work, generator = plan.workload, torch.Generator().manual_seed(number)
     return [
         Batch(
@@ -137,7 +133,7 @@ def main() -> None:
         sys.stdout.flush()
 
     torch.set_num_threads(1)
-    _executor("overlapped").close()  # imports all modules; leaves no thread, so forking is safe
+    _executor("overlapped").close()  # Imports all modules. No thread is left, so forking is safe.
     answer("ready")
     process = 0
     for line in sys.stdin:

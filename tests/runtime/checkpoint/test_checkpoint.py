@@ -1,5 +1,6 @@
-"""Tests of checkpoints: resuming gives the bits of a run that never stopped, under any plan of the
-workload; and which checkpoints are kept.
+"""Tests of checkpoints: resuming under any plan of the workload, and which checkpoints are kept.
+
+A resumed run has the bits of a run that never stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     ],
     ids=["bf16", "unclipped", "fp32", "master24", "bf16-sr", "adagc"],
 )
-def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
+def test_a_resume_under_another_plan_equals_a_run_that_never_stopped(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     tmp_path: Path,
@@ -85,10 +86,10 @@ def test_resume_under_another_plan_is_as_if_it_had_never_stopped(
             assert everything(running) == expected[new][1], f"{old} -> {new}"
 
 
-def test_a_running_executor_goes_back(
+def test_a_running_executor_can_go_back_to_a_checkpoint(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """Restoring into a running executor discards its deferred update."""
+    """Restoring a checkpoint into a running executor discards its deferred update."""
     plan, folder = saved
     with session(plan) as running:
         checkpoints = Checkpoints(folder)
@@ -99,7 +100,7 @@ def test_a_running_executor_goes_back(
         assert everything(running) == before
 
 
-def test_the_random_generators_go_on_where_they_were(
+def test_the_random_generators_are_restored(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan, _ = saved
@@ -142,7 +143,7 @@ def test_the_files_are_safetensors_of_bounded_size(
 # ---- what is kept ----
 
 
-def test_the_last_and_the_best_are_kept(
+def test_the_last_and_the_best_checkpoints_are_kept(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan, _ = saved
@@ -155,7 +156,7 @@ def test_the_last_and_the_best_are_kept(
     assert len(list((tmp_path / "kept").iterdir())) == 4
 
 
-def test_of_equally_good_ones_the_newer_is_kept(
+def test_the_newer_of_two_equally_good_checkpoints_is_kept(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     with session(saved[0]) as running:
@@ -165,11 +166,12 @@ def test_of_equally_good_ones_the_newer_is_kept(
     assert checkpoints.steps() == [3, 5]
 
 
-def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
+def test_later_checkpoints_are_removed_after_the_run_went_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """After a run goes back to an earlier step, its next checkpoint replaces those that it left
-    behind. Otherwise the next resume would take one of them.
+    """If a run goes back to an earlier step, its next checkpoint replaces all later ones.
+
+    Otherwise the next resume would use one of the later ones.
     """
     plan, folder = saved
     with session(plan) as running:
@@ -191,7 +193,7 @@ def test_what_was_left_behind_is_removed_when_the_run_has_gone_back(
 
 
 @pytest.mark.parametrize("left", [".saving-step-00000003-x", ".removing-step-00000001"])
-def test_half_a_checkpoint_is_never_picked_up(
+def test_an_incomplete_checkpoint_is_never_used(
     saved: tuple[Plan, Path], session: Callable[..., Any], left: str
 ) -> None:
     plan, folder = saved
@@ -202,7 +204,7 @@ def test_half_a_checkpoint_is_never_picked_up(
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
-def test_one_that_was_being_replaced_is_moved_back(
+def test_a_checkpoint_that_was_being_replaced_is_moved_back(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     plan, folder = saved
@@ -212,7 +214,7 @@ def test_one_that_was_being_replaced_is_moved_back(
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
-def test_no_checkpoint_yet(
+def test_a_folder_without_a_checkpoint_restores_nothing(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     with session(saved[0]) as running:
@@ -227,7 +229,7 @@ def test_no_checkpoint_yet(
 
 
 @pytest.mark.parametrize("kept", [{"keep_last": 0}, {"keep_best": -1}])
-def test_keeping_nothing_is_refused(tmp_path: Path, kept: dict[str, int]) -> None:
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path, kept: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"checkpoints: {next(iter(kept))}: found"):
         Checkpoints(tmp_path, **kept)
 

@@ -1,5 +1,6 @@
-"""Tests of refused checkpoints: one that is damaged or belongs to another run is refused by name,
-and nothing is changed.
+"""Tests of refused checkpoints: damaged ones and those of another run.
+
+The error names the checkpoint, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_suggested(
     saved: tuple[Plan, Path], session: Callable[..., Any], spoiled: str
 ) -> None:
     plan, folder = saved
@@ -154,7 +155,7 @@ def test_a_spoiled_checkpoint_is_refused_by_name_and_the_one_before_it_offered(
         assert Checkpoints(folder).restore(running.executor, SETTINGS, step=1) == run_of(1)
 
 
-def test_of_two_spoiled_checkpoints_none_is_offered(
+def test_no_checkpoint_is_suggested_if_all_are_damaged(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     plan, folder = saved
@@ -167,11 +168,12 @@ def test_of_two_spoiled_checkpoints_none_is_offered(
         Checkpoints(folder).restore(running.executor, SETTINGS)
 
 
-def test_an_earlier_checkpoint_that_resuming_would_refuse_is_not_offered(
+def test_an_earlier_checkpoint_is_not_suggested_if_a_resume_would_refuse_it(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """The error names only earlier checkpoints that can be resumed. A link to a file outside the
-    folder is never read, even if its bytes are right.
+    """The error suggests only earlier checkpoints that can be resumed.
+
+    A link to a file outside the folder is never read, even if its bytes are right.
     """
     plan, folder = saved
     flip(state_file(folder / "step-00000002"), -1)
@@ -213,7 +215,7 @@ def test_another_state_of_the_generators_is_refused(
             SETTINGS,
             (
                 r"step-00000002: found workload\.sequence 16; allowed: workload\.sequence 8, as in"
-                r" this run; fix: resume with what"
+                r" this run; fix: resume with the settings of the checkpoint"
             ),
         ),
         (
@@ -251,7 +253,7 @@ def test_another_run_is_refused_before_anything_is_changed(
         assert everything(running) == before
 
 
-def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
+def test_a_manifest_stores_the_run_and_the_optimizer(saved: tuple[Plan, Path]) -> None:
     manifest = Manifest.load(saved[1] / "step-00000002")
     assert manifest.run == run_of(2)
     assert manifest.optimizer == {
@@ -272,7 +274,7 @@ def test_what_a_run_says_of_itself_is_plain(saved: tuple[Plan, Path]) -> None:
 def test_a_checkpoint_from_before_a_setting_was_added_is_resumed(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
-    """The setting had its default then."""
+    """A setting that the checkpoint lacks has its default."""
     plan, folder = saved
     reseal(folder / "step-00000002", lambda content: content["optimizer"].pop("adagc_decay"))
     with session(plan) as running:
@@ -301,13 +303,13 @@ def test_a_run_whose_learning_rate_depends_on_its_steps_cannot_become_shorter(
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
-def test_a_disk_that_cannot_read_a_file_is_one_line(
+def test_a_read_error_of_the_disk_gives_a_one_line_error(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     in_parts: bool,
 ) -> None:
-    """Whether the file has parts of tensors or whole ones, and also where it is only verified."""
+    """This holds for files with parts of tensors and with whole ones, also in verification."""
     plan, folder = saved
     newest = folder / "step-00000002"
 

@@ -1,6 +1,4 @@
-"""Tests of writing a checkpoint: in which order it reaches the disk, and what a crash, a full disk
-or an interruption leaves.
-"""
+"""Tests of writing a checkpoint: the order of writes, crashes, full disks and interruptions."""
 
 from __future__ import annotations
 
@@ -19,14 +17,15 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.simulator.schedule.plan import Plan
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A checkpoint is on the disk before it is renamed to its final name. First each file is
-    synced, then the folder, and after the rename the folder above.
+    """A checkpoint is on the disk before it is renamed to its final name.
+
+    First each file is synced, then the folder, and after the rename the parent folder.
     """
     events: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
@@ -56,7 +55,7 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     assert after == [("sync", str(tmp_path / "new"))]
 
 
-def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
+def test_the_old_checkpoint_is_put_back_if_the_new_one_cannot_replace_it(
     saved: tuple[Plan, Path], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, folder = saved
@@ -85,16 +84,17 @@ def test_the_old_one_is_put_back_where_the_new_one_cannot_take_its_place(
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
+def test_a_full_disk_leaves_the_previous_checkpoint_unchanged(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     small_disk: Path,
     monkeypatch: pytest.MonkeyPatch,
     foreseen: bool,
 ) -> None:
-    """A save that does not fit leaves earlier checkpoints unchanged, and training may go on. It is
-    refused before writing if the disk reports its free space, and otherwise fails at the byte that
-    does not fit.
+    """A save that does not fit leaves earlier checkpoints unchanged, and training may continue.
+
+    It is refused before writing if the disk reports its free space. Otherwise it fails at the byte
+    that does not fit.
     """
     plan, _ = saved
     checkpoints = Checkpoints(small_disk / "checkpoints", keep_last=9)
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(
         assert everything(running) == expected
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_a_folder_that_cannot_be_made_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")

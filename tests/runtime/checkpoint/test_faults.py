@@ -1,5 +1,6 @@
-"""Tests of runs that are really killed while they train or save: after resuming, the results have
-the bits of a run that was not killed.
+"""Tests of runs that are really killed while they train or save.
+
+After a resume, the results have the bits of a run that was not killed.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture(scope="module")
 def undisturbed(driver: Driver) -> dict[str, str]:
-    """Returns the log of a run that is not killed and saves only at its end. `step N` maps to loss
-    and norm, and `finished` to a digest of all state.
+    """Returns the log of a run that is not killed and saves only at its end.
+
+    The log maps `step N` to loss and norm, and `finished` to a digest of all state.
     """
     log = driver.folder / "undisturbed"
     driver.start(driver.folder / "undisturbed-checkpoints", log, every=10**6)
@@ -113,15 +115,16 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def reached(log: Path, before: int, word: str) -> bool:
-    """Whether this run has logged `word`. Its part of the log begins at line `before`."""
+    """Returns whether this run has logged `word`. Its log begins at line `before`."""
     return any(line[0] == word for line in lines(log)[before:])
 
 
 def kill_and_resume(
     driver: Driver, folder: Path, undisturbed: dict[str, str], kills: int
 ) -> Counter[str]:
-    """Kills `kills` runs in turn at random moments, each of which resumes from the checkpoint of
-    the one before. Returns how often a run was killed after each log word.
+    """Kills `kills` runs at random moments. Each resumes from the previous run's checkpoint.
+
+    Returns how often a run was killed after each log word.
     """
     generator, log, checkpoints = random.Random(7), folder / "log", folder / "checkpoints"
     died: Counter[str] = Counter()
@@ -157,7 +160,7 @@ def kill_and_resume(
         if line[0] == "step":
             steps.setdefault(line[1], set()).add(" ".join(line[2:]))
     assert all(len(values) == 1 for values in steps.values()), "a repeated step had another result"
-    if last > STEPS:  # the runs went further than the run in `undisturbed`
+    if last > STEPS:  # The killed runs went further than the run in `undisturbed`.
         driver.start(folder / "again", folder / "again.log", steps=last, every=10**6)
         assert driver.wait() == 0
         undisturbed = said(lines(folder / "again.log"))
@@ -185,8 +188,9 @@ def test_twenty_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Pat
 def test_a_signal_ends_the_step_and_saves(
     driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    """A signal ends the run after the current step, which is saved. Nothing is lost, and a new run
-    resumes from that step.
+    """A signal ends the run after the current step, which is saved.
+
+    A new run resumes from that step, so nothing is lost.
     """
     log = tmp_path / "log"
     driver.start(tmp_path / "checkpoints", log, every=10**6, signals={"training 5": number})

@@ -1,4 +1,4 @@
-"""Tests of tensors of a checkpoint that several files have a part of."""
+"""Tests of checkpoint tensors that are stored in parts in several files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = torch.arange(22, dtype=torch.float32).view(2, 11)
 
 
 def stored(folder: Path, *parts: tuple[int, int]) -> Any:
-    """Writes files with these ranges of the last dimension of `WHOLE`, and returns their list."""
+    """Writes these ranges of the last dimension of `WHOLE` into files, and returns the files."""
     shards = []
     for number, (first, end) in enumerate(parts, 1):
         path = folder / f"state-{number:05d}.safetensors"
@@ -38,7 +38,7 @@ def stored(folder: Path, *parts: tuple[int, int]) -> Any:
 
 
 def test_parts_are_read_as_one_tensor(tmp_path: Path) -> None:
-    """In any order of the files, and any range, also over the end of a row."""
+    """Files may be in any order, and ranges may cross the end of a row."""
     parts = StoredParts(tmp_path, stored(tmp_path, (7, 11), (0, 4), (4, 7)))
     assert list(parts) == ["0.moments"]
     assert (parts.shape("0.moments"), parts.dtype("0.moments")) == ((2, 11), torch.float32)

@@ -1,6 +1,4 @@
-"""Fixtures of the data tests: small tokenizers with and without a chat template, and data files for
-them.
-"""
+"""Fixtures of the data tests: small tokenizers with and without a chat template, and data files."""
 
 from __future__ import annotations
 
@@ -50,8 +48,9 @@ TEXT = ["hello world, you are the one", "the other one is you", "are the words i
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns a function that makes a model folder with a byte-level BPE of about 300 ids. The ids
-    of its special tokens are 0 to 3.
+    """Returns a function that makes a model folder with a byte-level BPE of about 300 ids.
+
+    Ids 0 to 3 are special tokens.
     """
     made: dict[tuple, Path] = {}
 
@@ -83,9 +82,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Returns a function that writes rows to a JSONL file. A string is written as a line without
-    change.
-    """
+    """Returns a function that writes rows to a JSONL file. Strings become lines unchanged."""
 
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name

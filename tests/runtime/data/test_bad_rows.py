@@ -1,4 +1,4 @@
-"""Tests of bad rows: the list of their kinds stays short, and all rows are counted."""
+"""Tests of bad rows: the list of kinds stays short, and all rows are counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def spelt(number: int) -> str:
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
-def test_a_thousand_kinds_are_told_apart_and_all_rows_are_counted() -> None:
+def test_a_thousand_kinds_are_kept_and_all_rows_are_counted() -> None:
     bad = BadRows()
     for number in range(1002):
         bad.add(BadRow(HERE, number + 1, f"reason {spelt(number)} at 7"))
@@ -29,7 +29,7 @@ def test_a_thousand_kinds_are_told_apart_and_all_rows_are_counted() -> None:
     assert describe_bad_rows(bad.count, bad.shown).endswith("; 998 for other reasons")
 
 
-def test_one_row_is_no_rows() -> None:
+def test_one_bad_row_is_described_in_the_singular() -> None:
     assert (
         describe_bad_rows(1, (("rows.jsonl:1: no `text`", 1),))
         == "1 bad row left out, the first of each kind: rows.jsonl:1: no `text`"

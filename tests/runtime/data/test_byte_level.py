@@ -1,5 +1,6 @@
-"""Tests of text as bytes: each file is a document, the corpus is cut at its maximum of bytes,
-documents are packed without borders, and errors are one line.
+"""Tests of text as bytes: documents, packing, the limit of bytes, and errors of one line.
+
+Each file is a document. Documents are packed without borders.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def test_text_files_of_a_folder_are_packed_without_borders(tmp_path: Path) -> No
     assert len(seen) == 2  # an epoch has its own order
 
 
-def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_cut_at_its_limit_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 100)
     monkeypatch.setattr(byte_level, "MOST_BYTES", 150)
@@ -50,6 +53,13 @@ def test_a_corpus_is_cut_at_its_most_bytes(tmp_path: Path, monkeypatch: pytest.M
     assert corpus.rows == 150 + 2 - 1
     drawn = [int(ids) for number in range(1, corpus.rows + 1) for ids, *_ in corpus.step(number)]
     assert (drawn.count(ord("a")), drawn.count(ord("b")), drawn.count(ord("c"))) == (100, 50, 0)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8-sig")
+    ((ids, labels, _),) = read(tmp_path, Workload(batch=1, sequence=4)).step(1)
+    assert ids[0].tolist() == [*b"text"]
+    assert labels[0].tolist() == [*b"ext", END_OF_DOCUMENT]
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
@@ -60,7 +70,7 @@ def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
         read(tmp_path, vocabulary=256)
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_path_gives_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
         match=r"nowhere: found no such file or folder; allowed: a file or folder with \*\.jsonl, ",
@@ -76,7 +86,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+def test_a_file_without_permission_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "secret.txt").chmod(0)
     with pytest.raises(
@@ -86,7 +96,7 @@ def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_an_error_while_reading_is_one_line(
+def test_an_error_while_reading_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("text")

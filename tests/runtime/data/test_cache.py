@@ -1,5 +1,6 @@
-"""Tests of the token cache: what was written is read back as a memory map, a file that is changed
-or cut anywhere is not used, and no partial file is left.
+"""Tests of the token cache: tokens are read back as a memory map, and no partial file is left.
+
+A file that is changed or cut anywhere is not used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def write(folder: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_what_was_written_comes_back(tmp_path: Path, dtype: type) -> None:
+def test_written_tokens_are_read_back(tmp_path: Path, dtype: type) -> None:
     write(tmp_path, [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]], dtype)
     found = load(tmp_path, "key")
     assert found is not None
@@ -62,7 +63,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_file_is_not_believed(sound: tuple[Path, bytes], data: st.DataObject) -> None:
+def test_a_damaged_cache_file_is_not_used(sound: tuple[Path, bytes], data: st.DataObject) -> None:
     path, whole = sound
     content = bytearray(whole)
     at = data.draw(st.integers(0, len(content) - 1))
@@ -74,7 +75,7 @@ def test_a_damaged_file_is_not_believed(sound: tuple[Path, bytes], data: st.Data
     assert load(path.parent, "key") is None
 
 
-def test_another_runs_file_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+def test_a_cache_file_of_another_run_is_not_used(tmp_path: Path) -> None:
     write(tmp_path, [[1]]).rename(tmp_path / "other.tokens")
     assert load(tmp_path, "other") is None
 
@@ -90,7 +91,7 @@ def test_a_writer_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         UserError,
@@ -102,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         CacheWriter(tmp_path / "file" / "cache", "key", np.dtype(np.uint16))
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_gives_a_one_line_error(tmp_path: Path) -> None:
     with CacheWriter(tmp_path, "key", np.dtype(np.uint16)) as writer:
         writer._file.close()
         writer._file = Path("/dev/full").open("wb")  # noqa: SIM115
@@ -111,7 +112,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_line(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_the_end_gives_a_one_line_error(tmp_path: Path) -> None:
     """The last bytes are in a buffer until the file is flushed."""
 
     def written() -> None:

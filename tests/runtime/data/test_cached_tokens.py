@@ -1,4 +1,4 @@
-"""Tests that cached tokens change nothing: a cache is used for the same input only."""
+"""Tests that cached tokens change no results: a cache is only used for the same input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.simulator.model.workload import Workload
 Folder = Callable[..., Path]
 
 
-def test_the_second_time_tokens_come_from_the_cache_and_are_the_same(
+def test_the_second_time_the_same_tokens_come_from_the_cache(
     opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
 ) -> None:
     path = jsonl([*BOTTOM, "{"])
@@ -87,7 +87,7 @@ class Own(PreTrainedTokenizerFast):
 """
 
 
-def test_a_tokenizers_code_and_its_models_type_are_part_of_what_tokens_are(
+def test_tokens_depend_on_the_tokenizer_s_code_and_the_model_type(
     opened: Callable[..., Any],
     jsonl: Folder,
     tokenizer_folder: Folder,

@@ -1,5 +1,7 @@
-"""Tests of chat data: which tokens of a conversation have loss. Their templates treat earlier
-turns, ends of turns, thoughts and tools as templates of released models do.
+"""Tests of chat data: which tokens of a conversation have loss.
+
+The templates here treat earlier turns, ends of turns, thoughts and tools as those of released
+models do.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 OPENS_THOUGHT = PROMPT.replace("assistant\n", "assistant\n<think>\n")
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 BODY = "{{ m.content }}<|im_end|>\n{% endfor %}"
+PARTS = (
+    "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{%"
+    " endfor %}"
+)
 TEMPLATES = {
     "plain": HEAD + BODY + PROMPT,
     "counts": "{{ messages | length }} messages\n" + HEAD + BODY + PROMPT,
@@ -46,6 +52,15 @@ TEMPLATES = {
         + "{{ m.content }}{% if loop.last %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
         + PROMPT
     ),
+    # Content is a list of parts, as in templates for images.
+    "parts": HEAD + PARTS + "{{ m.note }}<|im_end|>\n{% endfor %}" + PROMPT,
+    "marked parts": (
+        HEAD + "{% if m.role == 'assistant' %}{% generation %}" + PARTS + "<|im_end|>{%"
+        " endgeneration %}{% else %}" + PARTS + "<|im_end|>{% endif %}\n{% endfor %}" + PROMPT
+    ),
+    "upper": HEAD + BODY.replace("m.content", "m.content | upper") + PROMPT,
+    # Thoughts are left out.
+    "no thoughts": HEAD + BODY.replace("m.content", "m.content.split('</think>')[-1]") + PROMPT,
     # A token ends the conversation, but is not before the prompt.
     "end of text": (
         HEAD
@@ -162,9 +177,7 @@ FOUR = [
 
 @pytest.fixture
 def targets(tokenizer_folder: Folder) -> Callable[..., Any]:
-    """Returns a function that gives the text of each run of targets, or the reason why there are
-    none.
-    """
+    """Returns a function that returns the text of each run of targets, or the reason for none."""
 
     def find(
         template: str, conversation: Conversation, loss: Loss = "assistant", stop: str = ""
@@ -251,13 +264,13 @@ def test_the_token_that_begins_the_next_turn_is_learned_where_a_turn_has_no_end(
 
 
 def test_a_token_across_the_end_of_the_prompt_is_the_answers(targets: Callable[..., Any]) -> None:
-    """A token across the end of the prompt belongs to the answer, as with transformers' markers."""
+    """A token across the end of the prompt belongs to the answer, as in transformers."""
     assert targets("blank", Conversation(messages=[user("hello"), answer("world")])) == [
         " world<|end|>"
     ]
 
 
-def test_what_a_tool_answers_has_no_loss_wherever_it_is_written(
+def test_the_answer_of_a_tool_has_no_loss_wherever_it_is_written(
     targets: Callable[..., Any],
 ) -> None:
     messages = [user("hello"), answer("one", tool_calls=CALL), {"role": "tool", "content": "other"}]
@@ -301,7 +314,7 @@ def test_arguments_reach_the_template_in_the_form_that_it_takes(
 
 
 @pytest.mark.parametrize("loss", ["assistant", "last", "all"])
-def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
+def test_a_call_that_the_template_leaves_out_makes_a_bad_row_for_any_loss(
     targets: Callable[..., Any], loss: Loss
 ) -> None:
     messages = [user("hello"), answer("world", tool_calls=CALL), user("you"), answer("one")]
@@ -309,9 +322,42 @@ def test_a_call_that_is_left_out_makes_a_bad_row_whatever_has_loss(
         assert "tool calls" in targets(template, Conversation(messages=messages), loss)
 
 
-def test_the_whole_conversation_has_loss_where_all_is_asked_for(
-    targets: Callable[..., Any],
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+@pytest.mark.parametrize("template", ["parts", "marked parts"])
+def test_an_answer_that_is_left_out_makes_a_bad_row(
+    targets: Callable[..., Any], template: str, loss: Loss
 ) -> None:
+    """The model would learn to end its turn at once."""
+    messages = [user("hello"), answer("a"), user("you"), answer("one")]
+    reason = "the chat template leaves out the text of message {}, which is a string; "
+    found = targets(template, Conversation(messages=messages), loss)
+    assert found.startswith(reason.format(4 if loss == "last" else 2))
+    some = Conversation(messages=messages, silent=frozenset({1}))
+    assert targets(template, some, loss).startswith(reason.format(4))
+    messages[1]["content"] = " "
+    found = targets(template, Conversation(messages=messages), loss)
+    assert found.startswith(reason.format(4))
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        ("plain", answer(""), "<|im_end|>"),
+        ("parts", answer(""), "<|im_end|>"),
+        ("marked parts", answer(" "), "<|im_end|>"),
+        ("parts", answer("one", note="two"), "two<|im_end|>"),
+        ("collected", answer("ONE"), "ONE<|im_end|>"),
+        ("upper", answer("one"), "ONE<|im_end|>"),
+        ("no thoughts", answer("<think>one</think>"), "<|im_end|>"),
+    ],
+)
+def test_an_answer_that_is_empty_or_written_otherwise_stays(
+    targets: Callable[..., Any], template: str, message: dict[str, Any], expected: str
+) -> None:
+    assert targets(template, Conversation(messages=[user("hello"), message])) == [expected]
+
+
+def test_the_whole_conversation_has_loss_on_request(targets: Callable[..., Any]) -> None:
     for template in ("plain", "collected", "marked"):
         (whole,) = targets(template, Conversation(messages=FOUR[:2]), "all")
         assert (
@@ -392,7 +438,7 @@ def test_the_last_turn_by_markers_is_the_last_assistant_message(
         ),
     ],
 )
-def test_a_row_whose_turns_are_not_known_says_why(
+def test_a_row_with_unknown_turns_gives_the_reason(
     targets: Callable[..., Any], template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
     assert targets(template, Conversation(messages=messages)) == reason
@@ -433,7 +479,7 @@ def test_a_message_that_looks_like_a_mark_is_a_bad_row(
         ),
     ],
 )
-def test_what_a_template_leaves_out_is_remarked(
+def test_a_remark_names_what_a_template_leaves_out(
     tokenizer_folder: Folder, template: str, conversation: Conversation, remark: str
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
@@ -447,7 +493,7 @@ def test_what_a_template_leaves_out_is_remarked(
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-def test_a_long_conversation_has_the_targets_of_its_text_at_once(
+def test_a_long_conversation_has_the_targets_of_its_whole_text(
     tokenizer_folder: Folder, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())

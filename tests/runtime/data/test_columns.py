@@ -1,6 +1,4 @@
-"""Tests of columns: which layout a row's columns have, which of them are used, and why a row cannot
-be used.
-"""
+"""Tests of columns: the layout of a row, the columns that are read, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +85,9 @@ def layout(row: dict[str, Any]) -> Layout:
         ),
     ],
 )
-def test_rows_are_recognized_and_taken_from(row: dict[str, Any], name: str, value: object) -> None:
+def test_layouts_are_recognized_and_rows_extracted(
+    row: dict[str, Any], name: str, value: object
+) -> None:
     assert layout(row).name == name
     assert extract(row, layout(row)) == value
 
@@ -148,6 +148,17 @@ def test_rows_are_recognized_and_taken_from(row: dict[str, Any], name: str, valu
             {"conversations": [{"from": "gpt", "value": 3}]},
             "message 1 of `conversations`: `value` is not a string",
         ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "another"},
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a"},
+                ],
+                "system": "s",
+            },
+            "`system` differs from the system turn of `conversations`",
+        ),
         ({"instruction": "", "output": "a"}, "no `instruction`"),
         ({"instruction": "q", "output": ""}, "`output` is empty"),
         ({"instruction": "q", "output": "a", "input": 3}, "`input` is not a string"),
@@ -159,7 +170,7 @@ def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str) ->
     assert str(error.value).startswith(reason)
 
 
-def test_a_row_without_the_column_that_others_have_says_so() -> None:
+def test_a_row_without_a_column_of_its_layout_gives_the_reason() -> None:
     with pytest.raises(Unusable, match="no `completion`"):
         extract(
             {"prompt": "p"},
@@ -167,7 +178,7 @@ def test_a_row_without_the_column_that_others_have_says_so() -> None:
         )
 
 
-def test_unknown_columns_are_named_with_those_that_are_known() -> None:
+def test_the_error_for_unknown_columns_names_the_known_ones() -> None:
     assert recognize(["question", "answer"]) is None
     assert recognize(["messages", "text"], "text") == layout({"text": ""})
     assert recognize(["messages"], "text") is None
@@ -217,6 +228,31 @@ def test_tools_and_arguments_of_the_template_are_read_as_lists_or_as_json(
     row: dict[str, Any], expected: Conversation
 ) -> None:
     assert extract(row, layout(row)) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "turns", "systems"),
+    [
+        ("s", ["system", "human"], [0]),
+        (" s\n", ["system", "human"], [0]),
+        (" ", ["system", "human"], [0]),
+        (None, ["system", "human"], [0]),
+        ("s", ["human"], [0]),
+        ("s", ["human", "gpt", "system", "human"], [0, 3]),
+    ],
+)
+def test_a_system_column_is_no_second_system_turn(
+    column: str | None, turns: list[str], systems: list[int]
+) -> None:
+    row = {
+        "conversations": [{"from": name, "value": name[0]} for name in [*turns, "gpt"]],
+        "system": column,
+    }
+    found = extract(row, layout(row))
+    assert isinstance(found, Conversation)
+    roles = [message["role"] for message in found.messages]
+    assert [place for place, role in enumerate(roles) if role == "system"] == systems
+    assert found.messages[0] == SYSTEM
 
 
 @pytest.mark.parametrize(
@@ -289,10 +325,13 @@ def test_other_ways_of_writing_conversations(row: dict[str, Any], expected: obje
     assert extract(row, layout(row)) == expected
 
 
-def test_columns_that_matter_and_are_not_read_are_known() -> None:
+def test_unread_columns_that_matter_are_listed() -> None:
     found = recognize(["messages", "functions", "tools", "id", "images"])
     assert found is not None
     assert found.ignored == ("functions", "images")
+    found = recognize(["messages", "system"])
+    assert found is not None
+    assert found.ignored == ("system",)
     found = recognize(["text", "tools"])
     assert found is not None
     assert found.ignored == ("tools",)

@@ -1,5 +1,6 @@
-"""Tests of the corpus against a slow, simple computation. A token's id is its position among all
-documents, so that batches show where they come from.
+"""Tests of the corpus against a slow, simple computation.
+
+A token's id is its position among all documents, so a batch shows where its tokens come from.
 """
 
 from __future__ import annotations
@@ -220,8 +221,9 @@ def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
 
 
 def test_a_document_whose_answer_is_cut_off_is_left_out() -> None:
-    """Documents are refused if none has a target within the row. The first token of a document is
-    never a label, so it does not count as one.
+    """Data is refused if no document has a target within its row.
+
+    The first token of a document is never a label, so it does not count.
     """
     documents = documents_of([10, 10], whole=True, targets=[True] + [False] * 4 + [True] * 5)
     corpus = Corpus(documents, Workload(batch=1, sequence=6), seed=0)

@@ -1,6 +1,4 @@
-"""Tests of evaluation data: a fraction of the documents, the last ones, a separate file, or a
-separate split.
-"""
+"""Tests of evaluation data: a fraction of the documents, the last ones, a file, or a split."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_a_fraction_is_drawn_once_and_shares_no_document(count: int, fraction: f
     assert again.begins.tolist() == evaluation.begins.tolist()
 
 
-def test_the_last_documents_can_be_kept() -> None:
+def test_the_last_documents_can_be_evaluated() -> None:
     training, evaluation = split(documents_of(10), DataOptions(evaluation_documents=3))
     assert evaluation is not None
     assert evaluation.begins.tolist() == [70, 80, 90]
@@ -65,7 +63,7 @@ def test_the_last_documents_can_be_kept() -> None:
         split(documents_of(10), DataOptions(evaluation_documents=10))
 
 
-def test_of_a_single_text_the_end_is_kept() -> None:
+def test_the_end_of_a_single_text_is_evaluated() -> None:
     training, evaluation = split(documents_of(1), DataOptions(evaluation_fraction=0.3))
     assert evaluation is not None
     assert (training.begins[0], training.ends[0], evaluation.begins[0], evaluation.ends[0]) == (
@@ -130,7 +128,7 @@ def test_a_split_of_its_own_is_evaluated(
         opened(folder, evaluation_split="other")
 
 
-def test_rows_that_are_trained_and_evaluated_on_are_said(
+def test_a_note_names_rows_that_are_both_trained_and_evaluated_on(
     opened: Callable[..., Any], jsonl: Folder
 ) -> None:
     path = jsonl(BOTTOM)

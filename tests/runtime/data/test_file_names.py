@@ -1,4 +1,4 @@
-"""Data files whose names are not UTF-8 text are read like others."""
+"""Tests that data files whose names are not UTF-8 are read like others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of readers: rows carry their file and line in every format, a broken file gives an error of
-one line, and broken rows are counted with their position.
+"""Tests of readers: in every format, rows have their file and line.
+
+A broken file gives a one-line error, and broken rows are counted with their position.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_a_json_file_holds_an_object_a_line_or_one_array(
         (b"[" * 100_000, "JSON nested too deeply, in element 1"),
     ],
 )
-def test_a_broken_array_is_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_broken_array_gives_a_one_line_error(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "array.json").write_bytes(content)
     with pytest.raises(
         UserError,
@@ -110,7 +111,7 @@ def test_a_broken_array_is_one_line(tmp_path: Path, content: bytes, reason: str)
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_what_is_no_json_costs_a_row_only_in_a_column_that_is_read(
+def test_invalid_json_makes_a_bad_row_only_in_a_column_that_is_read(
     tmp_path: Path, name: str, number: str
 ) -> None:
     row = f'{{"text": "a", "score": {number}}}'
@@ -156,7 +157,7 @@ def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(
 
 @pytest.mark.parametrize(("ending", "codec"), COMPRESSIONS.items())
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSON", "rows.csv", "text.txt"])
-def test_a_compressed_file_is_read_as_what_it_holds(
+def test_a_compressed_file_is_read_like_its_content(
     tmp_path: Path, name: str, ending: str, codec: str
 ) -> None:
     array = json.dumps([{"text": "zwölf"}, {"text": "b"}])
@@ -238,7 +239,7 @@ def test_text_that_is_not_utf8_is_a_bad_row_of_its_table(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1\0\0", b"nonsense" * 100])
-def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_damaged_table_gives_a_one_line_error(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
         UserError,
@@ -250,7 +251,7 @@ def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, content: bytes) 
         read(tmp_path / name)
 
 
-def test_a_file_that_goes_away_is_one_line(jsonl: Callable[..., Path]) -> None:
+def test_a_file_that_goes_away_gives_a_one_line_error(jsonl: Callable[..., Path]) -> None:
     source = find(jsonl([{"text": "a"}]))
     source.files[0].unlink()
     with pytest.raises(UserError, match=r"rows\.jsonl: found no such file or directory"):
@@ -260,7 +261,7 @@ def test_a_file_that_goes_away_is_one_line(jsonl: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line", "слова"]
 )
-def test_a_long_text_comes_in_pieces_that_make_it_up(
+def test_a_long_text_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.setattr(formats, "_PIECE_BYTES", 50)
@@ -274,6 +275,21 @@ def test_a_long_text_comes_in_pieces_that_make_it_up(
     assert [row.closes for row in found] == [False] * (len(found) - 1) + [True]
     for index, row in enumerate(found):
         assert row.line == 1 + b"".join(pieces[:index]).count(b"\n")
+
+
+@pytest.mark.parametrize("piece", [7, 2**20])
+@pytest.mark.parametrize("text", ["", "hi", "zwölf\n\ufeffb\n" * 5])
+def test_a_byte_order_mark_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
+) -> None:
+    monkeypatch.setattr(formats, "_PIECE_BYTES", piece)
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8-sig")
+    found = read(path)
+    pieces = [row.value for row in found if isinstance(row, TextRow)]
+    assert b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode() == text
+    assert [row.closes for row in found if isinstance(row, TextRow)][-1]
+    assert found[0].line == 1
 
 
 def test_a_text_that_is_not_utf8_is_one_bad_row_with_its_line(

@@ -139,7 +139,7 @@ def check(path: Path, content: bytes) -> None:
 
 
 def extracted(row: dict) -> None:
-    """Extracts the row by the layout that is recognized, and by all others."""
+    """Extracts the row by its recognized layout, and by all other layouts."""
     for layout in (recognize(row), *LAYOUTS):
         if layout:
             with contextlib.suppress(Unusable):
@@ -161,11 +161,13 @@ def fuzz(suffix: str, cases: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("suffix", CONTENTS)
-def test_any_file_is_rows_or_one_line(folder: Path, suffix: str) -> None:
+def test_any_file_gives_rows_or_a_one_line_error(folder: Path, suffix: str) -> None:
     fuzz(suffix, 75)(folder)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("suffix", CONTENTS)
-def test_any_file_is_rows_or_one_line_five_thousand_times(folder: Path, suffix: str) -> None:
+def test_any_file_gives_rows_or_a_one_line_error_five_thousand_times(
+    folder: Path, suffix: str
+) -> None:
     fuzz(suffix, 1250)(folder)

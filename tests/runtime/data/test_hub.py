@@ -1,4 +1,4 @@
-"""Tests of data sets on the hub by name, with a hub that is a folder."""
+"""Tests of data sets on the hub, with a fake hub in a folder."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_name_with_superfluous_slashes_is_pinned(name: str) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_split_or_a_config_that_is_missing_is_refused_with_those_that_exist() -> None:
+def test_a_missing_split_or_config_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(UserError, match="split: found 'dev'; allowed: train, test"):
         read("some/letters:dev")
     with pytest.raises(UserError, match="config: found 'en'; allowed: data;"):
@@ -161,13 +161,13 @@ def test_a_pinned_name_reads_the_same_bytes_later_also_offline(hub: FakeHub) -> 
     assert hub.asked == []
 
 
-def test_offline_a_branch_is_what_it_was_when_last_asked(hub: FakeHub) -> None:
+def test_offline_a_branch_has_its_last_known_commit(hub: FakeHub) -> None:
     read("some/letters")
     hub.online = False
     assert read("some/letters") == [jsonl("a"), jsonl("b")]
 
 
-def test_without_a_network_one_line_says_so(hub: FakeHub) -> None:
+def test_without_a_network_the_error_is_one_line(hub: FakeHub) -> None:
     hub.online = False
     with pytest.raises(
         UserError, match=r"could not be fetched from the hub \(Cannot reach"
@@ -181,10 +181,10 @@ def test_without_a_network_one_line_says_so(hub: FakeHub) -> None:
     ("kind", "reason"),
     [
         ("RepositoryNotFoundError", "it does not exist or is private; there is no token"),
-        ("GatedRepoError", "access has to be asked for on its page; there is no token"),
+        ("GatedRepoError", "access must be requested on its page; there is no token"),
     ],
 )
-def test_without_a_token_one_line_says_so(
+def test_without_a_token_the_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
     error = getattr(huggingface_hub.errors, kind)

@@ -1,5 +1,6 @@
-"""Tests of LongText: a text that is tokenized in overlapping windows has the ids of the whole text,
-for any tokenizer and any window ends, and memory stays bounded.
+"""Tests of LongText: tokenizing a text in overlapping windows gives the ids of the whole text.
+
+This holds for any tokenizer and any window ends, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def metaspace(scheme: str, *, split: bool = True) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose normalizer writes blanks as ▁ and that splits nothing, so a whole
-    text is one word.
+    """Returns a tokenizer like Llama 2's: blanks become ▁ and nothing is split.
+
+    A whole text is therefore one word.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -188,7 +190,7 @@ TEXTS = st.lists(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once(
+def test_windows_have_the_ids_of_the_whole_text(
     tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
 ) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
@@ -197,7 +199,7 @@ def test_windows_have_the_ids_of_the_text_at_once(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=10, deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 500), min_size=1, max_size=5))
-def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(
+def test_a_position_in_the_text_is_the_same_token_in_windows_and_in_the_whole(
     tokenizer: PreTrainedTokenizerFast, text: str, places: list[int]
 ) -> None:
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
@@ -222,7 +224,7 @@ def test_a_place_in_the_text_is_the_same_token_in_windows_and_at_once(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 400), max_size=4))
-def test_windows_have_the_ids_of_the_text_at_once_500_times(
+def test_windows_have_the_ids_of_the_whole_text_500_times(
     tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]
 ) -> None:
     assert ids(pieces(tokenizer, text, sizes)) == at_once(tokenizer, text)
@@ -268,7 +270,7 @@ def test_a_text_is_cut(
         "<r> ",
     ],
 )
-def test_one_thing_without_end_has_the_ids_of_the_text_at_once(
+def test_a_text_of_one_endless_word_has_the_ids_of_the_whole_text(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     for begin in ("", "the x ", "the"):
@@ -305,7 +307,7 @@ def test_windows_that_do_not_meet_become_one(monkeypatch: pytest.MonkeyPatch) ->
     assert piece.ids.tolist() == at_once(tokenizer, "hello the world\n" * 100)
 
 
-def test_other_things_stand_where_they_stood() -> None:
+def test_tokens_between_texts_keep_their_position() -> None:
     found = list(
         LongText(KINDS["gpt2"]()).encode(
             [("the", True), 1, ("", True), ("x", False), (" x", True), 2]
@@ -352,7 +354,7 @@ print(json.dumps([count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
         ),
     ],
 )
-def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
+def test_a_row_of_64_mib_takes_a_few_bytes_of_memory_per_byte(
     tokenizer_folder: Callable[..., Path],
     tmp_path: Path,
     name: str,
@@ -360,9 +362,10 @@ def test_a_row_of_64_mib_takes_a_few_bytes_a_byte(
     end: str,
     limit: int,
 ) -> None:
-    """A text row of 64 MiB takes at most 4 bytes of memory per byte, and a conversation 16. This
-    is in addition to the memory of a row of 8 MB, which fills every batch. A conversation is in
-    memory as its row, its messages, and its text with and without marks.
+    """A text row of 64 MiB takes at most 4 bytes of memory per byte, and a conversation 16.
+
+    The memory of a row of 8 MB, which fills every batch, is subtracted. A conversation is in memory
+    as its row, its messages, and its text with and without marks.
     """
     for file_name, count in (("short", 2**19), ("long", 2**22)):
         with (tmp_path / f"{file_name}.jsonl").open("w") as file:

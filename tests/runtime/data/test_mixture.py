@@ -53,7 +53,7 @@ def test_a_file_whose_name_ends_like_a_weight_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight", ["0", "0.0", "1001"])
-def test_a_weight_out_of_range_is_one_line(weight: str) -> None:
+def test_a_weight_out_of_range_gives_a_one_line_error(weight: str) -> None:
     with pytest.raises(UserError, match=rf"^data a\.jsonl: weight: found {weight}; allowed: a num"):
         weighted_path(f"a.jsonl:{weight}")
 
@@ -104,7 +104,7 @@ def test_the_seed_draws_the_fraction_and_weights_change_the_digest() -> None:
     assert "d" in digests  # a weight of 1 changes nothing
 
 
-def test_of_a_single_text_the_fraction_is_its_beginning() -> None:
+def test_a_fraction_of_a_single_text_is_its_beginning() -> None:
     epoch = weighted(documents_of([10, 20], whole=False), [0, 10], [0.3, 1.5], 0)
     assert [*zip(epoch.begins.tolist(), epoch.ends.tolist(), strict=True)] == [
         (10, 30),
@@ -155,7 +155,7 @@ def test_weights_are_in_the_batches_the_digest_and_the_notes(
     assert len(digests) == 5
 
 
-def test_what_is_evaluated_on_is_never_trained_on(
+def test_evaluation_documents_are_never_trained_on(
     opened: Callable[..., Any], jsonl: Folder
 ) -> None:
     rows = [{"text": f"document {number}"} for number in range(60)]

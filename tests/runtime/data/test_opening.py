@@ -1,4 +1,4 @@
-"""Tests of open_data, from files to batches: what it reports, and what it refuses."""
+"""Tests of open_data, from files to batches: its notes and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatrain.simulator.model.workload import Workload
 Folder = Callable[..., Path]
 
 
-def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_a_note_gives_what_was_found_and_counted(opened: Callable[..., Any], jsonl: Folder) -> None:
     rows = [{"messages": CHAT}] * 20 + [
         "{",
         {"messages": []},
@@ -54,7 +54,7 @@ def test_what_is_found_and_counted_is_said(opened: Callable[..., Any], jsonl: Fo
 def test_the_summary_counts_rows_documents_and_tokens_with_loss(
     opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers are those of the batches of an epoch, and of what a user wrote."""
+    """The numbers agree with the batches of an epoch and with the data files."""
     monkeypatch.setattr("megatrain.runtime.data.documents._BLOCK", 7)
     long = [CHAT[0], {"role": "assistant", "content": "one " * 60}]
     never = [{"role": "user", "content": "one " * 60}, CHAT[1]]
@@ -64,7 +64,7 @@ def test_the_summary_counts_rows_documents_and_tokens_with_loss(
     corpus, held_out, _ = opened(path, evaluation_documents=2, on_summary=summaries.update)
     training, evaluation = summaries["training"], summaries["evaluation"]
     assert (training.rows, training.unusable, training.empty) == (23, 1, 0)
-    assert evaluation.rows is None, "they are counted in the training data"
+    assert evaluation.rows is None, "those rows are counted in the training data"
     assert (evaluation.documents, evaluation.left_out, evaluation.cut) == (1, 1, 2)
     assert (training.documents, training.left_out, training.cut) == (20, 0, 0)
     for found, data in ((training, corpus), (evaluation, held_out)):
@@ -99,7 +99,7 @@ def test_bad_rows_are_counted_by_what_is_wrong_with_them(
         assert note.endswith("`content` is not a string (and 3 more like it)")
 
 
-def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(
+def test_rows_with_unknown_turns_are_left_out_and_do_not_stop_the_run(
     opened: Callable[..., Any], jsonl: Folder
 ) -> None:
     called = {**CHAT[1], "tool_calls": [{"function": {"name": "weather"}}]}
@@ -122,7 +122,7 @@ def test_rows_whose_turns_are_not_known_are_left_out_and_not_the_run(
         opened(jsonl([{"messages": [CHAT[0], called]}]), template="unmarked")
 
 
-def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(
+def test_a_template_of_the_user_replaces_that_of_the_tokenizer(
     opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
 ) -> None:
     path, template = jsonl([{"messages": CHAT}] * 20), tmp_path / "own.jinja"
@@ -197,7 +197,7 @@ def test_strict_stops_at_the_first_bad_row(
         ),
     ],
 )
-def test_nothing_to_train_on_is_one_line(
+def test_nothing_to_train_on_gives_a_one_line_error(
     opened: Callable[..., Any], jsonl: Folder, tmp_path: Path, rows: list, reason: str
 ) -> None:
     with pytest.raises(UserError, match=reason) as error:
@@ -231,7 +231,7 @@ def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(
 @pytest.mark.parametrize(
     ("sizes", "left_out"), [((900,), False), ((1024,), False), ((1025,), True), ((1024, 1), True)]
 )
-def test_text_that_is_left_out_is_told(
+def test_a_note_names_text_that_is_left_out(
     sizes: tuple[int, ...],
     left_out: bool,
     opened: Callable[..., Any],
@@ -246,8 +246,8 @@ def test_text_that_is_left_out_is_told(
     _, _, notes = opened(
         tmp_path / "texts", folder=tmp_path / "model", packing="plain", vocabulary=257
     )
-    told = "only the first 1.00 KiB of the text are read; the rest is left out"
-    assert (told in notes) == left_out
+    note = "only the first 1.00 KiB of the text are read; the rest is left out"
+    assert (note in notes) == left_out
 
 
 def test_a_vocabulary_smaller_than_an_id_is_refused_from_the_cache_too(
@@ -355,7 +355,7 @@ def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) ->
         ),
     ],
 )
-def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], reason: str) -> None:
+def test_invalid_options_give_one_line_errors(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         convert(changes, DataOptions, "data")
 

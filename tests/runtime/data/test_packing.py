@@ -1,6 +1,4 @@
-"""Tests of best-fit packing against a simple search in Python, and of how much padding it
-leaves.
-"""
+"""Tests of best-fit packing against a simple search, and of the padding that it leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def searched(lengths: list[int], sequence: int) -> list[int]:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-def test_best_fit_is_what_its_definition_says(lengths: list[int]) -> None:
+def test_packing_follows_the_definition_of_best_fit(lengths: list[int]) -> None:
     rows = best_fit(documents_of(lengths), np.arange(len(lengths)), 20)
     sizes = rows.ends - rows.begins
     filled = [int(sizes[rows.firsts[row] : rows.firsts[row + 1]].sum()) for row in range(len(rows))]

@@ -1,5 +1,6 @@
-"""Tests of remarks and preview: a run begins with remarks on what is unexpected in the data, where
-there is anything, and shows the first document.
+"""Tests of remarks and preview: a run begins with remarks on unexpected data.
+
+It also shows the first document.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def copy_with(folder: Path, to: Path, template: Callable[[str], str]) -> Path:
     return to
 
 
-def test_each_is_said_where_it_holds(
+def test_each_remark_is_made_where_it_applies(
     said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path
 ) -> None:
     chat = jsonl([CHAT] * 20)
@@ -88,6 +89,8 @@ def test_each_is_said_where_it_holds(
         lambda text: text.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"),
     )
     assert remarks(said(chat, unstopped)) == {TURNS, STOP}
+    # The template ends with a line end, which has loss as well here.
+    assert remarks(said(chat, tokenizer_folder("marked"), loss="all")) == set()
 
     pair = jsonl([{"prompt": "hello", "completion": "world"}] * 90, "pairs.jsonl")
     assert remarks(said(pair, tokenizer_folder("marked"))) == set()
@@ -135,7 +138,7 @@ def _count(line: str) -> str:
     return line.split(", ")[1].split(maxsplit=1)[0]
 
 
-def test_of_a_long_document_little_is_shown_but_where_loss_begins(
+def test_a_long_document_is_shown_only_around_the_beginning_of_loss(
     said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder
 ) -> None:
     rows = [{"prompt": "the words " * 60, "completion": "hello world " * 5000}] * 80

@@ -1,6 +1,4 @@
-"""Tests of sources: which files of a path and a split are read, and that all other files are
-named.
-"""
+"""Tests of sources: which files of a path and a split are read, and that others are named."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def make(folder: Path, files: Sequence[str]) -> Path:
         (["rows.jsonl", "contest.jsonl", "trained.jsonl"], ["validation.jsonl.gz"], ["test.JSONL"]),
     ],
 )
-def test_a_folders_splits_are_told_by_names(
+def test_splits_of_a_folder_are_recognized_by_name(
     tmp_path: Path, train: list[str], validation: list[str], test: list[str]
 ) -> None:
     folder = make(
@@ -105,14 +103,14 @@ def test_a_folder_of_test_data_alone_is_not_trained_on(tmp_path: Path) -> None:
     assert find(tmp_path, ("validation", "test", "train")).left_out == "README.md (14 bytes)"
 
 
-def test_a_programs_tests_are_no_test_data(tmp_path: Path) -> None:
+def test_a_folder_of_unit_tests_is_not_test_data(tmp_path: Path) -> None:
     files = ["tool.py", "tests/test_tool.py", "docs/testing.md", "README.md"]
     assert names(find(make(tmp_path, files))) == sorted(files)
     with pytest.raises(UserError, match="split: found 'test'; allowed: train"):
         find(tmp_path, ("test",))
 
 
-def test_what_is_in_no_split_is_named(tmp_path: Path) -> None:
+def test_files_outside_all_splits_are_named(tmp_path: Path) -> None:
     make(tmp_path, ["other.jsonl", "train.jsonl"])
     assert names(find(tmp_path)) == ["train.jsonl"]
     assert find(tmp_path).left_out == "other.jsonl"
@@ -201,7 +199,7 @@ def test_a_saved_dataset_is_its_arrow_files_in_their_order(tmp_path: Path) -> No
         '{"_data_files": [{"filename": 3}]}',
     ],
 )
-def test_a_saved_dataset_without_files_is_one_line(tmp_path: Path, state: str) -> None:
+def test_a_saved_dataset_without_files_gives_a_one_line_error(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(UserError, match=r"state\.json: found no list `_data_files` of file names"):
         find(tmp_path)
@@ -212,7 +210,7 @@ def test_a_saved_dataset_without_files_is_one_line(tmp_path: Path, state: str) -
         find(tmp_path)
 
 
-def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> None:
+def test_the_kind_of_file_with_the_most_bytes_is_read(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about the data")
     (tmp_path / "data").mkdir()
     for name in ("b", "a"):
@@ -226,7 +224,7 @@ def test_of_a_folder_the_kind_with_the_most_bytes_is_read(tmp_path: Path) -> Non
     assert source.left_out == "README.md (14 bytes)"
 
 
-def test_a_data_file_beside_a_wrong_path_is_suggested(tmp_path: Path) -> None:
+def test_a_data_file_next_to_a_wrong_path_is_suggested(tmp_path: Path) -> None:
     for name in ("config.json", "notes.md", "chat.jsonl"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "model").mkdir()
@@ -239,7 +237,7 @@ def test_a_data_file_beside_a_wrong_path_is_suggested(tmp_path: Path) -> None:
         find(tmp_path / "chats.jsonl")
 
 
-def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
+def test_paths_without_data_give_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
         match=(
@@ -275,7 +273,7 @@ def test_what_is_no_data_is_one_line(tmp_path: Path) -> None:
         find(tmp_path / ("x" * 1000))
 
 
-def test_of_many_endings_that_are_not_read_the_most_frequent_are_named(tmp_path: Path) -> None:
+def test_the_most_frequent_file_extensions_that_are_not_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for number in range(30):
         (tmp_path / f"once.e{number:02d}").write_text("-")

@@ -1,4 +1,4 @@
-"""Tests of Parquet and Arrow files: which rows their readers get."""
+"""Tests of the rows that are read from Parquet and Arrow files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Templates whose loop over the messages stands in a block that takes its text, such as
-`{% set %}`: their labels are those of a template with `{% generation %}`.
+"""Tests of chat templates whose loop over the messages is in a block that captures its text.
+
+Such a block is `{% set %}`. The labels are those of a template with `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ CHANGED = {
     ),
     "filter": "{% filter wordwrap(9) %}" + LOOP + "{% endfilter %}",
 }
-"""Templates that write another text than their block took."""
+"""Templates that change the text which their block captured."""
 CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "the"}}}]
 
 
@@ -192,7 +193,7 @@ def test_the_markers_are_those_of_transformers(
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_loop_in_a_block_that_takes_text_has_the_labels_of_markers(
+def test_a_loop_in_a_block_that_captures_text_has_the_labels_of_markers(
     encode: Callable[..., Any], name: str, kind: str
 ) -> None:
     assert encode(TEMPLATES[name], CONVERSATIONS[kind]) == encode(MARKED, CONVERSATIONS[kind])
@@ -219,7 +220,7 @@ def test_a_filter_may_change_letters(encode: Callable[..., Any], tokenizer_folde
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("block", CHANGED)
-def test_text_that_is_changed_after_a_block_took_it_is_refused_by_the_blocks_name(
+def test_text_that_is_changed_after_a_block_captured_it_is_refused_by_the_block_s_name(
     encode: Callable[..., Any], block: str, kind: str
 ) -> None:
     first = "{% for m in messages[:1] %}" + HEAD + BODY + "{{ '\n' }}{% endfor %}"

@@ -1,5 +1,6 @@
-"""Tests of tokenization: ids and targets of every layout, the same by markers and by prefixes, and
-errors that name what a template or a tokenizer cannot do.
+"""Tests of tokenization: ids and targets of every layout, by markers and by prefixes.
+
+Errors name what a template or a tokenizer cannot do.
 """
 
 from __future__ import annotations
@@ -115,11 +116,12 @@ def test_pieces_of_a_text_are_one_document(tokenizer_folder: Folder) -> None:
     assert np.concatenate([ids for ids, _ in found]).tolist() == whole.tolist()
 
 
-def test_a_long_text_file_has_the_ids_of_its_text_at_once(
+def test_a_long_text_file_has_the_ids_of_its_whole_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long text file has the ids of the whole text. Metaspace adds a blank before a text, but not
-    before its later pieces.
+    """A long text file has the ids of the whole text.
+
+    Metaspace adds a blank before a text, but must not add it before later pieces.
     """
     monkeypatch.setattr(formats, "_PIECE_BYTES", 1000)
     backend = Tokenizer(models.BPE())
@@ -208,7 +210,7 @@ def test_a_thought_in_the_last_turn_alone_does_not_hide_the_others(
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_what_a_template_says_of_one_row_is_that_rows_alone(
+def test_an_error_of_a_template_in_one_row_concerns_that_row_alone(
     tokenizer_folder: Folder, marked: bool
 ) -> None:
     folder = tokenizer_folder("strict")
@@ -319,7 +321,7 @@ def test_several_templates_without_a_default_are_refused(tokenizer_folder: Folde
         ),
     ],
 )
-def test_what_rows_are_taken_for_says_where_the_loss_is(
+def test_the_summary_says_which_tokens_have_loss(
     tokenizer_folder: Folder, template: str | None, row: dict[str, Any], loss: Loss, words: str
 ) -> None:
     assert encoder(tokenizer_folder(template), row, loss).describe() == words
@@ -341,7 +343,7 @@ def test_bad_rows_stay_in_their_place(tokenizer_folder: Folder) -> None:
     assert found[0][0].tolist() == found[3][0].tolist()  # type: ignore[index]
 
 
-def test_a_folder_without_a_tokenizer_has_none_and_a_broken_one_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_none_and_a_broken_one_a_one_line_error(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
@@ -350,7 +352,7 @@ def test_a_folder_without_a_tokenizer_has_none_and_a_broken_one_is_one_line(tmp_
         load_tokenizer(tmp_path)
 
 
-def test_the_digest_is_of_what_the_tokenizer_is_made_of(
+def test_the_digest_covers_the_files_of_the_tokenizer(
     tmp_path: Path, tokenizer_folder: Folder
 ) -> None:
     for file in tokenizer_folder("marked").iterdir():
@@ -365,8 +367,9 @@ def test_the_digest_is_of_what_the_tokenizer_is_made_of(
 def test_code_that_comes_with_a_tokenizer_is_not_run(
     tokenizer_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code that comes with a tokenizer is not run unless the options allow it. An answer to a
-    question on the terminal does not allow it.
+    """Code that comes with a tokenizer is only run if the options allow it.
+
+    Answering yes to a question on the terminal does not allow it.
     """
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder(), folder)
@@ -404,7 +407,7 @@ def test_a_newline_after_a_token_special_in_tokenizer_json_alone_has_no_loss(
     assert tokenizer.decode(targets) == "b<|im_end|>"
 
 
-def test_beginning_and_end_are_never_written_twice(tokenizer_folder: Folder) -> None:
+def test_beginning_and_end_tokens_are_never_written_twice(tokenizer_folder: Folder) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(None, eos_token="<|end|>", bos_token="<s>"))
     assert tokenizer is not None
     from tokenizers.processors import TemplateProcessing

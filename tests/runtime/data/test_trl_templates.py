@@ -1,8 +1,8 @@
-"""Tests of the chat templates of released models that TRL contains: targets match those of their
-training variants, in which TRL's authors marked what the model generates.
+"""Tests of the chat templates of released models in TRL.
 
-Only TRL's files are read. If a training variant writes another text than the original, a pattern
-finds the turns in the original's text.
+Targets match those of TRL's training variants, in which its authors marked what the model
+generates. Only TRL's files are read. If a training variant writes another text than the original,
+a pattern finds the turns in the original's text.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ SPECIAL = re.compile(
 )
 
 CHATML = r"<\|im_start\|>assistant\n{}(.*?<\|im_end\|>)"
+DEEPSEEK = r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)"
 PATTERNS = {
-    "deepseek_r1_distill": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
-    "deepseekv3": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
+    "deepseek_r1_distill": DEEPSEEK,
+    "deepseekv3": DEEPSEEK,
     "qwen3": CHATML.format(""),
     "qwen3_5_nothink": CHATML.format(r"(?:<think>\n(?:\n</think>\n\n)?)?"),
     "qwen3_5_nothink, thoughts in the text": CHATML.format(
@@ -58,8 +59,8 @@ NULL_CALLS = ("deepseek_r1_distill",)
 are null"""
 
 NO_ENDS = ("glm4moe",)
-"""templates that do not end a turn: the last turn is followed by the token that would begin the
-next message, as in the training variant"""
+"""templates without a token at the end of a turn: the token that would begin the next message
+follows the last turn, as in the training variant"""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -124,9 +125,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each byte and for each special token of the
-    template.
-    """
+    """Returns a tokenizer with one token for each byte and each special token of the template."""
     vocabulary = {
         character: number
         for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -158,7 +157,7 @@ def runs(
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_released_template_has_loss_where_its_twin_has(name: str, kind: str) -> None:
+def test_a_released_template_has_loss_where_its_training_variant_has(name: str, kind: str) -> None:
     messages, tools = CONVERSATIONS[kind], TOOLS if "call" in kind else None
     tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
     (found,) = Chat(tokenizer, "assistant", name).encode(
@@ -228,6 +227,18 @@ def test_arguments_as_json_text_are_those_of_an_object(name: str) -> None:
     )
     assert with_texts(conversation) != conversation
     assert list(of_object) == list(of_text)
+
+
+@pytest.mark.parametrize("kind", ["one turn", "two turns"])
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_template_that_writes_no_text_is_no_empty_answer(name: str, kind: str) -> None:
+    """These templates write only the parts of a list."""
+    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
+    (found,) = Chat(tokenizer, "assistant", name).encode(
+        [Conversation(messages=CONVERSATIONS[kind])]
+    )
+    assert isinstance(found, str)
+    assert found.startswith("the chat template leaves out the text of message 2")
 
 
 def test_every_template_is_compared() -> None:

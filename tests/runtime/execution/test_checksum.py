@@ -1,6 +1,4 @@
-"""Tests of the checksum: it is the same for the same weights wherever they are stored, and changes
-with any bit.
-"""
+"""Tests of the checksum: it depends on every bit of the weights, and not on their place."""
 
 from __future__ import annotations
 
@@ -42,11 +40,12 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.parametrize(
     "changes", [{}, {"clipping": "none"}, {"dtype": "fp32"}, {"tied": True, "gradient_staging": 1}]
 )
-def test_every_plan_tells_the_same_numbers_step_by_step(
+def test_every_plan_reports_the_same_checksum_in_each_step(
     executable: Callable[..., Plan], session: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
-    """All plans report the same checksums in every step, whether they update at once or defer the
-    update. The same holds after a flush, in the middle and at the end.
+    """All plans report the same checksums, whether they update at once or defer the update.
+
+    This also holds after a flush in the middle and at the end.
     """
     results = []
     for policy, knobs in PLANS:
@@ -64,7 +63,7 @@ def test_every_plan_tells_the_same_numbers_step_by_step(
     assert results == [results[0]] * len(PLANS)
 
 
-def test_it_costs_nothing_where_bits_are_not_promised(
+def test_there_is_no_checksum_without_deterministic_mode(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     with session(executable()) as running:
@@ -104,7 +103,9 @@ def test_one_changed_bit_or_two_exchanged_values_change_it(
         assert executor.checksum() == whole
 
 
-def test_it_is_what_its_definition_says_whatever_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_is_that_of_its_definition_with_any_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
     words[:4] = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
     mask, wanted = 2**64 - 1, 0
@@ -116,4 +117,4 @@ def test_it_is_what_its_definition_says_whatever_the_chunk(monkeypatch: pytest.M
         wanted += mixed
     for chunk in (1, 64, 999, 1000, 2**17):
         monkeypatch.setattr(checksums, "_CPU_WORDS", chunk)
-        assert int(checksums._words(words)) & mask == wanted & mask
+        assert int(checksums._mixed_sum(words)) & mask == wanted & mask

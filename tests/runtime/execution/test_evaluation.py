@@ -1,5 +1,6 @@
-"""Tests of evaluation: it returns the loss that a step on the same batches would have, bit for bit,
-under any plan. It changes nothing but applying a deferred update.
+"""Tests of evaluation: under any plan, it returns the loss of a step on the same batches.
+
+The loss has the same bits. Evaluation only changes the state by applying a deferred update.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_the_loss_is_the_reference_s(
 
 
 @pytest.mark.parametrize("policy", names())
-def test_it_needs_no_memory_that_the_step_has_not(
+def test_an_evaluation_needs_no_more_memory_than_a_step(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
     plan = executable(policy, accumulation=2)
@@ -148,7 +149,7 @@ def test_every_family_s_loss_is_the_step_s(
     changes = without_draws(family)
     if family == "mimo_v2_flash":
         changes["num_key_value_heads"] = 2
-    # A router without noise still draws between equal scores, which bf16 has.
+    # A router without noise still draws between equal scores, which occur in bf16.
     dtype = "fp32" if FAMILIES[family].draws else "bf16"
     plan = of_family(executable, family, changes, documents=documents, dtype=dtype)
     packed = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [-1] * 4])
@@ -172,8 +173,9 @@ def test_every_family_s_loss_is_the_step_s(
 def test_the_routers_loss_is_left_out(
     executable: Callable[..., Plan], session: Callable[..., Any], documents: bool
 ) -> None:
-    """Evaluation returns the loss of the language model alone, as for a model without a routers'
-    loss. A step's loss includes the routers' loss.
+    """Evaluation returns the loss of the language model without the routers' loss.
+
+    A step's loss includes the routers' loss.
     """
     evaluated, stepped = [], []
     for routed in (False, True):

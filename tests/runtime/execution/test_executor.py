@@ -1,6 +1,4 @@
-"""Tests of the executor: what it refuses, what it allocates, how a step ends if an op fails or the
-user interrupts it, and what a step returns.
-"""
+"""Tests of the executor: refusals, memory, failed and interrupted steps, and results."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def test_another_system_is_refused_by_name(make_plan: Callable[..., Plan], polic
 
 
 @pytest.mark.usefixtures("nothing_allocated")
-def test_a_kernel_that_the_machine_has_not_is_refused(executable: Callable[..., Plan]) -> None:
+def test_a_kernel_that_the_machine_lacks_is_refused(executable: Callable[..., Plan]) -> None:
     plan = executable(attention="cudnn")
     with pytest.raises(UserError, match=r"workload: attention: found cudnn on cpu"):
         Executor(plan, config_of(plan.model), AdamW(), CPU)
@@ -131,7 +129,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
     assert "\n" not in str(refusal.value)
 
 
-def test_memory_that_the_machine_does_not_give_is_one_line(
+def test_memory_that_the_machine_lacks_gives_a_one_line_error(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> torch.UntypedStorage:
@@ -202,14 +200,15 @@ def test_buffers_of_a_pool_do_not_overlap(
     "changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str
 )
 @pytest.mark.parametrize("policy", EXECUTABLE)
-def test_what_a_slot_held_before_changes_no_bit(
+def test_old_contents_of_a_slot_change_no_bit(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     policy: str,
     changes: dict[str, Any],
 ) -> None:
-    """Old contents of a slot change no result. This includes the padding between tensors, which a
-    norm sums and an update reads.
+    """Old contents of a slot change no result.
+
+    This includes the padding between tensors, which a norm sums and an update reads.
     """
     plan = executable(policy, **changes)
     with session(plan) as undisturbed:
@@ -266,8 +265,9 @@ def test_a_failing_op_is_named_and_ends_the_step(
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Makes Ctrl-C raise KeyboardInterrupt. A background job of a shell, such as a nightly run,
-    starts with Ctrl-C ignored.
+    """Makes Ctrl-C raise KeyboardInterrupt.
+
+    A background job of a shell, such as a nightly run, starts with Ctrl-C ignored.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -301,8 +301,9 @@ def test_ctrl_c_in_a_step_ends_it_promptly(
 def test_ctrl_c_while_the_lanes_start_does_not_hang(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C between the start of two lanes does not hang, although the first lane waits for ops of
-    a lane that never starts.
+    """Ctrl-C between the starts of two lanes does not cause a hang.
+
+    The first lane waits for ops of a lane that never starts.
     """
     play = Lane.play
 
@@ -324,7 +325,7 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(
 
 @pytest.mark.parametrize("policy", EXECUTABLE)
 @pytest.mark.parametrize("clipping", get_args(Clipping))
-def test_a_loss_that_is_no_number_is_an_error(
+def test_a_nan_loss_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
     def broken(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -347,8 +348,9 @@ def test_a_loss_that_is_no_number_is_an_error(
 def test_a_layer_whose_gradient_is_not_finite_is_not_updated(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
-    """A step whose loss is finite but one of whose gradients is not raises an error. That layer is
-    left unchanged, and the others are updated, whatever the policy.
+    """A step with a finite loss and a gradient that is not finite raises an error.
+
+    With every policy, the layer of this gradient is unchanged and the other layers are updated.
     """
     plan = executable(policy, clipping=clipping, weights_ahead=1)
     with session(plan) as running:
@@ -378,11 +380,12 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("clipping", get_args(Clipping))
 @pytest.mark.parametrize("policy", policies.names())
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
+def test_a_step_that_is_not_finite_changes_no_state(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
-    """If activations become NaN in a step, the error names the step and its loss, and none of its
-    updates is applied.
+    """If activations become NaN in a step, none of its updates is applied.
+
+    The error names the step and its loss.
     """
     plan = executable(policy, clipping=clipping)
     with session(plan) as good:
@@ -441,8 +444,9 @@ def test_the_measured_timeline_is_one_of_the_schedule(
 def test_the_loss_is_the_mean_over_labelled_tokens(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """The loss is the mean over the labelled tokens of all micro-batches. With zero weights every
-    token is equally likely, so the loss is ln(vocabulary).
+    """The loss is the mean over the labelled tokens of all micro-batches.
+
+    With zero weights every token is equally likely, so the loss is ln(vocabulary).
     """
     with session(
         executable(accumulation=2, clipping="none", dtype="fp32"),

@@ -1,5 +1,6 @@
-"""Tests of steps that fail: Ctrl-C, no memory, or a norm that is not finite. The error names the
-cause, nothing is left behind, and the process can train again.
+"""Tests of steps that fail: Ctrl-C, no memory, or a norm that is not finite.
+
+The error names the cause, nothing is left behind, and the process can train again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ON_LANES = [
 
 
 @pytest.mark.parametrize(("policy", "op", "lane"), ON_LANES)
-def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
+def test_the_error_of_a_full_device_names_op_lane_pools_and_remedy(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, op: str, lane: str
 ) -> None:
     with session(executable(policy, chunk_bytes=2**20)) as running:
@@ -73,11 +74,12 @@ def test_a_device_without_room_is_told_with_op_lane_pools_and_what_helps(
         another.step(1)
 
 
-def test_a_host_without_room_is_told_likewise(
+def test_a_full_host_is_refused_like_a_full_device(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """A failed allocation on the host is refused in the same way as on the device. The test really
-    asks the allocator for 2^55 bytes.
+    """A failed allocation on the host gives the same kind of error as on the device.
+
+    The test really requests 2^55 bytes from the allocator.
     """
     with session(executable()) as running:
         running.tasks["UC2"].run = lambda: torch.empty(2**55, dtype=torch.uint8)
@@ -91,7 +93,7 @@ def test_a_host_without_room_is_told_likewise(
             running.step(1)
 
 
-def test_another_error_stays_what_it_is(
+def test_another_error_is_passed_on_unchanged(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
     with session(executable("overlapped")) as running:
@@ -101,7 +103,7 @@ def test_another_error_stays_what_it_is(
         assert isinstance(failure.value.__cause__, RuntimeError)
 
 
-def test_flushing_an_update_without_room_is_refused_in_one_line(
+def test_a_deferred_update_on_a_full_device_is_refused_in_one_line(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.runtime.optimizer import adamw as optimizer
@@ -128,8 +130,9 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
     policy: str,
     kernels: str,
 ) -> None:
-    """If one layer's sum of squares is infinite but the loss is finite, the step changes no weight
-    and no moment. Training goes on as if the step had not been tried.
+    """If a layer's sum of squares is infinite, the step changes no weight and no moment.
+
+    The loss is finite. Training continues as if the step had not been tried.
     """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = executable(policy, chunk_bytes=2**14)
@@ -223,8 +226,9 @@ except KeyboardInterrupt:
 def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
     executable: Callable[..., Plan],
 ) -> None:
-    """SIGINT in a step ends the process with the status of its program. It does not hang, all
-    memory is unregistered, and all lanes have ended.
+    """SIGINT in a step ends the process with the status of its program, without a hang.
+
+    All memory is unregistered, and all lanes have ended.
     """
     import msgspec
 

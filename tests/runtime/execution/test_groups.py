@@ -1,5 +1,6 @@
-"""Tests of parameter groups: matrices decay, and other tensors only if a pattern says so. A chunk
-of a layer is split into the fewest ranges of one group each.
+"""Tests of parameter groups: matrices decay, and other tensors only if a pattern matches them.
+
+A chunk of a layer is split into the fewest ranges with one group each.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def by_element(settings: AdamW) -> list[ParamGroup]:
 
 
 @given(SETTINGS, st.data())
-def test_stretches_cover_a_chunk_once_and_none_could_be_joined(
+def test_ranges_cover_a_chunk_once_and_no_two_could_be_joined(
     settings: AdamW, data: st.DataObject
 ) -> None:
     units = LAYER.elements // ALIGNMENT
@@ -77,7 +78,7 @@ def test_stretches_cover_a_chunk_once_and_none_could_be_joined(
     assert all(before[1] != after[1] for before, after in itertools.pairwise(cut))
 
 
-def test_without_decay_a_layer_is_one_stretch() -> None:
+def test_without_decay_a_layer_is_one_range() -> None:
     assert group_slices(AdamW(), LAYER, 0, LAYER.elements) == [
         (slice(0, LAYER.elements), ParamGroup(0.0, 1.0))
     ]
@@ -102,8 +103,10 @@ def test_norms_biases_and_embeddings_do_not_decay(
 
 
 def test_a_qwen2_layer_takes_few_launches(make_plan: Callable[..., Plan]) -> None:
-    """The twelve tensors of a Qwen2 layer need eight launches. Three projections alternate with
-    their biases. The other matrices need one launch, and so do the two norms.
+    """The twelve tensors of a Qwen2 layer need eight launches.
+
+    Three projections alternate with their biases, which needs six. The other matrices need one, and
+    the two norms need one.
     """
     layer = make_plan(family="qwen2").model.stack["0"]
     assert len(layer.tensors) == 12

@@ -1,6 +1,4 @@
-"""Tests that the runtime binds every kind of op whose operands `Schedule.check` knows, and that it
-exports its main classes.
-"""
+"""Tests that the runtime binds every kind of op with typed operands, and exports its classes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests of op names in profiles: a profiler that records all threads lists each op under its id.
-PyTorch's default records only the thread that started it, and so no lane.
+
+By default, PyTorch's profiler records only the thread that started it, and no lane.
 """
 
 from __future__ import annotations

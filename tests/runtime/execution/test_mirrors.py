@@ -1,5 +1,6 @@
-"""Tests of the values that the binder copies to the host. Without a GPU there are none. With one,
-values that ops on the host read are copied after each op that writes them.
+"""Tests of the values that the binder copies from a GPU to the host.
+
+A value that ops on the host read is copied after each op that writes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests that no step reads a tensor's value: on a GPU that would wait for all work that was
-enqueued before.
-"""
+"""Tests that no step reads a tensor's value. On a GPU, reading would wait for all enqueued work."""
 
 from __future__ import annotations
 
@@ -84,14 +82,14 @@ def test_no_op_reads_a_value(
 
 @pytest.mark.usefixtures("no_reads")
 def test_no_layer_of_gemma_3n_reads_a_value(run: Callable[..., Any]) -> None:
-    """transformers checks the range of a tensor in each sparse MLP."""
+    """transformers' own code reads the range of a tensor in each sparse MLP."""
     with run(model_of("gemma3n_text")) as running:
         running.step()
 
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "deepseek_v3"])
-def test_documents_told_by_lengths_wait_for_nothing(
+def test_attention_with_document_lengths_does_not_wait(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -123,7 +121,7 @@ def _read(name: str) -> None:
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("name", READS)
-def test_one_that_does_is_found(
+def test_an_op_that_reads_a_value_is_found(
     executable: Callable[..., Plan], session: Callable[..., Any], name: str
 ) -> None:
     with session(executable()) as running:
@@ -135,12 +133,13 @@ def test_one_that_does_is_found(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_coefficient_that_is_no_number_changes_no_bit_without_kernels(
+def test_without_kernels_a_nan_coefficient_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """An update with a coefficient of NaN changes no bit, not even of a negative zero or with an
-    infinite gradient. It takes several blocks, the last of them short, and the copy gets the old
-    weights.
+    """An update with a coefficient of NaN changes no bit.
+
+    This holds for negative zeros and infinite gradients. The update has several blocks, the last of
+    which is short, and the copy gets the old weights.
     """
     monkeypatch.setattr(optimizer, "kernels", lambda _: None)
     monkeypatch.setattr(optimizer.Workers, "cpu_block", 64)

@@ -1,5 +1,6 @@
-"""Tests of deferred updates: every reader of weights or moments sees all updates applied, and
-reading changes no bit.
+"""Tests of deferred updates: readers of weights or moments see all updates applied.
+
+Reading changes no bit of the training.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def test_every_reader_sees_every_step(
 def test_reading_between_steps_changes_no_bit(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading the weights between steps changes neither them nor the checksum of a step. That
-    checksum is of the weights that the forward pass used.
+    """Reading the weights between steps changes neither the weights nor the checksum of a step.
+
+    The checksum is of the weights that the forward pass used.
     """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     plan = executable("overlapped", layers=3, clipping="global")
@@ -89,7 +91,7 @@ def test_reading_between_steps_changes_no_bit(
     assert found == [found[0]] * 4
 
 
-def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_saw(
+def test_the_checksum_of_a_step_with_a_deferred_update_is_of_the_weights_that_it_used(
     executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -103,7 +105,7 @@ def test_the_checksum_of_a_step_whose_update_is_owed_is_of_the_weights_that_it_s
             assert executor.checksum() != before
 
 
-def test_what_is_loaded_is_not_overwritten_by_an_owed_update(
+def test_loaded_weights_are_not_overwritten_by_a_deferred_update(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Any
 ) -> None:
     with session(executable("overlapped", layers=3, clipping="global")) as running:

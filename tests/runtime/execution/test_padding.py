@@ -1,6 +1,4 @@
-"""Tests of the padding between the tensors of a layer: its contents are not part of any
-gradient.
-"""
+"""Tests of the padding between the tensors of a layer: it is not part of any gradient."""
 
 from __future__ import annotations
 
@@ -16,11 +14,12 @@ from megatrain.simulator.schedule.plan import Plan
 @pytest.mark.parametrize(
     "policy", ["sequential", "double_buffer", "k_buffer", "resident", "overlapped"]
 )
-def test_what_lay_in_gradient_buffers_changes_nothing(
+def test_old_contents_of_gradient_buffers_change_nothing(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
-    """Old contents of gradient buffers change no result. The model's norms have 36 elements and are
-    padded to 64.
+    """Old contents of gradient buffers change no result.
+
+    The model's norms have 36 elements and are padded to 64.
     """
     plan = executable(policy, layers=2, hidden=36, accumulation=2, clipping="global")
     layers = list(plan.model.stack.values())

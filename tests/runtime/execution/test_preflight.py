@@ -1,5 +1,7 @@
-"""Tests of preflight: before anything is allocated, a model's tensors are compared with those of
-transformers' model, and one layer of each kind is run without memory.
+"""Tests of preflight, which checks a model before anything is allocated.
+
+It compares the model's tensors with those of transformers' model, and runs one layer of each kind
+without memory.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def test_a_tensor_that_the_description_lacks_is_named(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_transformers_cannot_run_is_one_line(
+def test_a_model_that_transformers_cannot_run_gives_a_one_line_error(
     make_model: Callable[..., ModelSpec], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -109,7 +111,7 @@ def test_what_transformers_cannot_run_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_layer_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_fails_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are those of the plan, and the parts before and after the layers can run."""
 
     def fail(*_: object) -> None:
@@ -122,11 +124,12 @@ def test_a_layer_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         refuse_unlike_transformers(model_of("llama", initializer_factor=5.0))
 
 
-def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
+def test_a_config_that_transformers_cannot_write_gives_a_one_line_error(
     make_model: Callable[..., ModelSpec],
 ) -> None:
-    """A config that transformers reads but cannot write gives an error of one line. A damaged
-    checkpoint may hold one, because its unknown keys are not dropped.
+    """A config that transformers reads but cannot write gives a one-line error.
+
+    A damaged checkpoint may have such a config, because its unknown keys are not dropped.
     """
     model = make_model()
     damaged = msgspec.structs.replace(model, config={**model.config, "quantization_config": True})
@@ -137,8 +140,9 @@ def test_a_config_that_transformers_takes_and_cannot_write_is_one_line(
 def test_an_embedding_that_is_normalised_is_refused_where_the_description_lacks_its_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A family whose description lacks the norm of its embedding is refused. NanoChat's norm has no
-    weight, so comparing tensors would not show it.
+    """A family whose description lacks the norm of its embedding is refused.
+
+    NanoChat's norm has no weight, so comparing tensors would not find it.
     """
     monkeypatch.setitem(
         FAMILIES._loaded,
@@ -171,8 +175,10 @@ def test_a_model_that_does_not_call_its_layers_is_refused_in_one_line() -> None:
 def test_arguments_of_every_layer_are_made_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A list in the config that is too short for the last layer is refused before anything is
-    allocated, even if the family's description does not check its length.
+    """A list in the config that is too short for the last layer is refused.
+
+    This comes before anything is allocated, even if the family's description does not check the
+    length.
     """
     with pytest.raises(
         UserError,
@@ -211,7 +217,7 @@ ONCE = dict.fromkeys(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of each refusal, from whichever module they are made."""
+    """Counts the calls of each refusal from all modules."""
     calls: Counter[str] = Counter()
     for name in ONCE:
         function = getattr(sys.modules[preflight.__module__], name)
@@ -255,11 +261,12 @@ def test_every_refusal_runs_once_where_an_executor_is_made_directly(
         assert calls == ONCE
 
 
-def test_a_run_that_will_be_deterministic_is_refused_what_is_not(
+def test_a_deterministic_run_is_refused_a_nondeterministic_kernel(
     executable: Callable[..., Plan],
 ) -> None:
-    """A run that will be deterministic is refused a kernel that is not, although the process is not
-    yet in deterministic mode.
+    """A deterministic run is refused a kernel that is not deterministic.
+
+    The process is not yet in deterministic mode at this time.
     """
     plan = executable(attention="cudnn")
     with pytest.raises(UserError, match="workload: attention: found cudnn in deterministic mode"):

@@ -1,6 +1,7 @@
-"""Tests with a planted race: if a dependency is removed from a schedule, `check` reports it, and a
-run has other bits once the op that should be waited for is late. With all dependencies, no delay on
-any lane changes a bit.
+"""Tests with a deliberate race: a schedule without one of its dependencies.
+
+`check` reports the race, and a run has other bits if the op that should be waited for is late. With
+all dependencies, no delay on any lane changes a bit.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def first_with_dependency(schedule: Schedule, wanted: Callable[[Op, Op], bool]) 
 
 
 def touching(buffer: str, first: str, second: str) -> Callable[[Op, Op], bool]:
-    """Returns a function that tells whether an op of kind `second` depends on one of kind `first`
-    and shares a buffer of the pool with it.
+    """Returns a predicate of (op, dependency).
+
+    It is true if the op has the kind `second`, the dependency has the kind `first`, and both use
+    the same buffer of the pool.
     """
 
     def wanted(op: Op, other: Op) -> bool:
@@ -89,10 +92,10 @@ RACES = {
     "a gradient is saved before it is computed": touching(
         "device.gradients", "backward", "save_gradients"
     ),
-    "a slab is overwritten before it is accumulated": touching(
+    "a staging buffer is overwritten before it is accumulated": touching(
         "host.gradient_staging", "accumulate_gradients", "save_gradients"
     ),
-    "a slab is accumulated before it has arrived": touching(
+    "a staging buffer is accumulated before it has arrived": touching(
         "host.gradient_staging", "save_gradients", "accumulate_gradients"
     ),
 }
@@ -127,11 +130,12 @@ def test_a_dependency_removed_is_reported_and_changes_bits(
         {"tied": True, "clipping": "none"},
     ],
 )
-def test_no_dependency_can_be_spared(
+def test_no_dependency_is_superfluous(
     executable: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:
-    """Removing any one dependency causes a race, because policies derive the fewest. `sequential`
-    has more on purpose.
+    """Removing any single dependency causes a race, because policies derive the fewest.
+
+    Only `sequential` has more.
     """
     schedule = lower(executable(policy, weight_slots=2, chunk_bytes=2**20, **changes))
     assert any(op.after for op in schedule.ops)

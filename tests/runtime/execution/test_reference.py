@@ -1,5 +1,6 @@
-"""Tests of the reference that other tests compare with: it trains as transformers' own loss,
-torch.optim.AdamW and clip_grad_norm_ do.
+"""Tests that the reference of other tests trains like plain PyTorch.
+
+Plain PyTorch is transformers' own loss, torch.optim.AdamW and clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def both(plan: Plan, settings: AdamW) -> tuple[Reference, Any]:
 def test_the_reference_trains_as_plain_pytorch(
     make_plan: Callable[..., Plan], family: str, tied: bool, clipping: str, accumulation: int
 ) -> None:
-    """Five steps in fp32 match plain PyTorch. The tolerance is 1e-5 for losses and norms and 4e-6
-    for weights, which move by at least 5e-4.
+    """Five steps in fp32 match plain PyTorch.
 
+    The tolerance is 1e-5 for losses and norms, and 4e-6 for weights, which move by at least 5e-4.
     Epsilon is as large as the elements of a clipped gradient. With 1e-8, AdamW would turn a
     gradient of rounding errors into a full update.
     """
@@ -132,8 +133,9 @@ def test_the_reference_trains_as_plain_pytorch(
 def clip_by_moving_norms(
     model: torch.nn.Module, moving: dict[str, float], settings: AdamW, number: int
 ) -> list[float]:
-    """Clips the gradients of `model` as AdaGC does, in its authors' order of operations, and brings
-    `moving` up to date. Returns the norms before clipping.
+    """Clips the gradients of `model` by AdaGC in its authors' order of operations.
+
+    Updates the moving norms in `moving`, and returns the norms before clipping.
     """
     norms = []
     for name, parameter in model.named_parameters():
@@ -157,10 +159,10 @@ def clip_by_moving_norms(
 def test_the_step_of_table_3_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's table 3 says that plain PyTorch and this runtime have the same bits.
 
-    Every step is clipped here, so that the order in which squares are summed shows in the weights.
+    Every step is clipped here, so the order in which squares are summed affects the weights.
     """
     monkeypatch.setattr(table3, "SETTINGS", AdamW(max_norm=0.01))
-    torch.manual_seed(2)  # with which another order shows within eight steps
+    torch.manual_seed(2)  # another order of sums changes the weights within eight steps
     model, work = table3.MODEL, table3.WORK
     weights = random_weights(2)
     masters = {

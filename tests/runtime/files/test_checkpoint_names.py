@@ -1,5 +1,7 @@
-"""Tests of tensors that a checkpoint holds in parts: each is put together once, when its first part
-is written. All other tensors are streamed from where they are.
+"""Tests of model tensors that a transformers folder stores in several parts.
+
+Such a tensor is put together once, when its first part is written. All other tensors are streamed
+from their place.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_what_is_in_parts_is_put_together_and_that_one_tensor_at_a_time(family: str) -> None:
+def test_only_tensors_in_parts_are_put_together_one_at_a_time(family: str) -> None:
     config = tiny_config(family, num_hidden_layers=2)
     names, layer = (
         CheckpointNames(config),

@@ -1,5 +1,6 @@
-"""Tests of the file lock: one process holds it at a time, its holder may enter it again, and it
-leaves no file behind.
+"""Tests of the file lock: one process holds it at a time, and no file is left.
+
+The process that holds it may enter it again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def lock(path: Path) -> FileLock:
     return FileLock(path, what="a thing", fix="wait")
 
 
-def test_it_is_held_by_one_and_may_be_entered_again_by_its_holder(tmp_path: Path) -> None:
+def test_one_process_holds_the_lock_and_may_enter_it_again(tmp_path: Path) -> None:
     first, file = lock(tmp_path / "lock"), tmp_path / "lock"
     with first:
         with (
@@ -45,7 +46,7 @@ def test_it_is_held_by_one_and_may_be_entered_again_by_its_holder(tmp_path: Path
         assert not again.abandoned
 
 
-def test_folders_that_were_made_for_it_go_unless_something_is_in_them(tmp_path: Path) -> None:
+def test_folders_that_were_made_for_a_lock_are_removed_if_empty(tmp_path: Path) -> None:
     with lock(tmp_path / "a" / "b" / "lock"):
         (tmp_path / "a" / "kept").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
@@ -55,7 +56,7 @@ def test_folders_that_were_made_for_it_go_unless_something_is_in_them(tmp_path: 
     assert (tmp_path / "empty").is_dir()
 
 
-def test_a_dead_holder_is_seen(tmp_path: Path) -> None:
+def test_a_lock_reports_that_its_former_holder_died(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         lock(tmp_path / "lock").__enter__()
@@ -65,14 +66,14 @@ def test_a_dead_holder_is_seen(tmp_path: Path) -> None:
         assert mine.abandoned
 
 
-def test_what_else_stands_in_the_file_is_not_shown(tmp_path: Path) -> None:
+def test_other_contents_of_the_lock_file_are_not_shown(tmp_path: Path) -> None:
     with lock(tmp_path / "lock"):
         (tmp_path / "lock").write_bytes(b"\x1b[2J\n")
         with pytest.raises(UserError, match="in use by another process;"):
             lock(tmp_path / "lock").__enter__()
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         UserError, match="found not a directory; allowed: a folder that can be made and written"

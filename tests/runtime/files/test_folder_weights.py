@@ -1,5 +1,6 @@
-"""Tests of which weights are read from a folder: those that transformers' `from_pretrained` reads,
-or a refusal that names the file or the tensor.
+"""Tests that the weights read from a folder are those that `from_pretrained` reads.
+
+Otherwise the folder is refused with the name of the file or the tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def compare(model: ModelSpec, folder: Path) -> list[str]:
-    """Asserts that the weights read are those that transformers loads, and returns the notes."""
+    """Asserts that we read the weights that transformers loads, and returns the notes."""
     notes: list[str] = []
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with folder_weights(folder, notes.append) as read:
@@ -67,12 +68,10 @@ def tied(make_model: Callable[..., ModelSpec]) -> ModelSpec:
     return make_model(hidden=32, head_dim=8, tied=True)
 
 
-def test_a_whole_file_is_read_whatever_an_index_says(
+def test_a_whole_file_is_read_even_if_there_is_an_index(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
-    """If a model was saved again as one file, that file is read, and the old shards and their index
-    are ignored.
-    """
+    """If a model was saved again as one file, old shards and their index are ignored."""
     model = make_model(hidden=32, head_dim=8)
     save(model, tmp_path / "shards", seed=1, shard="30KB")
     save(model, tmp_path / "model")
@@ -105,7 +104,7 @@ def test_shards_are_read_by_their_index_and_one_that_is_missing_is_named(
     )
 
 
-def test_a_pickle_that_transformers_reads_is_refused_though_another_safetensors_file_is_there(
+def test_a_pickle_that_transformers_reads_is_refused_even_next_to_a_safetensors_file(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
     model = make_model(hidden=32, head_dim=8)
@@ -144,7 +143,7 @@ def test_a_file_that_the_config_names_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_equals_the_embedding_is_tied(
+def test_a_head_that_equals_the_embedding_counts_as_tied(
     tied: ModelSpec, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     save(tied, tmp_path)
@@ -153,7 +152,9 @@ def test_a_head_that_equals_the_embedding_is_tied(
     assert not compare(tied, tmp_path)
 
 
-def test_a_head_alone_is_the_embedding_too(tied: ModelSpec, tmp_path: Path) -> None:
+def test_a_tied_head_without_an_embedding_is_read_as_the_embedding(
+    tied: ModelSpec, tmp_path: Path
+) -> None:
     save(tied, tmp_path)
     change(tmp_path, **{HEAD: load_file(tmp_path / WHOLE)[EMBEDDING] + 1, EMBEDDING: None})
     assert not compare(tied, tmp_path)
@@ -162,8 +163,9 @@ def test_a_head_alone_is_the_embedding_too(tied: ModelSpec, tmp_path: Path) -> N
 def test_a_head_of_its_own_is_refused_where_the_config_ties_it(
     tied: ModelSpec, tmp_path: Path
 ) -> None:
-    """A head that differs from the embedding is refused if the config ties them. transformers would
-    keep them apart.
+    """A head that differs from the embedding is refused if the config ties them.
+
+    transformers would not tie them.
     """
     save(tied, tmp_path)
     table = load_file(tmp_path / WHOLE)[EMBEDDING]
@@ -190,7 +192,7 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(
 def test_a_tensor_that_is_missing_is_named(
     make_model: Callable[..., ModelSpec], tmp_path: Path, is_tied: bool, gone: str
 ) -> None:
-    """A missing tensor is refused by name. transformers would draw it at random."""
+    """A missing tensor is refused by name. transformers would initialize it at random."""
     save(make_model(hidden=32, head_dim=8, tied=is_tied), tmp_path)
     change(tmp_path, **{gone: None})
     refuse(
@@ -203,7 +205,7 @@ def test_a_tensor_that_is_missing_is_named(
 # ---- what is not the model's ----
 
 
-def test_what_is_not_the_model_s_is_named(
+def test_tensors_that_are_not_the_model_s_are_named(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
     model = make_model(hidden=32, head_dim=8, layers=2)
@@ -227,7 +229,7 @@ def test_what_is_not_the_model_s_is_named(
     )
 
 
-def test_a_summary_counts_and_stops() -> None:
+def test_a_summary_counts_tensors_and_is_cut() -> None:
     assert (
         summary([f"mtp.layers.0.{name}" for name in "abc"] + ["head"]) == "mtp.layers.0.* (3), head"
     )

@@ -1,5 +1,6 @@
-"""Tests of loading and exporting weights: a transformers folder loads, masters are exported to a
-folder that transformers loads, and failures leave nothing behind.
+"""Tests of loading weights from a transformers folder and exporting masters to such a folder.
+
+Failures leave nothing behind.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def test_an_export_has_the_logits_of_what_was_loaded(
     tied: bool,
     dtype: str,
 ) -> None:
-    """The logits of an export equal those of the loaded model exactly. In bf16 the expected model
-    is rounded with ties away from zero, unlike torch's conversion.
+    """The logits of an export exactly equal those of the loaded model.
+
+    In bf16, the expected model is rounded with ties away from zero, unlike in torch's conversion.
     """
     plan = executable(policy, family=family, tied=tied, dtype=dtype)
     model = save_model(plan, tmp_path / "in")
@@ -88,7 +90,7 @@ def test_an_export_has_the_logits_of_what_was_loaded(
         assert torch.equal(exported(ids).logits, expected(ids).logits)
 
 
-def test_trained_weights_are_what_is_exported(
+def test_trained_weights_are_exported(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan = executable(dtype="fp32")
@@ -156,7 +158,7 @@ def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(
         assert torch.equal(exported.get_parameter(name), parameter)
 
 
-def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
+def test_random_weights_depend_on_seed_and_name_alone(make_plan: Callable[..., Plan]) -> None:
     shape, stack = (8, 8), make_plan().model.stack
     names = [
         (layer.name, tensor.name)
@@ -174,7 +176,7 @@ def test_random_weights_hang_on_seed_and_name_alone(make_plan: Callable[..., Pla
 # ---- failures ----
 
 
-def test_an_export_into_something_is_refused(
+def test_an_export_into_a_folder_with_content_is_refused(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -222,7 +224,7 @@ def test_an_export_that_fails_leaves_nothing_behind(
         assert "\n" not in str(error.value)
 
 
-def test_an_export_below_a_file_is_one_line(
+def test_an_export_below_a_file_gives_a_one_line_error(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -242,7 +244,7 @@ def load(plan: Plan, folder: Path, session: Callable[..., Any]) -> None:
         pass
 
 
-def test_a_folder_without_weights_is_one_line(
+def test_a_folder_without_weights_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any]
 ) -> None:
     plan, folder = saved
@@ -258,7 +260,7 @@ def test_a_folder_without_weights_is_one_line(
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 20_000])
-def test_a_truncated_file_is_one_line(
+def test_a_truncated_file_gives_a_one_line_error(
     saved: tuple[Plan, Path], session: Callable[..., Any], keep: int
 ) -> None:
     plan, folder = saved
@@ -288,7 +290,7 @@ def test_a_truncated_file_is_one_line(
         ),
     ],
 )
-def test_a_tensor_missing_or_of_another_shape_is_one_line(
+def test_a_tensor_missing_or_of_another_shape_gives_a_one_line_error(
     saved: tuple[Plan, Path],
     session: Callable[..., Any],
     change: Callable[[dict[str, torch.Tensor]], object],

@@ -1,5 +1,6 @@
-"""Tests of which files of a model's folder are read and exported: only safetensors inside the
-folder, one shard at a time, no pickle and no code.
+"""Tests of the files of a model's folder that are read and exported.
+
+Only safetensors files inside the folder are read, one shard at a time, and no pickle and no code.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ def saved(executable: Callable[..., Plan], tmp_path: Path) -> tuple[Plan, Path]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("computed", ["bf16", "fp32"])
-def test_an_export_has_the_dtype_that_is_asked_for(
+def test_an_export_has_the_requested_dtype(
     executable: Callable[..., Plan],
     session: Callable[..., Any],
     tmp_path: Path,
     computed: str,
     dtype: Any,
 ) -> None:
-    """An export in fp32 has the masters, and one in bf16 the rounded masters, whatever dtype the
-    layers compute in. Its logits are those of these weights.
+    """An export in fp32 has the masters, and an export in bf16 has the rounded masters.
+
+    This does not depend on the compute dtype. The logits are those of these weights.
     """
     plan = executable("overlapped", dtype=computed)
     with session(plan) as running:
@@ -89,7 +91,7 @@ def test_an_export_has_the_dtype_that_is_asked_for(
         assert torch.equal(exported(ids).logits, by_hand(ids).logits)
 
 
-def test_tokenizer_and_generation_config_go_along(
+def test_tokenizer_and_generation_config_are_exported(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan, folder = saved
@@ -172,7 +174,7 @@ def write_index(folder: Path, *names: object) -> None:
     )
 
 
-def test_the_index_says_which_files(saved: tuple[Plan, Path]) -> None:
+def test_the_index_decides_which_files_are_read(saved: tuple[Plan, Path]) -> None:
     plan, folder = saved
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     (folder / "stray.safetensors").write_bytes(b"of something else")
@@ -282,7 +284,7 @@ def test_code_that_comes_with_a_model_is_never_run(
 # ---- the hub ----
 
 
-def test_a_local_folder_is_itself(saved: tuple[Plan, Path]) -> None:
+def test_a_local_folder_is_used_as_it_is(saved: tuple[Plan, Path]) -> None:
     assert model_folder(str(saved[1])) == saved[1]
 
 
@@ -324,7 +326,7 @@ def test_a_hub_name_is_fetched_without_pickles_and_code(
 @pytest.mark.parametrize(
     "revision", ["v1.0", "refs/pr/3", "0123456789abcdef0123456789abcdef01234567"]
 )
-def test_a_revision_of_a_hub_name_is_asked_for(
+def test_a_revision_of_a_hub_name_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
 ) -> None:
     monkeypatch.setattr(
@@ -335,10 +337,8 @@ def test_a_revision_of_a_hub_name_is_asked_for(
     assert model_folder(f"org/name@{revision}") == tmp_path / "org/name" / revision
 
 
-def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
-    """Offline, a model in the cache is found without a network, and one that is not there gives an
-    error of one line.
-    """
+def test_offline_only_the_cache_is_used(tmp_path: Path) -> None:
+    """Offline, a model in the cache is found, and a missing one gives a one-line error."""
     snapshot = (
         tmp_path
         / "hub"
@@ -374,9 +374,11 @@ def test_offline_the_cache_alone_is_asked(tmp_path: Path) -> None:
     )
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    """A hub that cannot be reached gives an error of one line. No server listens at the port. The
-    test runs in a process of its own, because the library reads the address when it is imported.
+def test_a_hub_that_cannot_be_reached_gives_a_one_line_error(tmp_path: Path) -> None:
+    """A hub that cannot be reached gives a one-line error.
+
+    No server listens on the port. The test runs in a separate process, because the library reads
+    the address on import.
     """
     program = (
         "from megatrain.runtime.files.model_folder import model_folder\ntry:\n   "
@@ -436,11 +438,12 @@ print(json.dumps({"peak": peak, "final": final, "written": size, "writing": writ
 """
 
 
-def test_loading_takes_at_most_one_shard_besides_what_stays_and_saving_nothing(
+def test_loading_takes_at_most_one_shard_of_extra_memory_and_saving_none(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """Loading uses at most one shard of memory besides the final state, and saving none. The fp32
-    model has 130 MB in shards of 24 MB, and mapped files count.
+    """Loading takes at most one shard of memory in addition to the final state, and saving none.
+
+    The fp32 model has 130 MB in shards of 24 MB. Mapped files count.
     """
     plan = executable(
         hidden=640,

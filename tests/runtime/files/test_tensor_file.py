@@ -1,5 +1,6 @@
-"""Tests of reading safetensors files from any source: a file that is not exactly valid is refused
-in one line, and a pickle is never opened.
+"""Tests of reading safetensors files from any source.
+
+A file that is not exactly valid is refused in one line, and a pickle is never opened.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Runs:
         return os.mkdir, (self.path,)
 
 
-def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
+def test_files_that_safetensors_writes_are_read(tmp_path: Path) -> None:
     tensors = {
         "x": torch.arange(6.0).view(2, 3),
         "empty": torch.zeros(0, 4),
@@ -69,7 +70,7 @@ def test_what_safetensors_writes_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 2**25])
-def test_what_is_written_safetensors_reads_and_comes_back(
+def test_written_files_are_read_by_safetensors_and_by_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     monkeypatch.setattr(tensor_stream, "PIECE_BYTES", piece)
@@ -193,7 +194,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, bad: str) -> None:
+def test_invalid_safetensors_files_are_refused(tmp_path: Path, bad: str) -> None:
     make, message = BAD[bad]
     make(tmp_path / "f")
     with pytest.raises(MalformedFile, match=message) as error:
@@ -203,8 +204,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, bad: str) -> Non
 
 
 def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path) -> None:
-    """A header of more than 100 MB is refused without reading it. The file is sparse, so it takes
-    no space on disk.
+    """A header of more than 100 MB is refused without reading it.
+
+    The file is sparse, so it takes no space on disk.
     """
     with (tmp_path / "f").open("wb") as file:
         file.write((LARGEST_HEADER_BYTES + 1).to_bytes(8, "little"))
@@ -231,7 +233,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path, zipped: bool) -> None:
     assert not (tmp_path / "it ran").exists()
 
 
-def test_another_file_leaves_the_tensors_alone(tmp_path: Path) -> None:
+def test_a_file_with_other_tensors_is_refused_before_any_is_read(tmp_path: Path) -> None:
     write_tensors(
         tmp_path / "f", {"x": TensorSource.of(torch.ones(4)), "y": TensorSource.of(torch.ones(2))}
     )
@@ -272,9 +274,7 @@ HEADER = (
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """Draws random bytes, a valid or invalid header with about as much data as it states, or a good
-    file with some bytes changed.
-    """
+    """Draws random bytes, a random header with data, or a valid file with some bytes changed."""
     kind = draw(st.integers(0, 2))
     if kind == 0:
         return draw(st.binary(max_size=300))

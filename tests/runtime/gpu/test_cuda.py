@@ -1,5 +1,7 @@
-"""Tests on a GPU: every schedule and either place of the optimizer give the same bits, and memory
-is as predicted. They are skipped on machines without a GPU.
+"""Tests on a GPU: every schedule gives the same bits, and memory is as predicted.
+
+The optimizer gives the same bits on the host and on the device. The tests are skipped on machines
+without a GPU.
 """
 
 from __future__ import annotations
@@ -62,15 +64,15 @@ EVERY = [
         for index, placement in enumerate(PLACEMENTS)
     ),
 ]
-"""policies, each with its knobs"""
+"""(policy, knobs)"""
 IN_GROUPS = [
     ("overlapped", {"micro_batch_group": group, "state_slots": 2, "placement": placement})
     for group, placement in ((2, PLACEMENTS[0]), (4, PLACEMENTS[2]), (4, PLACEMENTS[4]))
 ]
-"""for four micro-batches and embeddings of their own"""
+"""(policy, knobs) for four micro-batches and embeddings that are not tied"""
 STEPS = 10
 Master = tuple[str, str, torch.Tensor]
-"""layer, tensor, and the tensor's fp32 master on the CPU"""
+"""(layer, tensor, fp32 master on the CPU)"""
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -280,8 +282,10 @@ infinities, NaNs"""
 
 
 def any_floats(count: int) -> torch.Tensor:
-    """Returns fp32 [n] on the GPU. One eighth are special values, half are random bit patterns, and
-    the rest are values as in training.
+    """Returns a float32 tensor of shape [n] on the GPU.
+
+    One eighth of the values are special, half are random bit patterns, and the rest are values as
+    in training.
     """
     kind, bits = torch.rand(count), torch.randint(0, 2**32, (count,))
     bits = torch.where(
@@ -294,7 +298,7 @@ def any_floats(count: int) -> torch.Tensor:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits. All NaNs count as equal."""
+    """Returns whether two tensors have the same bits. All NaNs count as equal."""
     return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
         ours.view(torch.int32)[~ours.isnan()], theirs.view(torch.int32)[~theirs.isnan()]
     )
@@ -360,8 +364,9 @@ def test_the_fused_update_gives_pytorch_s_bits(
 def test_the_fused_sum_of_squares_gives_pytorch_s_bits(
     triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
 ) -> None:
-    """The fused sum of squares gives PyTorch's bits, on the GPU and on the CPU. 5,000 rows are
-    summed in more than one piece.
+    """The fused sum of squares gives PyTorch's bits, on the GPU and on the CPU.
+
+    5,000 rows are summed in more than one piece.
     """
     torch.manual_seed(count)
     values = any_floats(count)
@@ -408,8 +413,9 @@ def test_steps_compile_the_fused_update_once() -> None:
 
 @pytest.fixture(scope="module")
 def machine() -> HardwareSpec:
-    """Returns a machine that was calibrated with short measurements. Tests use only its bytes and
-    which numbers it has.
+    """Returns a machine that was calibrated with short measurements.
+
+    Tests only use its bytes and the set of its numbers, and no durations.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "_SECONDS", 0.2)
@@ -418,8 +424,9 @@ def machine() -> HardwareSpec:
 
 
 def test_every_number_of_a_gpu_has_its_spread(machine: HardwareSpec) -> None:
-    """Numbers that only a GPU's calibration has also have a spread: interleaving, both directions
-    of the link at once, events, and registration.
+    """Numbers that only the calibration of a GPU has also have a spread.
+
+    They are interleaving, both directions of the link at once, events, and registration.
     """
     table = machine.costs
     assert table is not None
@@ -468,7 +475,7 @@ WORK = Workload(batch=8, sequence=1024)
         ("overlapped", 1, 4, 4),
     ],
 )
-def test_the_device_s_peak_is_foretold(
+def test_the_peak_of_device_memory_is_predicted(
     machine: HardwareSpec,
     make_plan: Callable[..., Plan],
     policy: str,

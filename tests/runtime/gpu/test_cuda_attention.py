@@ -1,5 +1,6 @@
-"""Tests on a GPU: each attention kernel computes what `scaled_dot_product_attention` does, and
-saving its output changes no bit. They are skipped on machines without a GPU.
+"""Tests on a GPU: each attention kernel computes what `scaled_dot_product_attention` does.
+
+Saving its output changes no bit. The tests are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ PLACEMENTS = [
     Placement(
         saved_attention=layers,
         offloaded_attention=away,
-        saved_activations=stored,
-        offloaded_inputs=parked,
+        saved_activations=saved,
+        offloaded_inputs=offloaded,
     )
-    for layers, away, stored, parked in (
+    for layers, away, saved, offloaded in (
         ("", "", "", ""),
         ("all", "", "", ""),
         ("0-2", "0-1", "3", "all"),
@@ -60,11 +61,12 @@ def both_ways(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (28, 4)])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
+def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
     kernel: Any, heads: int, kv_heads: int
 ) -> None:
-    """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads. The backward
-    pass from a kept output has the same gradients.
+    """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads.
+
+    The backward pass from a kept output has the same gradients.
     """
     torch.manual_seed(0)
     shapes = [(2, 512, count, 128) for count in (heads, kv_heads, kv_heads)]
@@ -117,7 +119,7 @@ def test_a_kernel_computes_attention_and_goes_on_from_what_was_kept(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("chosen", [None, "flash"])
-def test_keeping_it_changes_no_bit(
+def test_keeping_attention_in_a_layer_changes_no_bit(
     make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool
 ) -> None:
     results = [
@@ -139,7 +141,7 @@ def test_keeping_it_changes_no_bit(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cudnn_trains_a_step_with_and_without_keeping(
+def test_cudnn_trains_with_and_without_kept_attention(
     make_plan: Callable[..., Plan], compiled: bool
 ) -> None:
     """cuDNN may sum in any order, so the losses are close but not equal."""

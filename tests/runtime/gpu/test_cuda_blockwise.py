@@ -1,5 +1,7 @@
-"""Tests on a GPU of updates whose moments are 8-bit codes: the Triton kernel gives the bits of
-PyTorch on the GPU and of the C kernel on the CPU. `test_cuda.py` has whole steps.
+"""Tests on a GPU of updates whose moments are 8-bit codes.
+
+The Triton kernel gives the bits of PyTorch on the GPU and of the C kernel on the CPU.
+`test_cuda.py` tests whole steps.
 """
 
 from __future__ import annotations

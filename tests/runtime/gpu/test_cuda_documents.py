@@ -1,5 +1,6 @@
-"""Tests on a GPU: flash attention with the documents' lengths separates documents as a mask does,
-without waiting. They are skipped on machines without a GPU.
+"""Tests on a GPU: flash attention with document lengths separates documents as a mask does.
+
+It does not wait for the GPU. The tests are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ SIZES = {
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 PLACEMENTS = [
-    Placement(saved_attention=layers, saved_activations=stored, offloaded_inputs=parked)
-    for layers, stored, parked in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
+    Placement(saved_attention=layers, saved_activations=saved, offloaded_inputs=offloaded)
+    for layers, saved, offloaded in (("", "", ""), ("all", "", ""), ("1-2", "3", "all"))
 ]
 CUTS = [
     [(100, 1, 99, 56), (256,)],
@@ -54,8 +55,9 @@ CUTS = [
 
 
 def documents_of(cuts: list[tuple[int, ...]], device: str = "cpu") -> torch.Tensor:
-    """Returns document numbers of [batch, sequence]. In a row of more than two documents, the last
-    is padding.
+    """Returns the document numbers of the tokens, [batch, sequence].
+
+    In a row of more than two documents, the last is padding.
     """
     rows = [
         torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
@@ -88,10 +90,11 @@ def both_ways(
 def test_the_kernel_keeps_documents_apart_as_a_mask_does(
     heads: int, pairs: int, size: int, depth: int, window: int, compiled: bool
 ) -> None:
-    """Attention with lengths is within 1 % of fp32 attention with a mask. The cases have grouped
-    heads, heads that are padded, values narrower than keys, windows and empty documents.
+    """Attention with lengths is within 1 % of fp32 attention with a mask.
 
-    The backward pass from a kept output has the same bits. One graph takes any number of documents.
+    The cases have grouped heads, padded heads, values narrower than keys, windows and empty
+    documents. The backward pass from a kept output has the same bits. One graph accepts any number
+    of documents.
     """
     torch.manual_seed(0)
     wide = [
@@ -209,9 +212,10 @@ def trained(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
         ]
 
 
-def test_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
-    """This machine's kernel takes lengths. Otherwise the tests below would compare the mask with
-    itself.
+def test_the_kernel_of_this_machine_takes_lengths(make_plan: Callable[..., Plan]) -> None:
+    """This machine's kernel takes lengths.
+
+    Otherwise the tests below would compare the mask with itself.
     """
     plan = make_plan("overlapped", **SIZES)
     assert lengths.takes_lengths(plan.model, plan.workload, torch.device("cuda", 0))
@@ -267,14 +271,15 @@ def gradients(plan: Plan) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_lengths_are_as_near_to_fp32_as_the_mask_is(
+def test_attention_with_lengths_is_as_near_to_fp32_as_with_a_mask(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     compiled: bool,
     changes: dict[str, Any],
 ) -> None:
-    """The loss and gradients of a whole bf16 model with lengths are about as close to fp32 as those
-    with a mask.
+    """In a whole bf16 model, lengths give about the same error against fp32 as a mask.
+
+    This holds for the loss and the gradients.
     """
     model = make_plan(**SIZES).model
     model = msgspec.structs.replace(model, config={**model.config, **changes})
@@ -300,14 +305,15 @@ def test_lengths_are_as_near_to_fp32_as_the_mask_is(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS[:2])
-def test_nothing_waits_and_nothing_is_compiled_anew(
+def test_no_step_waits_or_compiles_again(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     placement: Placement,
     compiled: bool,
 ) -> None:
-    """From the third step on, no step waits or compiles a graph, whatever its documents are. A step
-    without documents uses the causal kernel, which is another graph.
+    """From the third step on, no step waits or compiles a graph, whatever its documents are.
+
+    A step without documents uses the causal kernel, which is another graph.
     """
     play, played = LaneGroup.play, 0
 

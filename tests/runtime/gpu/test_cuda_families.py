@@ -1,4 +1,4 @@
-"""Tests on a GPU: every family trains in bf16 as close to fp32 as transformers' own model does."""
+"""Tests on a GPU: every family trains in bf16 as close to fp32 as transformers' model does."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ BATCH = 2
 
 
 def theirs(plan: Plan, model: Any, device: str) -> tuple[float, Tensors]:
-    """Returns the loss and gradients of transformers' whole model on `device`, in the model's own
-    dtype.
-    """
+    """Returns the loss and gradients of transformers' whole model, in the model's dtype."""
     model = model.to(device)
     batches = drawn(plan)
     loss = sum(
@@ -70,8 +68,9 @@ def off(found: Tensors, exact: Tensors) -> float:
 def test_bf16_is_as_near_to_fp32_as_transformers_is(
     make_plan: Callable[..., Plan], family: str
 ) -> None:
-    """The gradients in bf16 are about as close to fp32 as transformers' are. Rounding may make a
-    router choose another expert, so the bounds allow for one such token.
+    """The gradients in bf16 are about as close to fp32 as those of transformers.
+
+    Rounding may make a router choose another expert, so the bounds allow for one such token.
     """
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")

@@ -1,5 +1,6 @@
-"""Tests on a GPU: fp8 products are those of their definition, compiled and eager, and a step has
-the same bits under every plan. They are skipped on machines without a GPU.
+"""Tests on a GPU: fp8 products are those of their definition, compiled and eager.
+
+A step has the same bits under every plan. The tests are skipped on machines without a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests on a GPU of copying scalars to the host: they overtake copies that were enqueued after
-them. They are skipped on machines without a GPU.
+"""Tests on a GPU of copying scalars to the host without waiting for other copies.
+
+They are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
-from megatrain.runtime.execution.host_scalars import HostScalarCopy
+from megatrain.runtime.execution.step_state import HostScalarCopy
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import AdamW
@@ -44,9 +45,10 @@ def test_waiting_for_values_does_not_wait_for_copies_enqueued_after_them() -> No
     assert still_copying, "the mirror waited for the copies that were enqueued after it"
 
 
-def test_what_was_enqueued_before_is_what_lands() -> None:
-    """The copied values include work that was enqueued earlier on the current stream, here after
-    10**8 cycles or some 50 ms. Sending does not wait for it.
+def test_a_copy_contains_the_work_that_was_enqueued_before_it() -> None:
+    """The copied values include the work that was enqueued earlier on the current stream.
+
+    Sending does not wait for this work, which takes 10**8 cycles or some 50 ms here.
     """
     values = torch.zeros(4, device="cuda")
     mirror = HostScalarCopy(values, torch.cuda.Stream())

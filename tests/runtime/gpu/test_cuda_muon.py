@@ -1,5 +1,6 @@
-"""Tests of Muon on a GPU: every plan gives the same bits, and its updates fit in the memory that
-the plan has for them. They are skipped on machines without a GPU.
+"""Tests of Muon on a GPU: every plan gives the same bits, and updates fit in their memory.
+
+They are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
         for index, placement in enumerate(PLACEMENTS)
     ),
 ]
-"""nine plans: policies, each with its knobs"""
+"""nine plans: (policy, knobs)"""
 
 
 def mixture() -> ModelSpec:
@@ -167,14 +168,14 @@ def test_every_plan_gives_the_same_bits_near_the_reference_s(
         for (layer, name), master in masters.items()
     )
     log.info("%s %s: losses %s, reference %s, worst error %s", kind, dtype, results, wanted, worst)
-    # the reference multiplies one matrix at a time, which may take another kernel
+    # The reference multiplies one matrix at a time, which may use another kernel.
     assert all(abs(one[0] - other[0]) < 2e-2 for one, other in zip(results, wanted, strict=True))
     assert worst < 0.15
 
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_an_update_needs_no_memory_but_the_workspace_and_the_library_s(coded: bool) -> None:
-    """And with an 8-bit momentum the temporaries that every update of codes has."""
+    """With an 8-bit momentum, an update also needs the temporaries of every update of codes."""
     found = Matrices(1, 2048, 3072)
     count, size = found.size, sum(found.workspace)
     stream = torch.cuda.Stream(DEVICE)
@@ -194,7 +195,7 @@ def test_an_update_needs_no_memory_but_the_workspace_and_the_library_s(coded: bo
         muon.update(weights, low, momentum, gradient, clip=clip, workspace=room, **given)
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated(DEVICE) - before
-    log.info("%s parameters: %s bytes beside a workspace of %s", count, used, size)
+    log.info("%s parameters: %s bytes, and a workspace of %s", count, used, size)
     coding = UPDATE_COSTS["block8"].gpu_temporary_bytes if coded else 0
     assert used <= LIBRARY_BYTES + 2**20 + coding
     kept = weights.clone(), low.clone(), momentum.clone()

@@ -1,5 +1,6 @@
-"""Tests of steps on a GPU: no step waits for a value, steady steps allocate nothing, a full device
-is reported, memory is released, and checksums are equal on both sides.
+"""Tests of steps on a GPU: waiting, allocations, a full device, and checksums.
+
+No step waits for a value, and steady steps allocate nothing.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def batches(plan: Plan, number: int) -> list[Batch]:
 
 @pytest.fixture
 def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes waiting for the device an error while lanes run, from the third step on. Earlier steps
-    compile kernels and start libraries.
+    """Makes waiting for the device an error while lanes run, from the third step on.
+
+    Earlier steps compile kernels and start libraries.
     """
     play, played = LaneGroup.play, dict[int, int]()
 
@@ -100,7 +102,7 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
 @pytest.mark.parametrize(("policy", "changes"), PLANS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
+def test_no_step_waits_for_a_value_and_no_steady_step_allocates(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
@@ -108,8 +110,9 @@ def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
     accumulation: int,
     kernels: str,
 ) -> None:
-    """Eight steps with a flush between them neither wait nor allocate. The executor itself raises
-    if a step after the second calls cudaMalloc.
+    """Eight steps with a flush between them neither wait nor allocate.
+
+    The executor itself raises an error if a step after the second calls cudaMalloc.
     """
     monkeypatch.setenv("MEGATRAIN_KERNELS", kernels)
     plan = make_plan(
@@ -130,7 +133,7 @@ def test_no_step_waits_for_a_value_and_no_steady_one_allocates(
 
 
 @pytest.mark.usefixtures("waiting_is_an_error")
-def test_one_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
+def test_a_step_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("overlapped", **SIZES, **LIMITS)
     with opened(plan) as executor:
         for number in (1, 2):
@@ -143,7 +146,9 @@ def test_one_that_waits_is_found(make_plan: Callable[..., Plan]) -> None:
 
 def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[..., Plan]) -> None:
     """A step that keeps allocating device memory is an error with both of PyTorch's allocators.
-    Plain segments take the memory in one call, expandable ones in several.
+
+    The allocator with plain segments allocates in one call, and the one with expandable segments in
+    several.
     """
     plan = make_plan("overlapped", **SIZES, **LIMITS)
     last = 3 + _SETTLING_STEPS + 1
@@ -161,9 +166,13 @@ def test_steady_steps_that_take_device_memory_are_an_error(make_plan: Callable[.
             executor.step(batches(plan, last), rate=1e-3, number=last)
 
 
-def test_a_full_device_is_told_and_everything_comes_back(make_plan: Callable[..., Plan]) -> None:
-    """If the pools fit but the activations do not, the step is refused in one line and all memory
-    is released. Another tensor fills the device here. Afterwards the same process trains again.
+def test_a_full_device_is_reported_and_all_memory_is_released(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """If the pools fit but the activations do not, the step gives a one-line error.
+
+    All memory is released, and the same process can train again. Another tensor fills the device
+    here.
     """
     device = torch.device("cuda", 0)
     plan = make_plan(
@@ -214,14 +223,17 @@ def test_a_checksum_is_the_same_on_both_sides(monkeypatch: pytest.MonkeyPatch) -
     words = torch.randint(
         -(2**63), 2**63 - 1, (5_000_001,), generator=torch.Generator().manual_seed(0)
     )
-    assert torch.equal(checksums._words(words), checksums._words(words.cuda()).cpu())
+    assert torch.equal(checksums._mixed_sum(words), checksums._mixed_sum(words.cuda()).cpu())
     monkeypatch.setattr(checksums, "_GPU_WORDS", 1000)
-    assert torch.equal(checksums._words(words[:9999]), checksums._words(words[:9999].cuda()).cpu())
+    assert torch.equal(
+        checksums._mixed_sum(words[:9999]), checksums._mixed_sum(words[:9999].cuda()).cpu()
+    )
 
 
-def test_plans_tell_the_same_checksum_step_by_step(make_plan: Callable[..., Plan]) -> None:
-    """All plans report the same checksums, with weights on the host or on the device and updates at
-    once or deferred.
+def test_all_plans_report_the_same_checksum_in_each_step(make_plan: Callable[..., Plan]) -> None:
+    """All plans report the same checksums.
+
+    Weights are on the host or on the device, and updates are immediate or deferred.
     """
     from megatrain.runtime.machine import make_deterministic
 

@@ -1,6 +1,4 @@
-"""Tests of attention: kept attention outputs, compiled graphs, and refusals of what a machine or a
-model cannot do.
-"""
+"""Tests of attention: kept outputs, compiled graphs, and refused kernels."""
 
 from __future__ import annotations
 
@@ -119,11 +117,12 @@ def test_a_kept_attention_gives_the_bits_of_one_computed_again(
     assert (bytes_kept.output, bytes_kept.log_sum_exp) == tuple(tensor.nbytes for tensor in kept)
 
 
-def test_a_kept_attention_is_taken_and_not_computed(
+def test_a_kept_attention_is_used_and_not_computed(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recompute uses the kept output, so another output in its place changes the result. The
-    kernel's forward function is not called.
+    """Recompute uses the kept output, so replacing the output changes the result.
+
+    The kernel's forward function is not called.
     """
     plan = make_plan(dtype="fp32")
     functional_layers = made(plan)
@@ -147,7 +146,7 @@ def test_a_kept_attention_is_taken_and_not_computed(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_flash_by_choice_is_what_pytorch_takes_on_the_cpu(
+def test_chosen_flash_attention_equals_pytorch_s_default_on_the_cpu(
     make_plan: Callable[..., Plan], slot: Arenas, dtype: str
 ) -> None:
     results = []
@@ -208,7 +207,7 @@ def test_layers_are_traced_whole_and_once(make_plan: Callable[..., Plan], slot: 
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(
+def test_a_kernel_that_the_machine_lacks_is_refused_before_anything_is_loaded(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
     plan = executable(attention="cudnn")
@@ -227,7 +226,7 @@ def test_a_kernel_that_the_machine_has_not_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_pytorch_would_take_on_this_machine(
+def test_the_kernel_that_pytorch_would_choose_is_named_or_refused(
     make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan()
@@ -237,7 +236,7 @@ def test_what_pytorch_would_take_on_this_machine(
         kernel_of(plan.model, plan.workload, CPU)
 
 
-def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]) -> None:
+def test_a_kernel_can_only_be_chosen_for_full_attention(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan(family="gemma2", attention="flash", head_dim=8)
     with pytest.raises(UserError, match="flash for a gemma2 model"):
         refuse_attention(plan, CPU)
@@ -258,12 +257,10 @@ def test_a_kernel_by_choice_is_for_full_attention(make_plan: Callable[..., Plan]
     [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}],
     ids=["full", "sliding above"],
 )
-def test_layers_beside_a_kept_one_are_masked_as_ever(
+def test_a_kept_attention_does_not_change_the_masks_of_other_layers(
     executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]
 ) -> None:
-    """Layers 1 and 2 have a sliding window. Their masks are PyTorch's own, whether or not layer 0's
-    attention is kept.
-    """
+    """Layers 1 and 2 have a sliding window. Their masks are the same if layer 0 is kept."""
     bits = []
     for kept in ("", "0"):
         model = ModelSpec.from_config(
@@ -277,17 +274,19 @@ def test_layers_beside_a_kept_one_are_masked_as_ever(
             host_limit_bytes=2**30,
         )
         with session(plan) as running:
-            arguments = running.executor.functional_layers._causal
+            arguments = running.executor.functional_layers._causal_arguments
             bits.append(running.bits())
         assert [each["attention_mask"] is None for each in arguments] == [True] + [not window] * 2
     assert bits[0] == bits[1]
 
 
-def test_each_way_of_calling_is_one_graph_a_kind(
+def test_a_kind_of_layer_has_one_graph_for_each_way_of_calling_it(
     make_plan: Callable[..., Plan], slot: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiled layer has three graphs: one that returns its attention, one that takes a kept
-    attention, and one that does neither. No graph is broken, and other layers reuse them.
+    """A compiled layer has three graphs.
+
+    One returns its attention, one takes a kept attention, and one does neither. No graph is broken,
+    and other layers reuse them.
     """
     compiled, graphs = torch.compile, list[torch.fx.GraphModule]()
 
@@ -340,15 +339,16 @@ SAVED_ATTENTION_SUFFIX: dict[str, Any] = {"placement": Placement(saved_attention
         ({}, False, ""),
     ],
 )
-def test_beside_documents_there_are_kernels_that_take_lengths(
+def test_with_documents_kernels_must_take_lengths(
     make_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     lengths: bool,
     found: str,
 ) -> None:
-    """With documents on a GPU, a chosen kernel and kept attention need kernels that take the
-    documents' lengths. The CPU's kernel takes a mask.
+    """With documents on a GPU, a chosen kernel and kept attention need kernels that take lengths.
+
+    The CPU's kernel takes a mask.
     """
     monkeypatch.setattr(attention, "takes_lengths", lambda *_: lengths)
     monkeypatch.setattr(attention, "kernel_of", lambda *_: None)

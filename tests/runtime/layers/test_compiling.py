@@ -1,4 +1,4 @@
-"""Compiled functions do not count against each other."""
+"""Tests that compiled functions do not count against each other's recompile limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.simulator.model.workload import Workload
 
 
 class _Scale:
-    """Multiplies by a number that the compiler knows."""
+    """Multiplies by a number that is a constant for the compiler."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -59,7 +59,7 @@ def test_a_closure_keeps_its_cells(graphs: list[torch.fx.GraphModule]) -> None:
 
 
 def test_each_layer_of_the_plan_has_a_kind() -> None:
-    """A config may have more layers than the plan, as in a calibration, but no fewer."""
+    """A config may have more layers than the plan, as in a calibration, but not fewer."""
     work, cpu = Workload(batch=1, sequence=8), torch.device("cpu")
     more = FunctionalLayers(SMALL.with_layers(1), work, config_of(SMALL), cpu)
     assert SMALL.layers > 1 == len(more._kinds)

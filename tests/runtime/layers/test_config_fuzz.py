@@ -1,8 +1,8 @@
-"""Fuzz tests of model configs: each changes one key of one family's config.
+"""Fuzz tests of model configs: each test changes one key of one family's config.
 
-A tiny model with the changed config trains as transformers' does, or is refused with a UserError
-before anything is allocated. Another loss, another exception or a failure in the first step is an
-error.
+A tiny model with the changed config trains like that of transformers, or is refused with a
+UserError before anything is allocated. Another loss, another exception or a failure in the first
+step is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatrain.simulator.model.specs import ModelSpec
 
 BOUND = 1e-5
 SAMPLE = 16
-"""how many of all changes an ordinary test run tries"""
+"""number of changes that an ordinary test run tries"""
 
 
 def outcome(change: Change, folder: Path, run: Callable[..., Any]) -> str:

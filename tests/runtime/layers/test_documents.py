@@ -1,5 +1,6 @@
-"""Tests of packed documents: they train as they would alone, whether the kernel gets their lengths
-or a mask. On the CPU, a stand-in for the kernel takes the lengths.
+"""Tests of packed documents: they train as they would alone.
+
+The kernel gets their lengths or a mask. On the CPU, a replacement of the kernel takes the lengths.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ HELPED = ("gpt_oss", "opt", "llama4_text")
 """families whose models do not pass the positions to their masks, or count chunks from the start of
 a row"""
 IN_BF16 = ("llama", "gemma3_text", "mixtral", *HELPED)
-"""families of which normal tests also train packed rows in bf16"""
+"""families for which normal tests also train packed rows in bf16"""
 RELOADED = ("llama", "gemma3_text", "qwen3_next", "gpt_oss")
-"""families of which normal tests also train packed rows after an export, and compare padding with
-transformers' mask. Packed rows of the whole sample have padding on both sides"""
+"""families for which normal tests also train packed rows after an export, and compare padding with
+transformers' mask. Packed rows have padding on both sides for the whole sample."""
 ROWS = torch.tensor([[0] * 24, [0] * 24])
 ALL_HERE = {"weights": "all", "gradients": "all"}
 
 
 @pytest.fixture(params=["lengths", "mask"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns how documents are separated: by lengths or by a mask. Families whose attention scores
-    are written out use a mask in both cases.
+    """Returns how documents are separated: by `lengths` or by a `mask`.
+
+    Families that write out their attention scores use a mask in both cases.
     """
     if request.param == "lengths":
         reference_lengths.install(monkeypatch)
@@ -79,9 +81,7 @@ def batches_of(plan: Plan, *packings: torch.Tensor) -> list[Batch]:
 
 
 def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """Returns transformers' loss with each document on its own, without a mask, positions or
-    padding.
-    """
+    """Returns transformers' loss of each document alone, without masks, positions or padding."""
     trained = [labelled(batch) for batch in batches]
     loss = torch.zeros(())
     for batch in trained:
@@ -106,8 +106,9 @@ def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
     indirect=["way"],
 )
 def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], family: str) -> None:
-    """Packed rows have the loss and gradients of their documents alone. Blocks of three layers are
-    recomputed, and the two micro-batches are packed differently.
+    """Packed rows have the loss and gradients of their documents alone.
+
+    Blocks of three layers are recomputed, and the two micro-batches are packed differently.
     """
     model_spec = model_of(family, **without_draws(family))
     with run(model_spec, documents=True, accumulation=2) as running:
@@ -119,8 +120,10 @@ def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], fam
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", CAN_SAVE_ATTENTION)
 def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family: str) -> None:
-    """Packed rows train as their documents alone if attention is kept. Layer 0 is recomputed whole,
-    layers 1 and 2 keep their attention, and layer 3 is saved.
+    """With kept attention, packed rows train as their documents alone.
+
+    Layer 0 is recomputed whole, layers 1 and 2 keep their attention, and layer 3 saves its
+    activations.
     """
     model_spec = model_of(family, sliding_window=0, use_sliding_window=False)
     placement = Placement(saved_attention="1-2", saved_activations="3", **ALL_HERE)
@@ -134,8 +137,9 @@ def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family
 
 @pytest.mark.usefixtures("way")
 def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[..., Plan]) -> None:
-    """A shortened model with the config of the whole model takes documents. Calibration builds such
-    models.
+    """A shortened model with the config of the whole model accepts documents.
+
+    Calibration builds such models.
     """
     model = model_of("qwen2")
     plan = make_plan(
@@ -158,9 +162,7 @@ def test_fewer_layers_than_the_config_has_take_documents(make_plan: Callable[...
 def test_packed_rows_after_saving_and_loading(
     run: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """After a step on packed rows and an export, transformers' model has the same loss and
-    gradients.
-    """
+    """After a step on packed rows and an export, the loss and gradients are transformers'."""
     with run(model_of(family, **without_draws(family)), documents=True) as running:
         plan, config = running.plan, config_of(running.plan.model)
         batches = [with_documents(plan, PACKED)]
@@ -181,8 +183,9 @@ def test_packed_rows_after_saving_and_loading(
 def test_a_packed_row_in_bf16_trains_as_transformers_packs_it(
     run: Callable[..., Any], family: str
 ) -> None:
-    """A packed row in bf16 has the loss and gradients that transformers computes for the packed
-    row. Documents alone would have other matrix products, which round differently in bf16.
+    """A packed row in bf16 has the loss and gradients that transformers computes for packed rows.
+
+    Matrix products of single documents would round differently in bf16.
     """
     with run(model_of(family), dtype="bf16", documents=True) as running:
         model, batch = (
@@ -242,8 +245,9 @@ def test_padding_is_transformers_attention_mask(
 def test_every_plan_gives_the_same_bits(
     way: str, executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
 ) -> None:
-    """Plans that recompute, save or keep attention, with other slots and policies, have the same
-    bits. One micro-batch has documents and one has none.
+    """Plans with other policies, slots and placements of activations have the same bits.
+
+    One micro-batch has documents and one has none.
     """
     found = []
     changes = {
@@ -287,9 +291,7 @@ def test_every_plan_gives_the_same_bits(
 def test_rows_of_one_document_have_the_causal_kernel(
     monkeypatch: pytest.MonkeyPatch, executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Data without documents uses no lengths and no mask, and has the bits of a plan without
-    documents.
-    """
+    """Rows without documents use no lengths and no mask, and have the bits of such a plan."""
     called, bits = reference_lengths.install(monkeypatch), []
     for documents in (False, True):
         with session(executable(documents=documents)) as running:
@@ -299,11 +301,12 @@ def test_rows_of_one_document_have_the_causal_kernel(
 
 
 @pytest.mark.parametrize("kept", ["", "all"])
-def test_documents_told_by_lengths_make_no_mask(
+def test_documents_given_by_lengths_have_no_mask(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    """Documents that are given by lengths have no mask, also with windows. The number of lengths is
-    rounded up.
+    """Documents that are given by lengths have no mask, even with windows.
+
+    The number of lengths is rounded up.
     """
     called = reference_lengths.install(monkeypatch)
     model = model_of("qwen2") if not kept else model_of("qwen2", use_sliding_window=False)
@@ -314,7 +317,7 @@ def test_documents_told_by_lengths_make_no_mask(
         placement=Placement(saved_attention=kept, **ALL_HERE),
     ) as running:
         functional_layers = running.executor.functional_layers
-        masked = [handed["attention_mask"] for handed in functional_layers._causal]
+        masked = [handed["attention_mask"] for handed in functional_layers._causal_arguments]
         assert all(mask is None for mask in masked)
         running.executor.step([with_documents(running.plan, PACKED)], rate=0.0, number=1)
         assert set(called) == {9}, "6 documents in 2 rows need room for 8"
@@ -325,9 +328,11 @@ def test_documents_told_by_lengths_make_no_mask(
         )
 
 
-def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without documents, each row is one document, as in the timing of a layer. With windows,
-    lengths say so instead of a mask. Without windows, the causal kernel needs neither.
+def test_without_documents_each_row_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without documents, each row is one document, as in the timing of a layer.
+
+    Layers with windows get the lengths of the rows instead of a mask. Other layers use the causal
+    kernel, which needs neither.
     """
     reference_lengths.install(monkeypatch)
     for family, spared in (("qwen2", True), ("llama", False)):
@@ -347,11 +352,12 @@ def test_where_nobody_speaks_of_documents_rows_are_whole(monkeypatch: pytest.Mon
 @given(
     st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.data()
 )
-def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
+def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
-    """The bounds are the starts of the documents, and the unused rest is empty. Documents are
-    numbered from 0 in each row, and the last of a row may be padding.
+    """The bounds are the starts of the documents, and unused entries are empty documents.
+
+    Documents are numbered from 0 in each row, and the last of a row may be padding.
     """
     longest = max(map(sum, rows))
     filled = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
@@ -372,7 +378,7 @@ def test_bounds_are_where_documents_begin_and_the_rest_is_empty(
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)
-def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
+def test_the_simulator_knows_which_families_write_out_scores(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in UNFUSED_ATTENTION)
     assert model.document_attention("fp32") == "mask"
@@ -385,8 +391,9 @@ def test_the_simulator_knows_whose_scores_are_written_out(family: str) -> None:
 def test_every_family_is_asked_whether_a_gpu_takes_lengths(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Every family's head sizes are passed to the check of the GPU's kernel, whatever its
-    config.json calls them, or if it names none.
+    """The check of the GPU's kernel gets every family's head sizes.
+
+    A config.json may have other keys for them, or none.
     """
     asked: list[tuple[int, ...]] = []
     make = torch.empty
@@ -422,11 +429,12 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
         among=("gemma3_text", "qwen3_5_text"),
     ),
 )
-def test_compiled_there_is_one_graph_for_any_number_of_documents(
+def test_one_graph_serves_any_number_of_documents(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """A compiled model has one graph for each kind of layer. Another layer, another micro-batch or
-    more documents need no other graph.
+    """A compiled model has one graph for each kind of layer.
+
+    Another layer, another micro-batch or more documents need no other graph.
     """
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile
@@ -474,9 +482,10 @@ def test_compiled_there_is_one_graph_for_any_number_of_documents(
 
 @pytest.mark.parametrize("left", [-1, 127])
 @pytest.mark.parametrize("pairs", [4, 8])
-def test_the_kernel_takes_what_it_is_given(left: int, pairs: int) -> None:
-    """The forward and backward ops exist and return tensors of the stated shapes. The tensors have
-    no memory here.
+def test_the_kernel_accepts_the_arguments(left: int, pairs: int) -> None:
+    """The forward and backward ops exist and return tensors of the stated shapes.
+
+    The tensors have no memory here.
     """
     query, key, value = (
         torch.empty(2048, count, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -1,5 +1,6 @@
-"""Experts as grouped products: the results of transformers' own modules, and nothing that the host
-has to wait for.
+"""Tests of experts as grouped products, for which the host never waits.
+
+The results are those of transformers' modules.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def outputs(pair: torch.nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("chosen", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_results_and_gradients_are_those_of_transformers(chosen: int, tokens: int) -> None:
-    """With one token, most experts have none."""
+    """With a single token, most experts get no token."""
     x, found = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(1)), []
     for pair in (modules(chosen), grouped(chosen)):
         made = outputs(pair, x)
@@ -53,7 +54,7 @@ def test_results_and_gradients_are_those_of_transformers(chosen: int, tokens: in
 
 
 def test_nothing_is_read_by_the_host() -> None:
-    """On the meta device nothing can be."""
+    """Tensors on the meta device have no values that could be read."""
     pair = grouped().to("meta")
     assert pair[0](torch.empty(40, 16, device="meta"))[3].shape == (8,)
     with pytest.raises(RuntimeError, match="meta"):
@@ -62,7 +63,7 @@ def test_nothing_is_read_by_the_host() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts_of_dbrx_are_those_of_transformers(tokens: int) -> None:
-    """Their weights are views of flat matrices. The host reads nothing of them."""
+    """The weights are views of flat matrices. The host reads no values."""
     torch.manual_seed(0)
     table = DbrxFFNConfig(
         hidden_size=16, ffn_hidden_size=24, moe_num_experts=8, ffn_act_fn={"name": "gelu"}
@@ -105,7 +106,7 @@ def test_experts_of_dbrx_are_those_of_transformers(tokens: int) -> None:
         ),
     ],
 )
-def test_what_dbrx_does_not_train_is_refused_by_its_key(
+def test_unsupported_settings_of_dbrx_are_refused_by_their_key(
     changes: dict[str, Any], message: str
 ) -> None:
     config = dict(model_of("dbrx").config)
@@ -115,8 +116,8 @@ def test_what_dbrx_does_not_train_is_refused_by_its_key(
         ModelSpec.from_config(config, "config.json")
 
 
-def test_dbrx_with_its_own_theta_named_twice_is_trained() -> None:
-    """A published DBRX has it in `attn_config` alone, where transformers does not read it."""
+def test_dbrx_with_its_theta_given_twice_is_trained() -> None:
+    """A published DBRX has theta only in `attn_config`, where transformers does not read it."""
     config = dict(model_of("dbrx").config)
     config["attn_config"] = {**config["attn_config"], "rope_theta": 500000.0}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
@@ -133,7 +134,9 @@ def test_dbrx_with_its_own_theta_named_twice_is_trained() -> None:
         ({"output_router_logits": True}, "output_router_logits: found True; allowed: false, since"),
     ],
 )
-def test_what_is_not_trained_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_by_their_key(
+    changes: dict[str, Any], message: str
+) -> None:
     config = {**model_of("jetmoe").config, **changes}
     with pytest.raises(UserError, match=message):
         ModelSpec.from_config(config, "config.json")

@@ -1,5 +1,7 @@
-"""A router that draws experts at random, and noise in its input: every plan draws the same, as does
-transformers with a generator that is seeded alike, and an evaluation draws nothing.
+"""Tests of routers that draw random numbers to choose experts or as noise in their input.
+
+Every plan draws the same numbers, and so does transformers with a generator of the same seed. An
+evaluation draws none.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ LIMITS = {"device_limit_bytes": 2**30, "host_limit_bytes": 2**30, "chunk_bytes":
 def test_every_plan_draws_the_same(
     executable: Callable[..., Plan], session: Callable[..., Any], dtype: str
 ) -> None:
-    """Layers recomputed, stored, or with their weights in slots: losses and weights have the same
-    bits. Another seed gives others.
+    """Losses and weights have the same bits under every plan, and other bits with another seed.
+
+    Layers are recomputed, saved, or have their weights in slots.
     """
     plans = [
         executable(policy, model=model_of("phimoe"), accumulation=2, dtype=dtype, **LIMITS, **knobs)
@@ -50,7 +53,7 @@ def test_every_plan_draws_the_same(
         assert running.bits().results != found[0].results
 
 
-def test_each_step_draws_anew_and_the_same_when_it_is_repeated(run: Callable[..., Any]) -> None:
+def test_each_step_has_its_own_random_numbers_and_repeats_them(run: Callable[..., Any]) -> None:
     with run(model_of("phimoe"), accumulation=2) as running:
         batches = drawn(running.plan)
         before = torch.get_rng_state()
@@ -61,7 +64,7 @@ def test_each_step_draws_anew_and_the_same_when_it_is_repeated(run: Callable[...
         assert torch.equal(torch.get_rng_state(), before), "others draw what they would have drawn"
 
 
-def test_a_run_draws_by_its_own_seed_and_the_same_when_it_is_resumed(
+def test_random_numbers_follow_the_seed_of_the_run_also_after_a_resume(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
     plan = executable("resident", model=model_of("phimoe"), dtype="fp32", **LIMITS)
@@ -139,7 +142,7 @@ def test_draws_of_run_step_micro_batch_and_layer_differ() -> None:
     assert len(seeds) > 9_990
 
 
-def test_what_is_drawn_is_no_dropout() -> None:
+def test_jitter_noise_does_not_count_as_dropout() -> None:
     model = model_of("phimoe", router_jitter_noise=0.01, input_jitter_noise=0.02)
     refuse_unsupported(model, Workload(batch=2, sequence=16, no_dropout=True))
     refuse_unsupported(model, Workload(batch=2, sequence=16))
@@ -159,7 +162,7 @@ def test_what_is_drawn_is_no_dropout() -> None:
         ),
     ],
 )
-def test_what_it_cannot_be_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_invalid_noise_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
     config = {**model_of("phimoe").config, **changes}
     with pytest.raises(UserError, match=message):
         ModelSpec.from_config(config, "config.json")

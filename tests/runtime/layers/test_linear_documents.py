@@ -1,5 +1,6 @@
-"""Tests of linear attention and state-space mixers over packed rows: a layer computes for each
-document what it computes for the document alone.
+"""Tests of linear attention and state-space mixers over packed rows.
+
+A layer computes for each document what it computes for the document alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LENGTHS = [[70, 1, 2, 3, 64, 60], [200], [1] * 8 + [128, 64], [4, 60, 136]]
 
 @pytest.fixture(params=LINEAR)
 def layer(request: pytest.FixtureRequest) -> Any:
-    """Returns the mixer with a state in the first layer of transformers' model."""
+    """Returns the recurrent mixer of the first layer of transformers' model."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -44,9 +45,10 @@ def row_and_documents(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_each_document_is_as_it_is_alone(layer: Any) -> None:
-    """The output and input gradient of each document are within 1e-5 and 2e-5 of those of the
-    document alone.
+def test_each_document_has_the_results_of_the_document_alone(layer: Any) -> None:
+    """The output of each document is within 1e-5 of that of the document alone.
+
+    The input gradient is within 2e-5.
     """
     rows, documents = row_and_documents()
     weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
@@ -68,8 +70,9 @@ def test_each_document_is_as_it_is_alone(layer: Any) -> None:
 
 
 def test_no_document_sees_another_one(layer: Any) -> None:
-    """Replacing one document, even by values a thousand times as large, does not change the output
-    of the others.
+    """Replacing one document does not change the output of the others.
+
+    This holds even for values that are a thousand times as large.
     """
     rows, documents = row_and_documents()
     other = torch.where((documents == 0)[..., None], 1000 * rows.flip(1), rows)
@@ -94,10 +97,8 @@ def test_a_row_of_one_document_is_a_row_without_documents(layer: Any) -> None:
     assert torch.allclose(one, plain, rtol=0, atol=1e-6 * float(plain.abs().max()))
 
 
-def test_what_is_kept_for_the_backward_pass_is_as_much_as_without_documents(layer: Any) -> None:
-    """The backward pass keeps as much memory as without documents, so that predictions of memory
-    are right.
-    """
+def test_the_backward_pass_keeps_no_more_memory_than_without_documents(layer: Any) -> None:
+    """The backward pass keeps as much memory as without documents, as predictions assume."""
     rows, documents = row_and_documents()
     sizes = []
     for arguments in ({}, {ARGUMENT: positions(documents)}):
@@ -114,7 +115,7 @@ def test_what_is_kept_for_the_backward_pass_is_as_much_as_without_documents(laye
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
 
 
-def test_taking_over_twice_is_taking_over_once(layer: Any) -> None:
+def test_installing_twice_changes_nothing(layer: Any) -> None:
     import sys
 
     file = sys.modules[type(layer).__module__]

@@ -1,6 +1,4 @@
-"""Tests of the bias by which a router chooses experts: a buffer of the model folder that training
-does not change.
-"""
+"""Tests of the bias of a router's scores: a buffer of the model that training does not change."""
 
 from __future__ import annotations
 
@@ -20,11 +18,12 @@ from megatrain.simulator.schedule.plan import Plan
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_router_s_bias_is_the_model_folder_s_and_resume_has_it_too(
+def test_a_router_s_bias_is_that_of_the_model_folder_also_after_a_resume(
     executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """A checkpoint does not hold a router's bias, because training does not change it. Resuming is
-    right, because the model's folder is loaded before every restore.
+    """A checkpoint does not store a router's bias, because training does not change it.
+
+    A resumed run has the right bias, because the model's folder is loaded before every restore.
     """
     model = ModelSpec.from_config(
         tiny_config(family, num_hidden_layers=3, num_key_value_heads=8).to_dict(), family, family

@@ -1,5 +1,6 @@
-"""Tests of positions that are scaled by a document's length: each document of a packed row has the
-frequencies of its own length, as if it were alone.
+"""Tests of rotary positions that are scaled by the length of a document.
+
+Each document of a packed row has the frequencies of its own length, as if it were alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatrain.runtime.layers.transformers_model import refuse_unlike_transforme
 
 LIMIT = 8
 """number of tokens up to which positions are not scaled; the documents of `PACKED` have 9, 1, 14,
-12 and 7"""
+12 and 7 tokens"""
 LONG = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": LIMIT}
 HALF = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0]
 LONGROPE = {
@@ -69,8 +70,9 @@ SCALED = [
 
 
 def alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """Returns the loss of transformers' model with each document on its own. A single token before
-    each document resets the scaling that the previous one left.
+    """Returns the loss of transformers' model with each document alone.
+
+    A single token before each document resets the scaling by the previous document.
     """
     trained, loss = [labelled(batch) for batch in batches], torch.zeros(())
     for batch in trained:
@@ -124,8 +126,9 @@ def test_whole_rows_are_scaled_as_transformers_does(
 
 @pytest.mark.parametrize("changes", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
 def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[str, Any]) -> None:
-    """A document has the frequencies of its length, whatever documents are before it or next to it.
-    One case has just the original length.
+    """A document has the frequencies of its length, whatever other documents there are.
+
+    One document has exactly the original length.
     """
     config, x = config_of(model_of("llama", **changes)), torch.zeros(1, 1, 1)
     scaled = ScaledPositions.around(LlamaRotaryEmbedding(config))
@@ -137,7 +140,7 @@ def test_each_length_has_its_own_frequencies_whatever_came_before(changes: dict[
             assert torch.equal(found, torch.cat(expected, 1))
 
 
-def test_a_token_knows_how_long_its_document_is() -> None:
+def test_each_token_has_the_length_of_its_document() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
     assert document_lengths(positions).tolist() == [[3, 3, 3, 1, 2, 2], [6] * 6]
 

@@ -1,5 +1,6 @@
-"""Tests of what the runtime refuses to execute, in one line and from `train` and `calibrate` alike,
-and that a plan alone rebuilds transformers' config.
+"""Tests of models that the runtime refuses, in one line from both `train` and `calibrate`.
+
+A plan alone is enough to rebuild transformers' config.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_cannot_be_executed_is_refused_before_anything_is_read(
+def test_plans_that_cannot_be_executed_are_refused_before_anything_is_read(
     make_plan: Callable[..., Plan],
     make_model: Callable[..., ModelSpec],
     tmp_path: Path,
@@ -119,15 +120,16 @@ def test_a_plan_alone_rebuilds_the_model(
         "rope_theta", config.rope_parameters["rope_theta"]
     )
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    assert model.parameters == sum(parameter.numel() for parameter in skeleton.parameters())
+        meta_model = AutoModelForCausalLM.from_config(config)
+    assert model.parameters == sum(parameter.numel() for parameter in meta_model.parameters())
 
 
 def test_a_multimodal_folder_is_refused_by_name(
     make_model: Callable[..., ModelSpec], tmp_path: Path
 ) -> None:
-    """A multimodal folder is refused by name if its language model has not been compared with
-    transformers' inside the whole model.
+    """A multimodal folder is refused by name if its language model has not been tested.
+
+    A test compares the language model with the whole model of transformers.
     """
     text = make_model(family="llama")
     transformers.LlavaConfig(text_config=dict(text.config)).save_pretrained(tmp_path)
@@ -142,9 +144,7 @@ def test_a_multimodal_folder_is_refused_by_name(
 
 
 def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
-    """A dropout that config.json leaves out has the default of the family's class, which is 0.1 for
-    GPT-2.
-    """
+    """A dropout that config.json leaves out has the default of its class, 0.1 for GPT-2."""
     given = {
         "model_type": "gpt2",
         "n_embd": 64,
@@ -178,8 +178,9 @@ def test_a_dropout_that_a_config_leaves_out_is_the_family_s() -> None:
 
 
 def test_a_dropout_of_null_is_refused_by_its_key() -> None:
-    """A dropout of null is refused by its key. Some config classes accept null, but no attention
-    function does.
+    """A dropout of null is refused by its key.
+
+    Some config classes accept null, but no attention function does.
     """
     given = {
         "model_type": "falcon_h1",

@@ -1,5 +1,6 @@
-"""Tests of stateless layers: they are transformers' own, the head in chunks and the embedding have
-autograd's gradients, and slots may be reused.
+"""Tests of stateless layers: they compute what transformers computes, and slots may be reused.
+
+The head in chunks and the embedding have autograd's gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def made(plan: Plan) -> FunctionalLayers:
 def decoder(
     templates: FunctionalLayers, weights: dict[str, torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the output of layer 0 with autograd, whose weights are in no slot."""
+    """Returns the output of layer 0 with autograd. Its weights are not in a slot."""
     tensors = weights | templates.buffers["0"]
     return templates._kinds[0].eager(tensors, x, templates._layer_arguments("0", 0))[0]
 
@@ -78,7 +79,7 @@ def fill(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_layer_is_transformers_own(
+def test_a_decoder_layer_computes_what_transformers_computes(
     make_plan: Callable[..., Plan], family: str, dtype: torch.dtype
 ) -> None:
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
@@ -104,8 +105,9 @@ def test_a_decoder_layer_is_transformers_own(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], family: str) -> None:
-    """Embedding, layers and head together give the loss of the whole model. This checks causal
-    attention, positions and the shift of the labels.
+    """Embedding, layers and head together give the loss of the whole model.
+
+    This checks causal attention, positions and the shift of the labels.
     """
     plan = make_plan(family=family, dtype="fp32")
     model, templates = whole_model(plan), made(plan)
@@ -131,11 +133,13 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 31, 32, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
+def test_the_head_in_chunks_has_the_gradients_of_the_whole_head(
     make_plan: Callable[..., Plan], chunk: int, dtype: torch.dtype
 ) -> None:
-    """The head in chunks has the gradients of the whole head. The tolerance is 1e-5 in fp32 and
-    2e-2 of the largest value in bf16, since a chunk's gradient is rounded to 8 bits.
+    """The head in chunks has the gradients of the whole head.
+
+    The tolerance is 1e-5 in fp32, and 2e-2 of the largest value in bf16, because the gradient of a
+    chunk is rounded to 8 bits.
     """
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", loss_chunk=chunk)
     model, x = whole_model(plan, dtype), hidden(plan).to(dtype)
@@ -173,8 +177,9 @@ def test_the_head_in_chunks_has_the_gradients_of_the_head_at_once(
 def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
     make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int
 ) -> None:
-    """The head multiplies with a multiple of 8 rows. The loss and the gradients are those without
-    padding, and an evaluation has the bits of a step.
+    """The head multiplies with a multiple of 8 rows.
+
+    The loss and the gradients are those without padding, and an evaluation has the bits of a step.
     """
     plan = make_plan(dtype=dtype, vocabulary=251, loss_chunk=5)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -185,13 +190,13 @@ def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
         "lm_head.weight": model.lm_head.weight.detach().clone(),
     }
     used = []
-    leave = type(made(plan)._edges).leave
+    leave = type(made(plan)._embedding_and_head).leave
 
     def seen(self: object, named: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
         used.append(len(named["lm_head.weight"]))
         return leave(self, named, row)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(made(plan)._edges), "leave", seen)
+    monkeypatch.setattr(type(made(plan)._embedding_and_head), "leave", seen)
     head, scale = made(plan), 1 / labels.numel()
     dx, plain_dx = torch.empty_like(x), torch.empty_like(x)
     loss, gradients = head.head(weights, x, labels, scale, dx)
@@ -234,8 +239,9 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     dtype: torch.dtype,
     slot_of_backward: str,
 ) -> None:
-    """Gradients have the same bits if the slot is overwritten after recompute and the layer is
-    loaded again into the same or the other slot.
+    """Gradients have the same bits if the slot is overwritten between recompute and backward.
+
+    The layer is loaded again into the same or the other slot.
     """
     plan = make_plan(family=family, dtype="fp32" if dtype == torch.float32 else "bf16")
     templates, layer, x, upper = (
@@ -261,11 +267,12 @@ def test_a_slot_may_be_reused_between_recompute_and_backward(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
 
 
-def test_backward_reads_the_slot_that_it_is_told(
+def test_backward_reads_the_slot_that_it_is_given(
     make_plan: Callable[..., Plan], slots: Arenas
 ) -> None:
-    """The backward pass uses the weights in its slot and not those of recompute. With another layer
-    in the slot, the gradients differ.
+    """The backward pass uses the weights in its slot and not those of recompute.
+
+    With another layer in the slot, the gradients differ.
     """
     plan = make_plan(dtype="fp32")
     templates, layer, x = made(plan), plan.model.stack["0"], hidden(plan)

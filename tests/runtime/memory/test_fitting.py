@@ -1,4 +1,4 @@
-"""Tests of plans that do not fit: they are refused by arithmetic before a weight is read."""
+"""Tests of plans that do not fit: they are refused before any weight is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pools(plan: Plan, place: str) -> int:
 
 
 @pytest.mark.parametrize(("place", "loading"), [("host", LOADING_BYTES), ("device", 0)])
-def test_what_the_machine_has_counts_to_the_byte(
+def test_the_machine_s_memory_is_compared_to_the_byte(
     make_plan: Callable[..., Plan], place: str, loading: int
 ) -> None:
     plan = make_plan("overlapped")
@@ -44,7 +44,9 @@ def test_what_the_machine_has_counts_to_the_byte(
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_the_plans_limit_counts_to_the_byte(make_plan: Callable[..., Plan], place: str) -> None:
+def test_the_plan_s_limit_is_compared_to_the_byte(
+    make_plan: Callable[..., Plan], place: str
+) -> None:
     plan = make_plan("overlapped")
     for limit in (pools(plan, place), pools(plan, place) - 1):
         limited = msgspec.structs.replace(plan, **{f"{place}_limit_bytes": limit})
@@ -57,8 +59,8 @@ def test_the_plans_limit_counts_to_the_byte(make_plan: Callable[..., Plan], plac
                 refuse_what_does_not_fit(limited, lower(limited))
 
 
-def test_the_predicted_peak_counts_too(make_plan: Callable[..., Plan]) -> None:
-    """The predicted peak is checked too, because activations and workspace are not in the pools."""
+def test_the_predicted_peak_is_compared_too(make_plan: Callable[..., Plan]) -> None:
+    """The predicted peak also has activations and workspace, which are not in the pools."""
     plan = make_plan("overlapped")
     prediction = Prediction(
         step_seconds=1,
@@ -77,7 +79,9 @@ def test_the_predicted_peak_counts_too(make_plan: Callable[..., Plan]) -> None:
         refuse_what_does_not_fit(msgspec.structs.replace(plan, prediction=prediction), lower(plan))
 
 
-def test_less_free_memory_than_the_pools_need_is_said(make_plan: Callable[..., Plan]) -> None:
+def test_a_note_says_that_less_memory_is_free_than_the_pools_need(
+    make_plan: Callable[..., Plan],
+) -> None:
     plan = make_plan("overlapped")
     needed = pools(plan, "host") + LOADING_BYTES
     assert little_memory_note(lower(plan), needed) == ""

@@ -1,5 +1,6 @@
-"""Tests of a run's memory: it is allocated, touched and registered once before the first step,
-progress is reported, and it is always released. Registrations are recorded here.
+"""Tests of a run's memory: it is allocated, touched and registered once before the first step.
+
+Progress is reported, and the memory is always released. A fake libcudart records registrations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CLASSES = ("weights", "master_low", "moments", "gradients")
 
 
 class Registrar:
-    """Replaces libcudart: records what is registered now and how many calls were made."""
+    """A fake libcudart that records the registered memory and the number of calls."""
 
     def __init__(self) -> None:
         self.now: dict[int, int] = {}
@@ -69,7 +70,7 @@ class Registrar:
 
 @pytest.fixture
 def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
-    """Makes host arenas register with the returned recorder, in pieces of at least 8 KiB."""
+    """Makes host arenas register with the returned fake, in pieces of at least 8 KiB."""
     made = Registrar()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(arenas_module, "HostMemory", lambda **_: HostMemory(registered=True))
@@ -87,8 +88,9 @@ def _as_on_a_gpu(self: Any, pool: str, parts: list[int]) -> torch.UntypedStorage
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept: bool) -> None:
-    """Host memory is advised for huge pages and is not copied by a fork. It is private, because the
-    kernel makes no huge pages of Python's shared mappings.
+    """Host memory is advised for huge pages and is not copied by a fork.
+
+    It is private, because the kernel makes no huge pages of Python's shared mappings.
     """
     memory = ReusablePinnedPool(registered=False) if kept else HostMemory(registered=False)
     storage = memory.allocate([2**24], lambda _: None)
@@ -109,12 +111,10 @@ def test_the_optimizers_memory_may_lie_on_huge_pages_and_no_fork_copies_it(kept:
     assert "sh" not in flags
 
 
-def test_a_kernel_that_takes_no_advice_gives_memory_all_the_same(
+def test_memory_is_allocated_without_advice_about_huge_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory is allocated although the kernel has no huge pages (EINVAL) or the system lacks the
-    advice MADV_DONTFORK.
-    """
+    """Memory is allocated even without huge pages (EINVAL) or without MADV_DONTFORK."""
 
     class Mapped(mmap.mmap):
         def madvise(self, *_: Any) -> None:
@@ -164,7 +164,7 @@ def test_all_host_memory_is_registered_once_and_no_step_adds_to_it(
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_progress_goes_up_to_all_of_it(
+def test_progress_reaches_the_total(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
@@ -265,8 +265,9 @@ def test_memory_is_released_although_the_device_has_failed(
 def test_a_steady_step_that_takes_memory_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """The first two steps may allocate memory, and later ones may not. After a step with other
-    shapes or a failed one, two more steps may.
+    """The first two steps may allocate memory, and later ones may not.
+
+    After a step with other shapes, or a failed step, two more steps may allocate.
     """
     with session(executable()) as running:
         memory = running.executor._arenas.host_memory
@@ -295,9 +296,10 @@ def test_a_steady_step_that_takes_memory_is_an_error(
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns a function that runs one step under an `AllocationGuard` and increases PyTorch's
-    counters. `took` and `freed` are bytes, taken in and freed before the step, and `retried` is a
-    count.
+    """Returns a function that runs one step under an `AllocationGuard` with fake counters.
+
+    `took` is the number of bytes allocated in the step, `freed` the number of bytes freed before
+    it, and `retried` the number of retried allocations.
     """
     reserved = {"allocated": 7 * 2**20, "freed": 2**20}
     stats = {"reserved_bytes": {"all": reserved}, "num_alloc_retries": 0}
@@ -321,11 +323,12 @@ def test_a_retried_allocation_is_an_error_at_once(watched: Callable[..., None]) 
         watched(retried=1)
 
 
-def test_device_memory_taken_again_and_again_is_an_error(
+def test_device_memory_that_grows_in_many_steps_is_an_error(
     watched: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every steady step that takes device memory is logged and counts once, however many bytes it
-    takes. After too many it is an error.
+    """Every steady step that takes device memory is logged, and too many such steps are an error.
+
+    A step counts once, however many bytes it takes.
     """
     for number in range(1, 9):
         watched(took=2**20 * number)
@@ -362,8 +365,9 @@ def test_a_step_of_other_shapes_may_take_memory(
 def test_steady_steps_do_not_grow_the_process(
     executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:
-    """Five steady steps do not grow the process by more than 2 % of its state. The model of 9
-    million parameters has 100 MB of state.
+    """Five steady steps do not grow the process by more than 2 % of its state.
+
+    The model has 9 million parameters, or 100 MB of state.
     """
     plan = executable(
         "k_buffer",
@@ -383,7 +387,7 @@ def test_steady_steps_do_not_grow_the_process(
         for number in (1, 2, 3):
             running.step(number)
         growth = []
-        # malloc's arenas grow for a while, once for each thread. Memory that steps keep would grow
+        # Arenas of malloc grow at first, once for each thread. Memory that steps keep would grow
         # in every round, so one round without growth proves that they keep none.
         for first in range(4, 44, 5):
             before = held_bytes()
@@ -396,7 +400,7 @@ def test_steady_steps_do_not_grow_the_process(
 
 
 def held_bytes() -> int:
-    """Returns the memory of this process alone, without malloc's reserve."""
+    """Returns the private bytes of this process, without malloc's reserve."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -428,15 +432,16 @@ def held_bytes() -> int:
         ("overlapped", {"placement": Placement(moments="all")}),
     ],
 )
-def test_a_layer_s_state_is_kept_once_in_12_bytes_a_parameter_beside_its_gradient(
+def test_a_layer_s_state_is_stored_once_in_12_bytes_per_parameter_without_its_gradient(
     executable: Callable[..., Plan],
     policy: str,
     changes: dict[str, Any],
     accumulation: int,
     dtype: str,
 ) -> None:
-    """Each layer's state is stored once, in 12 bytes a parameter on the host and device together.
-    What else is on the host is staging: slabs, scalars and offloaded inputs.
+    """Each layer's state is stored once, in 12 bytes per parameter on host and device together.
+
+    Other buffers on the host are staging buffers, scalars and offloaded inputs.
     """
     plan = executable(
         policy,

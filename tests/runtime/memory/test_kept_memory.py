@@ -1,5 +1,6 @@
-"""Tests of memory that outlives an executor: the same pages are used again and zeroed, and new ones
-are allocated only if those do not suffice.
+"""Tests of memory that outlives an executor: its pages are zeroed and reused.
+
+New pages are allocated only if the kept ones do not suffice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def kept_bytes(memory: ReusablePinnedPool) -> int:
     return sum(region.nbytes for _, region in memory._regions)
 
 
-def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
+def test_the_next_executor_gets_the_same_pages_zeroed() -> None:
     memory, ready = ReusablePinnedPool(registered=False), list[int]()
     memory.reserve(2**20)
     first = torch.empty(0, dtype=torch.uint8).set_(memory.allocate([4096, 100], ready.append))
@@ -43,11 +44,10 @@ def test_the_next_executor_gets_the_same_pages_and_zeros() -> None:
     assert kept_bytes(memory) == 0
 
 
-def test_an_executor_on_kept_memory_computes_what_one_on_its_own_does(
-    executable: Callable[..., Plan],
-) -> None:
-    """Executors on reused pages compute the same bits as on new ones, also if their plans use the
-    pages differently.
+def test_an_executor_on_kept_memory_computes_the_same_bits(executable: Callable[..., Plan]) -> None:
+    """Executors on reused pages compute the same bits as on new pages.
+
+    This also holds if their plans use the pages differently.
     """
     memory, plans = (
         ReusablePinnedPool(registered=False),

@@ -1,5 +1,6 @@
-"""Tests of the memory that a process takes for a while, as the system counts it. The result is
-empty where the system does not count it.
+"""Tests of the temporary memory growth of a process, as counted by the system.
+
+The result is an empty list if the system does not count it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ def counted() -> None:
 
 
 def touch(size: int) -> None:
-    """Takes `size` bytes, writes to each, and releases them."""
+    """Allocates `size` bytes, writes to each, and releases them."""
     taken = b"\1" * size
     del taken
 
 
 @pytest.mark.usefixtures("counted")
-def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
-    """The growth of a block is the most memory that it took, even if it was released. Memory that
-    was taken before does not count.
+def test_growth_is_the_peak_of_a_block_even_if_its_memory_is_released() -> None:
+    """The growth of a block is its peak of memory, even if the memory was released.
+
+    Memory that was taken before the block does not count.
     """
     touch(256 * MIB)
     with growth() as grown:
@@ -45,13 +47,13 @@ def test_growth_is_the_most_that_a_block_took_though_it_gave_it_back() -> None:
     assert grown[0] <= 16 * MIB
 
 
-def test_an_error_comes_through() -> None:
+def test_an_error_in_the_block_is_passed_on() -> None:
     with pytest.raises(ZeroDivisionError), growth():
         raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_where_the_mark_cannot_be_reset_nothing_is_told(
+def test_nothing_is_reported_if_the_peak_cannot_be_reset(
     monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> int:
@@ -63,7 +65,7 @@ def test_where_the_mark_cannot_be_reset_nothing_is_told(
     assert grown == []
 
 
-def test_where_the_peak_is_not_told_neither_is_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_peak_no_growth_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (host_peak_bytes() or 0) > MIB
     monkeypatch.setattr(Path, "read_text", lambda *_: "Name:\tpython\n")
     assert process_memory.host_peak_bytes() is None

@@ -1,7 +1,7 @@
 """Tests of updates whose moments are 8-bit codes: the codec, and the kernels against PyTorch.
 
-Triton's kernel is tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
-pytest tests/runtime/optimizer/test_blockwise.py`. `test_cuda_state_formats.py` tests it on a GPU.
+If Triton is installed, `TRITON_INTERPRET=1 pytest tests/runtime/optimizer/test_blockwise.py` tests
+its kernel in the interpreter. `test_cuda_blockwise.py` tests it on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def stored(
 
 
 def spread(seed: int, blocks: int = 200) -> torch.Tensor:
-    """Returns values whose size differs by orders of magnitude between blocks, and within one."""
+    """Returns values that differ by orders of magnitude between blocks, and within one block."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-12, 4, (blocks, 1), generator=generator).float()
     values = torch.randn(blocks, BLOCK, generator=generator)
@@ -75,9 +75,11 @@ def spread(seed: int, blocks: int = 200) -> torch.Tensor:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=20)
 def test_a_stored_moment_is_within_half_a_step(seed: int) -> None:
-    """Companded values differ by half a code at most. The definition is written anew here: division
-    by the scale, softsign, 127 codes a side; and 255 codes for the root,
-    which differs by less than a code.
+    """Companded values differ by at most half a code, and roots by less than one code.
+
+    This test has its own definition of the codec. First moments are divided by the scale, passed
+    through softsign, and rounded to 127 codes on each side. The roots of second moments have 255
+    codes.
     """
     values = spread(seed).double()
     blocks = values.view(-1, BLOCK)
@@ -116,7 +118,7 @@ def test_a_second_moment_does_not_become_zero() -> None:
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_a_second_moment_decays_as_fast_as_in_fp32(beta2: float) -> None:
-    """A step of it is much less than half a code, so it would be lost in the nearest one."""
+    """One decay step is much less than half a code, so rounding to nearest would lose it."""
     count, steps = 64 * BLOCK, 300
     generator = torch.Generator().manual_seed(0)
     second = torch.rand(count, generator=generator).add_(0.05).square_()
@@ -195,7 +197,7 @@ def test_random_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.parametrize("weight", [1.0, -0.05])
 def test_small_updates_are_not_lost(low: bool, weight: float) -> None:
-    """Each is less than half the distance to the next master that can be stored."""
+    """Each update is less than half the distance between two masters that can be stored."""
     count, steps, rate = 1024 * BLOCK, 50, abs(weight) * 2**-19
     high = torch.full((count,), weight).bfloat16()
     before, residual = high.double(), torch.zeros(count, dtype=torch.int8)
@@ -224,7 +226,7 @@ def test_random_bits_depend_on_seed_step_and_index_alone() -> None:
     assert whole.max() < 2**16
     for other in (another, *blockwise.rounding_keys(8, 3), *blockwise.rounding_keys(7, 4)):
         assert (blockwise.random_bits(other, 2**40, 4096, cpu) != whole).float().mean() > 0.99
-    # SplitMix64 with the state 0 begins with these two numbers
+    # the first two numbers of SplitMix64 from the state 0
     first = blockwise.random_bits(0, 0, 8, cpu).tolist()
     numbers = (0xE220_A839_7B1D_CDAF, 0x6E78_9E6A_A1B9_65F4)
     assert first == [number >> 16 * part & 0xFFFF for number in numbers for part in range(4)]
@@ -266,8 +268,9 @@ def test_the_kernel_s_bits_are_pytorch_s(
     number: int,
     index: int,
 ) -> None:
-    """Updates of any range of blocks give PyTorch's bits. Blocks before and after the range stay,
-    and so does everything if a factor is NaN.
+    """Updates of any range of blocks give PyTorch's bits.
+
+    Blocks before and after the range are unchanged. All blocks are unchanged if a factor is NaN.
     """
     total = (blocks + skipped + 1) * BLOCK
     part = slice(skipped * BLOCK, (skipped + blocks) * BLOCK)
@@ -322,7 +325,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class Broken:
-    """Kernels as of a GPU whose compiler fails, or makes other bits, in `method`."""
+    """GPU kernels whose `method` does not compile, or gives other bits."""
 
     def __init__(self, method: str, problem: Exception | None) -> None:
         self.method, self.problem, self.calls = method, problem, 0
@@ -345,7 +348,7 @@ class Broken:
 def test_a_gpu_s_kernel_with_other_bits_is_not_used(
     caplog: pytest.LogCaptureFixture, method: str, problem: Exception | None
 ) -> None:
-    """The result is PyTorch's, and one line says so."""
+    """PyTorch's result is used, and a one-line warning says so."""
     if host_kernels() is None:
         pytest.skip("no C compiler")
     broken: Any = Broken(method, problem)
@@ -434,7 +437,7 @@ def test_ratio_sums_read_the_stored_second_moment(
 
 
 def test_the_random_bits_are_those_of_splitmix64() -> None:
-    """The first two numbers of the generator as published, from the state 0."""
+    """The generator's first two numbers from the state 0 are the published ones."""
     gamma = 0x9E37_79B9_7F4A_7C15
     assert blockwise.mixed(0) == 0xE220_A839_7B1D_CDAF
     assert blockwise.mixed(gamma) == 0x6E78_9E6A_A1B9_65F4

@@ -1,8 +1,8 @@
-"""Tests of the fused kernels: they give the bits of the PyTorch code, which is used where they are
-not available.
+"""Tests of the fused kernels: they give the bits of the PyTorch code.
 
-Triton's kernels are tested in its interpreter, if Triton is installed, with `TRITON_INTERPRET=1
-pytest tests/runtime/optimizer/test_kernels.py`. `test_cuda.py` tests them on a GPU.
+PyTorch is used where there are no kernels. If Triton is installed,
+`TRITON_INTERPRET=1 pytest tests/runtime/optimizer/test_kernels.py` tests its kernels in the
+interpreter. `test_cuda.py` tests them on a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def using(chosen: Kernels | None) -> Iterator[None]:
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """Returns the bits of values, the same for all NaNs."""
+    """Returns the bits of values. All NaNs have the same bits here."""
     return torch.where(
         values.isnan(), torch.tensor(0x7FC0_0000, dtype=torch.int32), values.view(torch.int32)
     ).tolist()
@@ -108,8 +108,9 @@ def test_an_update_s_bits_are_pytorch_s(
     copied: bool,
     number: int,
 ) -> None:
-    """An update of any range of elements gives PyTorch's bits. The elements before and after the
-    range stay unchanged.
+    """An update of any range of elements gives PyTorch's bits.
+
+    The elements before and after the range are unchanged.
     """
     whole, part = count + offset + 5, slice(offset, offset + count)
     generator = torch.Generator().manual_seed(seed)
@@ -209,8 +210,9 @@ def test_sums_of_ratios_have_pytorch_s_bits(
     threads: bool,
     number: int,
 ) -> None:
-    """Sums over any rows of 64 elements give PyTorch's bits. The values before and after the sums
-    stay unchanged.
+    """Sums over any rows of 64 elements give PyTorch's bits.
+
+    The values before and after the sums are unchanged.
     """
     part, generator = slice(64 * offset, 64 * (offset + rows)), torch.Generator().manual_seed(seed)
     gradient, second = (
@@ -250,8 +252,9 @@ def test_scales_have_pytorch_s_bits(fused: Kernels, counts: list[int], seed: int
 
 
 def test_more_rows_than_a_row_has_elements(fused: Kernels) -> None:
-    """A tensor with more rows than a row has elements gives PyTorch's bits. Its row sums are folded
-    in more than one piece.
+    """A tensor with more rows than a row has elements gives PyTorch's bits.
+
+    Its row sums are folded in more than one piece.
     """
     sums = torch.rand(2**14, generator=torch.Generator().manual_seed(0))
     wanted = optimizer._fold(sums.clone().view(1, -1))[0]
@@ -402,13 +405,13 @@ print(float(optimizer.sum_of_squares(torch.full((100,), 2.0))))
 
 
 @pytest.mark.usefixtures("compiler")
-def test_without_a_cache_folder_there_are_kernels_all_the_same(cache: Path) -> None:
+def test_without_a_cache_folder_there_are_still_kernels(cache: Path) -> None:
     cache.write_text("not a folder")
     assert works(host_kernels())
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_without_a_compiler_that_works_it_is_pytorch(
+def test_without_a_working_compiler_pytorch_is_used(
     cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -436,8 +439,9 @@ def test_kernels_can_be_switched_off_and_are_for_cpus_and_gpus(
 
 
 def test_callers_take_turns_and_shares_add_up() -> None:
-    """Several Python threads can share one team of worker threads. Every update is complete when
-    its call returns, also after the team is closed.
+    """Several Python threads can share one team of worker threads.
+
+    Every update is complete when its call returns, even after the team is closed.
     """
     alone = host_kernels()
     assert alone is not None
@@ -464,8 +468,8 @@ def test_callers_take_turns_and_shares_add_up() -> None:
 
 @pytest.mark.skipif(host_kernels() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_team_has_as_many_threads_as_it_was_asked_for_until_it_is_closed(threads: int) -> None:
-    """A team has the threads that were asked for, including the caller's, until it is closed."""
+def test_a_team_has_the_requested_threads_until_it_is_closed(threads: int) -> None:
+    """A team has the requested number of threads, including the caller's, until it is closed."""
     alone = host_kernels()
     assert alone is not None
     running = Path("/proc/self/task")

@@ -1,5 +1,7 @@
-"""Tests of clipping by `adagc`: its arithmetic, and steps beyond its warm-up under several plans,
-with sums of gradients, state formats, frozen tensors, checkpoints and values that are not finite.
+"""Tests of clipping by `adagc`: its arithmetic, and steps beyond its warm-up under several plans.
+
+The cases have sums of gradients, state formats, frozen tensors, checkpoints and values that are not
+finite.
 """
 
 from __future__ import annotations
@@ -56,9 +58,7 @@ GROUPED: list[tuple[str, dict[str, Any]]] = [
 def expected(
     norms: list[list[float]], settings: AdamW
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns the factors and moving norms of each step and tensor in fp64, as the authors' code
-    computes them.
-    """
+    """Returns factors and moving norms of each step and tensor by the authors' code, in fp64."""
     moving, factors, kept = [0.0] * len(norms[0]), [], []
     for number, sizes in enumerate(norms, 1):
         row = []
@@ -76,7 +76,7 @@ def expected(
     return factors, kept
 
 
-def test_it_is_the_authors_rule_for_each_tensor() -> None:
+def test_clipping_follows_the_authors_rule_for_each_tensor() -> None:
     settings = AdamW(adagc_warm_up=10, max_norm=1.0)
     sizes = torch.rand(40, 6, generator=torch.Generator().manual_seed(1)).mul_(2).add_(0.01)
     factors, kept = expected(sizes.tolist(), settings)
@@ -123,7 +123,7 @@ def test_the_sums_are_those_of_each_tensor_alone() -> None:
 
 
 def drawn(plan: Plan, steps: int = STEPS) -> list[list[Batch]]:
-    """Returns the batches of every step. One in three has few labels, so that norms differ."""
+    """Returns the batches of every step. Every third step has few labels, so norms differ."""
     work, generator = plan.workload, torch.Generator().manual_seed(3)
     made = []
     for number in range(steps):
@@ -138,8 +138,9 @@ def drawn(plan: Plan, steps: int = STEPS) -> list[list[Batch]]:
 def trained(
     session: Callable[..., Any], plan: Plan
 ) -> tuple[list[Any], dict[str, bytes], dict[str, dict[str, torch.Tensor]]]:
-    """Returns the loss, norm and factor of each step. Then all state after the last one, and the
-    master weights by layer and tensor.
+    """Returns the loss, norm and factor of each step, and the state after the last step.
+
+    The state is given as a whole, and as master weights by layer and tensor.
     """
     with session(plan, settings=SETTINGS) as running:
         results = [
@@ -169,7 +170,7 @@ def test_every_plan_has_the_reference_s_bits_after_the_warm_up(
     work: dict[str, Any],
     plans: list[tuple[str, dict[str, Any]]],
 ) -> None:
-    """12 steps, of which 5 are the warm-up, next to plain PyTorch with the whole model at once."""
+    """12 steps with a warm-up of 5 steps have the bits of plain PyTorch on the whole model."""
     first = executable(plans[0][0], layers=3, clipping="adagc", **work, **plans[0][1])
     weights = random_weights(0)
     masters = {
@@ -232,8 +233,9 @@ def test_a_run_resumes_within_and_after_the_warm_up(
 def test_a_step_that_is_not_finite_leaves_the_moving_norms(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str
 ) -> None:
-    """After a loss that is not finite all state is as it was. After a gradient that is not, the
-    state of its layer is.
+    """A loss that is not finite changes no state.
+
+    A gradient that is not finite changes no state of its layer.
     """
     plan = executable(policy, layers=3, clipping="adagc", state="bf16-sr")
     batches = drawn(plan)
@@ -259,7 +261,7 @@ def test_a_step_that_is_not_finite_leaves_the_moving_norms(
     assert all(after[name] == before[name] for name in before if name.startswith("1."))
 
 
-def test_it_stores_no_gradient_and_costs_what_clipping_by_layer_does(
+def test_adagc_stores_no_gradient_and_costs_as_much_as_clipping_by_layer(
     make_plan: Callable[..., Plan],
 ) -> None:
     for policy, knobs in PLANS:

@@ -1,5 +1,6 @@
-"""Tests of the optimizer: the two planes are exact, the arithmetic is that of PyTorch's AdamW and
-clip_grad_norm_, and blocks and threads change no bit.
+"""Tests of the optimizer: the arithmetic is that of PyTorch's AdamW and clip_grad_norm_.
+
+The two planes of a master are exact, and blocks and threads change no bit.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ BITS = (
     | st.integers(0, LARGEST_SPLIT).map(lambda bits: (bits & 0x7FFF_0000) | 0x8000)
     | st.integers(0, 0x00FF_FFFF)
 )
-"""bits of a non-negative fp32 value: any, a tie between two bf16 values, or a denormal or nearly
-one"""
+"""bits of a non-negative fp32 value: any value, a tie between two bf16 values, or a value that is
+denormal or nearly so"""
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def three_threads() -> Iterator[WorkerThreads]:
 
 @pytest.fixture(params=["kernels", "eager"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the kernels of this machine, if it has any, and with PyTorch alone."""
+    """Runs a test with the kernels of this machine, if there are any, and with PyTorch alone."""
     monkeypatch.setenv("MEGATRAIN_KERNELS", request.param)
 
 
@@ -92,7 +93,7 @@ def test_split_and_join_are_exact_and_the_high_plane_is_nearest(bits: list[int])
     nearest = (master.double() - master.bfloat16().double()).abs()
     assert torch.equal(
         (master.double() - high.double()).abs(), nearest
-    )  # as close as rounding to even, so at most half a unit off
+    )  # as near as with rounding to even: at most half a unit away
     tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert bool((high.double().abs() > master.double().abs())[tie].all()), (
         "ties must round away from zero"
@@ -115,8 +116,10 @@ def test_a_high_plane_keeps_its_shape() -> None:
 def test_twenty_steps_are_torch_s_adamw(
     in_planes: bool, weight_decay: float, max_norm: float | None
 ) -> None:
-    """Twenty steps match torch's AdamW. The tolerance is 1e-6 of a weight of about 1, because fp32
-    operations round in another order. Two planes need no larger tolerance.
+    """Twenty steps match torch's AdamW.
+
+    The tolerance is 1e-6 of a weight of about 1, because fp32 operations have another order. Two
+    planes need no larger tolerance.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, generator=generator)
@@ -234,8 +237,10 @@ def test_an_error_in_a_share_is_raised(three_threads: WorkerThreads) -> None:
 
 @pytest.mark.usefixtures("both_ways")
 def test_updates_below_bf16_s_resolution_are_not_lost() -> None:
-    """Updates that are smaller than bf16 resolves add up. At rate 1e-5 a step of AdamW moves a
-    weight of 1 by 1e-5, and bf16 values around 1 are 4e-3 to 8e-3 apart.
+    """Updates that are smaller than the resolution of bf16 add up.
+
+    At rate 1e-5 a step of AdamW moves a weight of 1 by 1e-5, and bf16 values around 1 are 4e-3 to
+    8e-3 apart.
     """
     settings, gradient, start = (
         AdamW(betas=(0.0, 0.0)),
@@ -276,7 +281,7 @@ def test_gradients_are_written_first_and_added_then() -> None:
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 12_288, 50_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
+def test_the_sum_of_squares_is_right_and_does_not_depend_on_blocks(
     monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, count: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(count)
@@ -298,9 +303,7 @@ def test_the_sum_of_squares_is_right_and_hangs_on_no_block(
 def stable_adamw(
     weights: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, settings: AdamW
 ) -> tuple[torch.Tensor, list[float]]:
-    """Returns the final weights by Algorithm 2 of arXiv 2304.13013 in fp64, and the RMS of each
-    step.
-    """
+    """Returns the final weights and each step's RMS in fp64 (arXiv 2304.13013, Algorithm 2)."""
     theta, v, u = weights.double(), torch.zeros(1).double(), torch.zeros(1).double()
     beta1, beta2 = settings.betas
     found = []
@@ -320,8 +323,10 @@ def stable_adamw(
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
-    """Clipping by the update computes StableAdamW. The layer has two tensors, each with an RMS of
-    its own. The padding of the first is not part of its mean.
+    """Clipping by `update` computes StableAdamW.
+
+    The layer has two tensors, each with its own RMS. The padding of the first tensor is not part of
+    its mean.
     """
     generator, settings, sizes = (
         torch.Generator().manual_seed(5),
@@ -378,8 +383,9 @@ def test_clipping_by_the_update_is_stable_adamw(decay: float) -> None:
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float) -> None:
-    """A ratio that is not finite in one tensor stops the update of its whole layer. The square of
-    3e38 is not finite.
+    """A ratio that is not finite in one tensor stops the update of its whole layer.
+
+    The square of 3e38 is not finite.
     """
     gradient, sums = torch.ones(192), torch.empty(3)
     gradient[70] = bad
@@ -390,8 +396,8 @@ def test_one_tensor_s_ratio_that_is_not_finite_stops_the_whole_layer(bad: float)
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_second_moment_that_is_no_number_is_seen() -> None:
-    """A second moment of NaN gives NaN, and does not count as smaller than epsilon^2."""
+def test_a_nan_second_moment_gives_nan() -> None:
+    """A second moment of NaN gives NaN. It must not count as smaller than epsilon^2."""
     second, sums = torch.ones(64), torch.empty(1)
     second[5] = math.nan
     optimizer.ratio_sums(torch.ones(64), second, sums, settings=AdamW(), number=1)
@@ -410,7 +416,7 @@ def test_a_gradient_of_zeros_is_not_scaled() -> None:
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_ratios_hang_on_no_block(
+def test_sums_of_ratios_do_not_depend_on_blocks(
     monkeypatch: pytest.MonkeyPatch, three_threads: WorkerThreads, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

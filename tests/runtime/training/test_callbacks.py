@@ -1,5 +1,6 @@
-"""Tests of callbacks: they are called for every event in order. Evaluation, checkpoints and
-requests of callbacks come between steps.
+"""Tests of callbacks: they are called for every event in order.
+
+Evaluations, checkpoints and requests of callbacks come between steps.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.loaded: list[int] = []
-        self.told: list[tuple[str, Any]] = []
+        self.events: list[tuple[str, Any]] = []
 
     def on_load(self, parameters: int) -> None:
         self.loaded.append(parameters)
 
     def on_start(self, trainer: Trainer) -> None:
-        self.told.append(("start", trainer.first_step))
+        self.events.append(("start", trainer.first_step))
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
         self.steps.append(step)
-        self.told.append(("step", step.number))
+        self.events.append(("step", step.number))
 
     def on_evaluation(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
-        self.told.append(("evaluation", evaluation.number))
+        self.events.append(("evaluation", evaluation.number))
 
     def on_save(self, trainer: Trainer, number: int) -> None:
-        self.told.append(("save", number))
+        self.events.append(("save", number))
 
     def on_end(self, trainer: Trainer, error: BaseException | None) -> None:
-        self.told.append(("end", error))
+        self.events.append(("end", error))
 
 
-def test_a_library_user_needs_few_lines(place: Path) -> None:
+def test_training_from_python_needs_few_lines(place: Path) -> None:
     config = Config(
         training=TrainingSettings(steps=3), schedule=LearningRate(kind="cosine", warm_up_steps=1)
     )
@@ -78,7 +79,7 @@ def test_a_library_user_needs_few_lines(place: Path) -> None:
         None,
         "",
     )
-    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
+    assert recorder.events == [("start", 1), ("step", 1), ("step", 2), ("step", 3), ("end", None)]
     assert sorted(path.name for path in place.iterdir()) == ["corpus", "plan.toml", "small"], (
         "a folder was made although no run folder was asked for"
     )
@@ -110,7 +111,7 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
         ("save", 5),
         ("end", None),
     ]
-    assert recorder.told == [("start", 1), ("step", 1), ("step", 2), *between]
+    assert recorder.events == [("start", 1), ("step", 1), ("step", 2), *between]
     rows = [
         json.loads(line) for line in (place / "both" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -140,11 +141,12 @@ def test_evaluation_and_saving_come_every_n_steps_and_at_the_end_and_change_noth
     ("evaluate", "evaluated"),
     [(0, "only after the last step"), (2, "every 6 steps and after the last step"), (3, "")],
 )
-def test_which_checkpoints_can_be_the_best_is_said(
+def test_a_note_says_which_checkpoints_can_be_the_best(
     place: Path, prepare: Any, evaluate: int, evaluated: str
 ) -> None:
-    """A note says which checkpoints `keep_best` can choose from. A checkpoint without an evaluation
-    at its step has no loss to compare.
+    """A note says which checkpoints `keep_best` can choose from.
+
+    A checkpoint without an evaluation at its step has no loss to compare.
     """
     (place / "held-out.txt").write_text(TEXT[:300])
     notes: list[str] = []
@@ -171,7 +173,7 @@ def test_which_checkpoints_can_be_the_best_is_said(
 
 
 @pytest.mark.parametrize(("evaluated", "best"), [([], 2), ([3.0, 2.0, 1.0, 4.0], 3)])
-def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the_least_loss(
+def test_the_best_checkpoint_has_the_least_evaluation_loss_or_without_evaluations_the_least_loss(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, evaluated: list[float], best: int
 ) -> None:
     step = Trainer._step
@@ -212,7 +214,7 @@ def test_the_best_checkpoint_is_that_of_the_least_evaluation_loss_or_else_of_the
     }
 
 
-def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(
+def test_callbacks_draw_the_same_random_numbers_with_the_same_seed(
     place: Path, prepare: Any
 ) -> None:
     class Draw(Callback):
@@ -229,9 +231,7 @@ def test_whatever_draws_random_numbers_draws_the_same_with_the_same_seed(
 
 
 def test_an_evaluation_is_over_all_labels_of_all_its_data(place: Path, prepare: Any) -> None:
-    """An evaluation counts all labels of its data, also those of a row or a step that is not
-    full.
-    """
+    """An evaluation counts all labels of its data, even in rows or steps that are not full."""
     (place / "held-out.txt").write_text(TEXT[:200])
     evaluation = (
         prepare(place, None, evaluation_data=str(place / "held-out.txt"), steps=1, rate=0.0)
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_training(
         ),
     ):
         prepare(place, callbacks=[recorder], **{"saving.every_steps": 2}).fit()
-    assert recorder.told[-2:] == [("step", 2), ("end", recorder.told[-1][1])]
+    assert recorder.events[-2:] == [("step", 2), ("end", recorder.events[-1][1])]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_model(
@@ -292,7 +292,7 @@ def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_model(
 def test_a_checkpoint_by_the_clock_changes_no_bit_and_has_every_update(
     place: Path, run: Any, executable: Any, policy: str
 ) -> None:
-    """Here the clock asks for one after each step. Of two runs, one is saved only at its end."""
+    """One run saves after each step, because of the clock. The other saves only at its end."""
     plan = executable(policy, vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
     plan.save(place / "plan.toml")
     every = {"saving.every_minutes": 1e-12, "keep_last": 9}
@@ -315,7 +315,7 @@ def test_a_checkpoint_by_the_clock_changes_no_bit_and_has_every_update(
     assert models[0] == models[1]
 
 
-def test_or_it_is_said_and_the_training_goes_on(
+def test_with_on_failure_go_on_a_failed_save_is_noted_and_training_continues(
     place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
 ) -> None:
     monkeypatch.setattr(checkpoint, "write_tensors", refuse_to_write)
@@ -337,7 +337,7 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     stop = Stop()
     fitted = prepare(place, callbacks=[stop], **{"saving.every_steps": 10}).fit()
     assert (fitted.steps, fitted.stopped) == (2, "enough")
-    assert stop.told[-2:] == [("save", 2), ("end", None)]
+    assert stop.events[-2:] == [("save", 2), ("end", None)]
     assert (place / "run" / "model" / "model.safetensors").exists()
 
 
@@ -358,9 +358,10 @@ def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -
     assert seen == [False, False, False, True]
 
 
-def test_a_callback_may_say_where_to_go_on(place: Path, prepare: Any, run: Any) -> None:
-    """A callback may set the first step, as one that restores a checkpoint does. The remaining
-    steps have the same numbers and data as in a whole run.
+def test_a_callback_may_set_the_first_step(place: Path, prepare: Any, run: Any) -> None:
+    """A callback may set the first step, for example after it has restored a checkpoint.
+
+    The remaining steps have the same numbers and data as in a whole run.
     """
     whole = Recorder()
     run(place, None, callbacks=[whole], rate=0.0)
@@ -399,12 +400,12 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
         trainer.fit()
     assert trainer.executor._arenas._place == {}
     assert threading.active_count() == threads
-    assert event == "on_load" or isinstance(recorder.told[-1][1], CallbackError), (
+    assert event == "on_load" or isinstance(recorder.events[-1][1], CallbackError), (
         "the other callbacks must get the end of the run"
     )
 
 
-def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
+def test_callbacks_get_the_progress_of_allocation(place: Path, prepare: Any) -> None:
     reports: list[tuple[int, int]] = []
     recorder: Any = Recorder()
     recorder.on_allocate = lambda done, total: reports.append((done, total))
@@ -418,8 +419,9 @@ def test_allocation_is_told_before_loading(place: Path, prepare: Any) -> None:
 def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
     place: Path, steps: int, executable: Any, prepare: Any
 ) -> None:
-    """The exported model and the weights that callbacks read have every update. This holds for
-    plans that defer a step's update, even if nothing is saved or evaluated.
+    """The exported model and the weights that callbacks read have every update.
+
+    This holds for plans that defer updates, even if nothing is saved or evaluated.
     """
 
     class Reader(Callback):
@@ -455,7 +457,7 @@ def test_the_model_and_the_callbacks_have_every_update_whatever_the_policy(
     assert len(exported) == 1
 
 
-def test_too_little_free_memory_is_said(
+def test_a_note_warns_of_too_little_free_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
 ) -> None:
     notes: list[str] = []

@@ -1,5 +1,7 @@
-"""Tests of a config.json that changes after planning: a key that affects training is refused by
-name, in a new run and in a resumed one, and any other key may change.
+"""Tests of a config.json that changes after planning.
+
+A changed key that affects training is refused by name, in a new run and in a resumed run. Any other
+key may change.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ def planned(place: Path, executable: Callable[..., Plan]) -> Callable[[dict[str,
     MEANINGS,
     ids=[",".join(changes) for _, changes, _ in MEANINGS],
 )
-def test_another_meaning_is_refused_before_anything_is_written(
+def test_a_changed_meaning_is_refused_before_anything_is_written(
     planned: Callable[[dict[str, Any]], Path],
     prepare: Any,
     run: Any,
@@ -161,7 +163,7 @@ def test_another_meaning_is_refused_before_anything_is_written(
     MEANINGS,
     ids=[",".join(changes) for _, changes, _ in MEANINGS],
 )
-def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
+def test_a_checkpoint_of_a_model_with_another_meaning_is_refused(
     planned: Callable[[dict[str, Any]], Path],
     run: Any,
     executable: Callable[..., Plan],
@@ -169,8 +171,9 @@ def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
     changes: dict[str, Any],
     message: str,
 ) -> None:
-    """A checkpoint is refused if its model differs from that of the plan, even if the folder agrees
-    with the plan.
+    """A checkpoint is refused if its model differs from that of the plan.
+
+    This holds even if the model folder agrees with the plan.
     """
     place = planned(config)
     run(place, "begun", steps=1, export=False, init="random", **{"saving.every_steps": 1})
@@ -193,7 +196,7 @@ def test_a_plan_of_another_meaning_does_not_go_on_from_a_checkpoint(
         ).fit()
 
 
-def test_what_decides_nothing_may_change(
+def test_keys_that_do_not_affect_training_may_change(
     planned: Callable[[dict[str, Any]], Path], run: Any
 ) -> None:
     place = planned(GIVEN)
@@ -231,8 +234,9 @@ def test_a_plan_s_file_keeps_all_of_the_model(
     ],
 )
 def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
-    """A key that is null in config.json stays null in a plan's TOML, and a missing one gets the
-    default of transformers' class.
+    """A key that is null in config.json stays null in a plan's TOML.
+
+    A missing key gets the default of transformers' class.
     """
     sizes = {
         "num_hidden_layers": 2,
@@ -254,7 +258,7 @@ def test_null_is_not_the_default(family: str, changes: dict[str, Any]) -> None:
         ) == (50.0, 30.0, 0)
 
 
-def test_a_value_that_transformers_refuses_is_one_line() -> None:
+def test_a_value_that_transformers_refuses_gives_a_one_line_error() -> None:
     model = ModelSpec.from_config(
         {
             **GIVEN,

@@ -1,5 +1,6 @@
-"""Tests of the config: one struct checks every field, whatever it is read from, and a mistake gives
-an error of one line.
+"""Tests of the config: every field is checked, whatever it is read from.
+
+A mistake gives a one-line error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ data = "corpus"
 """
 
 
-def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
+def test_settings_override_the_file(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(FULL)
     config = Config.load(tmp_path / "train.toml", {"schedule.rate": 1e-5, "training.seed": 4})
     assert config == Config(
@@ -136,20 +137,20 @@ def test_a_file_and_what_is_set_on_top_of_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(key: str, value: Any, message: str) -> None:
+def test_invalid_values_give_one_line_errors(key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         Config.load(None, {"training.steps": 10, "schedule.warm_up_steps": 0, key: value})
     assert "\n" not in str(error.value)
 
 
-def test_steps_must_be_said() -> None:
+def test_steps_or_epochs_are_required() -> None:
     with pytest.raises(UserError, match="training: found neither steps nor epochs"):
         Config.load(None)
     with pytest.raises(UserError, match="training: found both steps and epochs"):
         Config.load(None, {"training.steps": 3, "training.epochs": 0.5})
 
 
-def test_the_last_word_is_steps_or_epochs(tmp_path: Path) -> None:
+def test_the_last_setting_of_steps_or_epochs_counts(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(FULL)
     config = Config.load(tmp_path / "train.toml", {"training.epochs": 0.5})
     assert (config.training.steps, config.training.epochs) == (0, 0.5)
@@ -163,13 +164,15 @@ def test_the_last_word_is_steps_or_epochs(tmp_path: Path) -> None:
     ("text", "message"),
     [("steps = ", "not TOML"), ("training = 3\n", "training: found 3; allowed: a section")],
 )
-def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_config_file_gives_a_one_line_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "train.toml").write_text(text)
     with pytest.raises(UserError, match=f"train.toml.*{message}"):
         Config.load(tmp_path / "train.toml", {"training.steps": 1})
 
 
-def test_what_python_builds_is_checked_too() -> None:
+def test_a_config_built_in_python_is_checked_too() -> None:
     with pytest.raises(UserError, match=r"config: schedule.rate"):
         checked(Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=-1.0)))
     with pytest.raises(UserError, match="schedule: warm_up_steps: found 10"):
@@ -179,9 +182,7 @@ def test_what_python_builds_is_checked_too() -> None:
         )
 
 
-def test_a_config_settles_its_learning_rate_and_a_file_of_a_run_keeps_its_own(
-    tmp_path: Path,
-) -> None:
+def test_a_config_gets_a_learning_rate_and_the_file_of_a_run_keeps_it(tmp_path: Path) -> None:
     pretrained, random = (
         Config(training=TrainingSettings(steps=100, init=init)).schedule
         for init in ("model", "random")
@@ -194,7 +195,7 @@ def test_a_config_settles_its_learning_rate_and_a_file_of_a_run_keeps_its_own(
     assert resumed.schedule == LearningRate(kind="constant", rate=1e-3, warm_up_steps=10)
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_every_field_is_documented() -> None:
     assert all(field.meaning for field in fields().values())
     assert {name.partition(".")[0] for name in fields()} == {
         "training",
@@ -254,8 +255,7 @@ DEFAULTS: dict[str, Any] = {
     "logging.project": "megatrain",
     "logging.name": "",
 }
-"""the values that a run has if its config names none: no foreign code is run, and the model is
-written at the end"""
+"""the defaults of all fields: no foreign code is run, and the model is written at the end"""
 BOUNDS: dict[str, tuple[float, float]] = {
     "training.steps": (0, 2**40),
     "training.epochs": (0, 2**20),
@@ -283,7 +283,7 @@ def test_a_change_of_a_default_changes_other_people_s_runs() -> None:
 
 
 @pytest.mark.parametrize("key", BOUNDS)
-def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
+def test_numbers_are_accepted_within_their_bounds_only(key: str) -> None:
     def load(value: float) -> Config:
         steps = {"training.epochs": 1.0} if key == "training.steps" and not value else {}
         if key != "training.epochs" or not value:
@@ -301,7 +301,7 @@ def test_a_number_may_be_what_its_bounds_say_and_no_more(key: str) -> None:
 @pytest.mark.parametrize(
     "section", ["training", "optimizer", "schedule", "data", "evaluation", "saving", "logging"]
 )
-def test_a_key_that_no_section_has_is_refused_with_those_that_it_has(section: str) -> None:
+def test_an_unknown_key_is_refused_with_the_known_keys_of_its_section(section: str) -> None:
     known = ", ".join(
         sorted(name.partition(".")[2] for name in fields() if name.startswith(f"{section}."))
     )
@@ -311,7 +311,7 @@ def test_a_key_that_no_section_has_is_refused_with_those_that_it_has(section: st
         Config.load(None, {"training.steps": 10, f"{section}.unknown": 1})
 
 
-def test_the_words_of_a_field_are_those_to_choose_from() -> None:
+def test_the_choices_of_each_field() -> None:
     words = {name: field.words for name, field in fields().items() if field.words}
     assert words == {
         "training.init": ("model", "random"),
@@ -358,7 +358,9 @@ def test_evaluation_data_is_named_in_one_way(ways: dict[str, Any]) -> None:
                 DataOptions(data="a", **ways, **other)
 
 
-def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_in_the_user_s_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert DataOptions(cache="here").cache_folder == Path("here")
     monkeypatch.delenv("MEGATRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -369,7 +371,7 @@ def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert DataOptions().cache_folder == tmp_path / "tokens"
 
 
-def test_a_field_s_own_name_is_enough_where_it_is_the_only_one() -> None:
+def test_a_unique_field_name_needs_no_section() -> None:
     assert full_name("rate") == full_name("schedule.rate") == "schedule.rate"
     with pytest.raises(
         UserError,

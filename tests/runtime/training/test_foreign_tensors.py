@@ -1,5 +1,6 @@
-"""Tests of tensors in a model's folder that do not belong to the model: training and export report
-them, and a folder with other weights is refused before memory is allocated.
+"""Tests of tensors in a model's folder that do not belong to the model.
+
+Training and export report them. A folder with other weights is refused before memory is allocated.
 """
 
 from __future__ import annotations

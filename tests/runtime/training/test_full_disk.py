@@ -1,5 +1,6 @@
-"""Tests of a disk that really becomes full while a run saves: the earlier checkpoint stays, and
-training stops or goes on as the config says.
+"""Tests of a disk that really becomes full while a run saves.
+
+The earlier checkpoint stays, and training stops or continues according to the config.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from megatrain.simulator.base.errors import RunError
 
 
 class Filler(Callback):
-    """Leaves 100 KB free on the disk after the first checkpoint, and releases the rest after the
-    second.
-    """
+    """Fills the disk up to 100 KB after the first checkpoint, and frees it after the second."""
 
     def __init__(self, disk: Path) -> None:
         self.disk, self.notes = disk, list[str]()
@@ -67,10 +66,10 @@ def test_on_a_disk_that_is_full_training_stops(
     verify(small_disk / "run" / "checkpoints" / "step-00000001")
 
 
-def test_little_room_is_told_before_the_first_step(
+def test_a_nearly_full_disk_is_reported_before_the_first_step(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two that are kept and the one that is written, one is missing."""
+    """The disk has no room for one of three checkpoints: two that are kept and a new one."""
     for minutes, free, warned in ((30, 2**21, True), (0, 2**21, False), (29, 2**30, False)):
         monkeypatch.setattr(Checkpoints, "free_bytes", lambda _, free=free: free)
         filler = Filler(place)
@@ -86,7 +85,7 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_or_goes_on_and_saves_again_when_there_is_room(
+def test_with_on_failure_go_on_training_continues_and_saves_when_there_is_room(
     place: Path, small_disk: Path, prepare: Any
 ) -> None:
     filler = Filler(small_disk)

@@ -1,5 +1,6 @@
-"""Tests of learning rates: after the warm-up they are transformers' values. The warm-up is one step
-ahead of transformers', so that the first step has a rate above zero.
+"""Tests of learning rates: after the warm-up they are those of transformers.
+
+The warm-up is one step ahead of transformers, so the first step has a rate above zero.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def test_rates_are_those_of_transformers(name: str, ours: dict[str, Any]) -> Non
         assert rates[: WARM_UP - 1] == pytest.approx(wanted[1:WARM_UP], rel=1e-12)
 
 
-def test_wsd_decays_in_a_tenth_of_the_steps_unless_told() -> None:
+def test_wsd_decays_in_a_tenth_of_the_steps_by_default() -> None:
     schedule = LearningRate(kind="wsd", rate=1.0, warm_up_steps=0)
     assert [schedule.at(number, 40) for number in (1, 36, 37, 38, 39, 40)] == [
         1.0,
@@ -105,7 +106,7 @@ def test_a_warm_up_without_room_for_the_decay_is_refused() -> None:
         (44, True, "1e-5, cosine, 1 warm-up step"),
     ],
 )
-def test_what_is_not_set_depends_on_the_weights_and_the_steps(
+def test_defaults_depend_on_the_weights_and_the_steps(
     steps: int, pretrained: bool, said: str
 ) -> None:
     schedule = LearningRate().settled(steps, pretrained=pretrained)
@@ -114,7 +115,7 @@ def test_what_is_not_set_depends_on_the_weights_and_the_steps(
     assert max(schedule.at(number, steps) for number in range(1, steps + 1)) == schedule.rate
 
 
-def test_what_is_set_stays() -> None:
+def test_settings_of_the_user_are_kept() -> None:
     schedule = LearningRate(kind="wsd", rate=0.0, warm_up_steps=0, decay_steps=5)
     assert schedule.settled(5, pretrained=True) == schedule
     whole_decay = LearningRate(kind="wsd", decay_steps=100).settled(100, pretrained=True)

@@ -1,5 +1,6 @@
-"""Tests of `no_dropout` in a plan's workload: a model is trained without the dropout of its config,
-and the exported config still has it.
+"""Tests of `no_dropout` in a plan's workload: a model is trained without its dropout.
+
+The exported config still has the dropout.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_without_it_the_refusal_names_the_option_and_with_it_nothing_is_drawn(family: str) -> None:
+def test_dropout_is_refused_unless_no_dropout_is_set(family: str) -> None:
     model = model_of(family, **PUBLISHED[family])
     message = (
         rf"model {family}: ({'|'.join(PUBLISHED[family])}): found 0\.\d+; allowed: 0; fix: make the"
@@ -59,8 +60,9 @@ def test_without_it_the_refusal_names_the_option_and_with_it_nothing_is_drawn(fa
 
 @pytest.fixture
 def trained(place: Path, executable: Callable[..., Plan]) -> Callable[..., Path]:
-    """Returns a function that trains GPT-2 with these keys in its config, always from the same
-    weights, and returns the run's folder.
+    """Returns a function that trains GPT-2 with the given config keys and returns the run's folder.
+
+    It always starts from the same weights.
     """
 
     def make(name: str, no_dropout: bool, **keys: Any) -> Path:
@@ -93,7 +95,7 @@ def trained(place: Path, executable: Callable[..., Plan]) -> Callable[..., Path]
     return make
 
 
-def test_it_trains_as_a_config_without_dropout_and_goes_out_with_it(
+def test_no_dropout_trains_like_a_config_without_dropout_and_exports_the_dropout(
     trained: Callable[..., Path], place: Path
 ) -> None:
     none = trained("none", False, **dict.fromkeys(PUBLISHED["gpt2"], 0.0))
@@ -107,12 +109,10 @@ def test_it_trains_as_a_config_without_dropout_and_goes_out_with_it(
         assert {key: config[key] for key in PUBLISHED["gpt2"]} == PUBLISHED["gpt2"]
 
 
-def test_a_plan_without_it_says_nothing_of_it(
+def test_a_plan_without_no_dropout_does_not_write_the_key(
     executable: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """A plan without `no_dropout` does not write the key, so that its file is the same as before
-    the key existed.
-    """
+    """A plan without `no_dropout` does not write the key, so its file does not change."""
     executable().save(tmp_path / "plan.toml")
     assert "no_dropout" not in (tmp_path / "plan.toml").read_text()
     assert not Plan.load(tmp_path / "plan.toml").workload.no_dropout

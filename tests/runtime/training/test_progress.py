@@ -1,4 +1,4 @@
-"""Progress: what a training prints where no bars are drawn."""
+"""Tests of the lines that a training prints without progress bars."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def lines(place: Path, prepare: Any, progress: Progress, **fields: Any) -> None:
     prepare(place, callbacks=[progress], steps=8, export=False, **fields).fit()
 
 
-def test_the_first_steps_the_last_one_and_what_lies_between_are_printed(
+def test_the_first_three_steps_the_last_and_events_between_are_printed(
     place: Path, prepare: Any
 ) -> None:
-    told: list[str] = []
+    printed_lines: list[str] = []
     every = {"evaluation.every_steps": 6, "over_steps": 1, "saving.every_minutes": 30}
     held_out = str(place / "corpus")
     given = {**every, "evaluation_data": held_out, "rate": 1e-5}
-    lines(place, prepare, Progress(every_seconds=3600, write=told.append), **given)
-    steps = [line for line in told if re.match(r"step \d+/8  ", line)]
+    lines(place, prepare, Progress(every_seconds=3600, write=printed_lines.append), **given)
+    steps = [line for line in printed_lines if re.match(r"step \d+/8  ", line)]
     assert [line.partition("/")[0] for line in steps] == [f"step {n}" for n in (1, 2, 3, 8)]
     pattern = r"step 3/8  loss \d\.\d{4}  lr 1e-5  [\d,]+ tokens/s  \d+ s left"
     assert re.fullmatch(pattern, steps[2]), steps
     assert "left" not in steps[-1]
-    rest = told[told.index(steps[2]) + 1 :]
+    rest = printed_lines[printed_lines.index(steps[2]) + 1 :]
     assert re.fullmatch(r"step 6  evaluation loss \d\.\d{4}, perplexity [\d.,]+", rest[0])
     assert rest[-1] == "step 8  checkpoint saved"
-    assert "learning rate 1e-5, constant, 2 warm-up steps" in told, "notes are printed too"
+    assert "learning rate 1e-5, constant, 2 warm-up steps" in printed_lines, "notes are printed too"
 
 
-def test_every_step_is_printed_when_its_time_has_come(place: Path, prepare: Any) -> None:
-    told: list[str] = []
-    lines(place, prepare, Progress(every_seconds=0, write=told.append))
-    assert sum(line.startswith("step ") for line in told) == 8
+def test_every_step_is_printed_if_the_interval_is_zero(place: Path, prepare: Any) -> None:
+    printed_lines: list[str] = []
+    lines(place, prepare, Progress(every_seconds=0, write=printed_lines.append))
+    assert sum(line.startswith("step ") for line in printed_lines) == 8
 
 
 @pytest.mark.parametrize("printed", [True, False])
-def test_a_trainer_prints_its_progress_unless_told_not_to(
+def test_a_trainer_prints_its_progress_unless_disabled(
     place: Path, prepare: Any, capsys: pytest.CaptureFixture[str], printed: bool
 ) -> None:
     capsys.readouterr()
@@ -77,7 +77,7 @@ def test_a_log_that_cannot_be_written_or_lacks_a_character_is_no_failure(
 def test_the_time_left_is_that_of_the_steps_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step of a process, or of another plan, takes longer and is left out."""
+    """The first step of a process or of another plan takes longer and does not count."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     left, found = TimeLeft(), []
@@ -90,12 +90,12 @@ def test_the_time_left_is_that_of_the_steps_after_the_first(
 def test_after_another_plan_the_time_left_is_that_of_its_own_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, told = [0.0], list[str]()
+    now, printed_lines = [0.0], list[str]()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     trainer: Any = types.SimpleNamespace(
         first_step=1, config=types.SimpleNamespace(training=types.SimpleNamespace(steps=9))
     )
-    printed = Progress(every_seconds=0, write=told.append)
+    printed = Progress(every_seconds=0, write=printed_lines.append)
     printed.on_start(trainer)
     for number in range(1, 8):
         now[0] += 1000 if number < 5 else 10
@@ -114,7 +114,7 @@ def test_after_another_plan_the_time_left_is_that_of_its_own_steps(
                 timeline=Timeline(name="measured", digest="", spans=()),
             ),
         )
-    assert [line.rpartition("  ")[2] for line in told[3:]] == [
+    assert [line.rpartition("  ")[2] for line in printed_lines[3:]] == [
         "1.4 h left",
         "1 tokens/s",
         "30 s left",
@@ -123,7 +123,7 @@ def test_after_another_plan_the_time_left_is_that_of_its_own_steps(
 
 
 @pytest.mark.parametrize("module", [learning_rate, progress])
-def test_the_examples_in_the_docstrings_hold(module: types.ModuleType) -> None:
+def test_the_examples_in_docstrings_are_right(module: types.ModuleType) -> None:
     failed, attempted = doctest.testmod(module)
     assert failed == 0
     assert attempted
@@ -140,9 +140,9 @@ def test_a_checkpoint_that_failed_is_not_called_saved(
     def fail(*_: object) -> None:
         raise CheckpointError("step-00000004 was not saved: input/output error")
 
-    told: list[str] = []
+    printed_lines: list[str] = []
     monkeypatch.setattr(Checkpoints, "save", fail)
     saving = {"saving.every_steps": 4, "saving.on_failure": "go on"}
-    lines(place, prepare, Progress(every_seconds=3600, write=told.append), **saving)
-    assert "step-00000004 was not saved: input/output error" in told
-    assert not [line for line in told if line.endswith("checkpoint saved")]
+    lines(place, prepare, Progress(every_seconds=3600, write=printed_lines.append), **saving)
+    assert "step-00000004 was not saved: input/output error" in printed_lines
+    assert not [line for line in printed_lines if line.endswith("checkpoint saved")]

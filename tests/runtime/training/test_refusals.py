@@ -1,6 +1,4 @@
-"""Tests of what the trainer refuses: each refusal is one line and comes before anything is
-written.
-"""
+"""Tests of what the trainer refuses, in one line and before anything is written."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import torch
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.training import run_folder
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
@@ -154,7 +153,7 @@ def test_a_machine_that_lacks_something_is_refused_before_a_weight_is_read(
 
 
 @pytest.mark.parametrize("taken", ["run", "run/precious"])
-def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -> None:
+def test_an_out_that_is_in_use_is_not_changed(place: Path, taken: str, run: Any) -> None:
     (place / taken).parent.mkdir(exist_ok=True)
     (place / taken).write_text("mine")
     before = sorted(place.rglob("*"))
@@ -170,10 +169,8 @@ def test_an_out_that_is_taken_is_left_alone(place: Path, taken: str, run: Any) -
     assert (place / taken).read_text() == "mine"
 
 
-def test_what_is_in_the_folder_of_a_run_that_was_killed_is_not_removed(
-    place: Path, run: Any
-) -> None:
-    """The files that the killed run wrote first would be, if there were nothing else."""
+def test_other_files_in_the_folder_of_a_killed_run_are_not_removed(place: Path, run: Any) -> None:
+    """If there were no other files, the first files of the killed run would be removed."""
     folder = place / "run"
     folder.mkdir()
     (folder / ".lock").write_text("a process that died\n")
@@ -186,6 +183,43 @@ def test_what_is_in_the_folder_of_a_run_that_was_killed_is_not_removed(
     (folder / ".lock").write_text("a process that died\n")
     RunLock(folder).refuse_taken()
     assert not (folder / "plan.toml").exists()
+
+
+def test_a_run_that_was_killed_before_it_had_begun_does_not_block_its_folder(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder has a file of each kind that a run writes first, but no config.toml."""
+    written: list[str] = []
+
+    def killed(path: Path, *_: object) -> None:
+        written.extend(each.name for each in path.parent.iterdir())
+        raise KeyboardInterrupt
+
+    (place / "own.jinja").write_text("one's own")
+    options = {"steps": 1, "export": False, "data.chat_template": str(place / "own.jinja")}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_toml", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, **options)
+    assert {"plan.toml", "chat_template.jinja", "environment.json", "data.json"} < set(written)
+    (place / "run" / ".lock").write_text("a process that died\n")  # only a kill leaves it there
+    run(place, **options)
+    assert (place / "run" / "config.toml").is_file()
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
+    place: Path, run: Any
+) -> None:
+    def fails(_: object) -> None:
+        raise UserError("start", found="a mistake", allowed="none", fix="correct it")
+
+    callback = Callback()
+    callback.on_start = fails  # type: ignore[method-assign]
+    (place / "own.jinja").write_text("one's own")
+    options = {"steps": 1, "export": False, "data.chat_template": str(place / "own.jinja")}
+    with pytest.raises(UserError, match="start: found a mistake"):
+        run(place, callbacks=[callback], **options)
+    assert not (place / "run").exists()
 
 
 def test_a_run_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -219,9 +253,7 @@ def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_corpus_that_numbers_its_documents_is_refused_by_a_plan_that_does_not_keep_them_apart(
-    place: Path,
-) -> None:
+def test_a_corpus_with_documents_is_refused_by_a_plan_without_documents(place: Path) -> None:
     plan = Plan.load(place / "plan.toml")
     config = Config(training=TrainingSettings(steps=1), schedule=LearningRate(warm_up_steps=0))
     for packing, refused in (("none", True), ("documents", True), ("plain", False)):

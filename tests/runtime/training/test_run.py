@@ -42,7 +42,7 @@ TEXT = "".join(
 )
 
 
-def test_a_run_leaves_its_folder_whole(place: Path, run: Any) -> None:
+def test_a_run_leaves_a_complete_folder(place: Path, run: Any) -> None:
     steps: list[Step] = []
     loaded: list[int] = []
     listener = Callback()
@@ -142,7 +142,7 @@ def test_a_run_keeps_the_hardware_file_of_its_plan(place: Path, run: Any) -> Non
     assert Plan.load(place / "run" / "plan.toml").hardware == "hardware.toml"
 
 
-def test_a_kill_between_the_files_of_another_plan_leaves_the_former_one_with_its_machine(
+def test_a_kill_during_a_switch_leaves_the_former_plan_with_its_hardware_file(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def named(machine: str) -> Plan:
@@ -169,7 +169,7 @@ def test_a_kill_between_the_files_of_another_plan_leaves_the_former_one_with_its
     assert len(list(run.glob("hardware*.toml"))) == 2
 
 
-def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, run: Any) -> None:
+def test_an_intermediate_checkpoint_equals_the_end_of_a_shorter_run(place: Path, run: Any) -> None:
     run(place, "long", **{"saving.every_steps": 2, "steps": 4})
     run(place, "short", steps=2)
     config = Config.load(place / "long" / "config.toml", {"training.steps": 2})
@@ -191,7 +191,7 @@ def test_a_checkpoint_in_between_is_what_a_shorter_run_ends_with(place: Path, ru
     assert between.read_bytes() == end.read_bytes()
 
 
-def test_epochs_of_data_that_does_not_know_its_rows_are_refused(place: Path) -> None:
+def test_epochs_of_data_without_a_number_of_rows_are_refused(place: Path) -> None:
     class Endless:
         def step(self, number: int) -> list[Any]:
             raise NotImplementedError
@@ -212,7 +212,7 @@ def notes_of(trainer: Trainer) -> list[str]:
 
 
 @pytest.mark.parametrize(("init", "warned"), [("model", True), ("random", False)])
-def test_the_learning_rate_is_told_and_a_high_one_warned_of(
+def test_a_note_gives_the_learning_rate_and_a_high_one_is_warned_of(
     place: Path, prepare: Any, init: str, warned: bool
 ) -> None:
     given = {"init": init, "rate": 1e-3, "kind": "cosine", "steps": 1, "warm_up_steps": 0}
@@ -222,7 +222,7 @@ def test_the_learning_rate_is_told_and_a_high_one_warned_of(
     assert any(note.startswith(warning) for note in notes) == warned
 
 
-def test_how_many_epochs_the_steps_are_is_told(place: Path, prepare: Any) -> None:
+def test_a_note_gives_the_number_of_epochs(place: Path, prepare: Any) -> None:
     notes = notes_of(prepare(place, None, callbacks=[Callback()], steps=2))
     assert (
         sum(
@@ -237,7 +237,7 @@ def test_how_many_epochs_the_steps_are_is_told(place: Path, prepare: Any) -> Non
 
 @pytest.mark.parametrize("conversations", [True, False])
 @pytest.mark.parametrize("apart", [True, False])
-def test_conversations_that_attend_to_each_other_are_told(
+def test_a_note_warns_of_conversations_that_attend_to_each_other(
     place: Path, monkeypatch: pytest.MonkeyPatch, conversations: bool, apart: bool
 ) -> None:
     corpus = types.SimpleNamespace(conversations=conversations, documents=apart)
@@ -245,11 +245,11 @@ def test_conversations_that_attend_to_each_other_are_told(
     notes: list[str] = []
     plan, options = Plan.load(place / "plan.toml"), DataOptions(data="corpus", packing="plain")
     assert opening.find_data(options, plan, None, 0, notes.append) == (corpus, None)
-    told = [note.startswith("each conversation attends to those before it") for note in notes]
-    assert told == [True] * (conversations and not apart)
+    flags = [note.startswith("each conversation attends to those before it") for note in notes]
+    assert flags == [True] * (conversations and not apart)
 
 
-def test_a_run_with_a_decaying_rate_may_become_longer_and_says_so(place: Path, run: Any) -> None:
+def test_a_run_with_a_decaying_rate_may_become_longer_with_a_note(place: Path, run: Any) -> None:
     saving = {"saving.every_steps": 2, "export": False}
     run(place, kind="cosine", steps=2, warm_up_steps=0, **saving)
     config = Config.load(place / "run" / "config.toml", {"training.steps": 4})
@@ -269,7 +269,7 @@ def test_a_run_with_a_decaying_rate_may_become_longer_and_says_so(place: Path, r
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(
+def test_the_export_has_the_requested_dtype_and_the_model_s_other_files(
     place: Path, dtype: str, run: Any
 ) -> None:
     run(place, steps=1, export_dtype=dtype)
@@ -282,7 +282,7 @@ def test_the_export_has_the_dtype_that_was_asked_for_and_the_model_s_companions(
     ).read_text()
 
 
-def test_a_chat_template_of_ones_own_goes_with_the_model_as_it_was_when_the_run_began(
+def test_the_chat_template_of_the_user_is_exported_as_it_was_when_the_run_began(
     place: Path, run: Any
 ) -> None:
     vocabulary = {
@@ -330,8 +330,9 @@ def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
 def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
     place: Path, run: Any
 ) -> None:
-    """Weights come from the folder by default, and from random values if asked. At rate 0 and
-    without decay, training does not change them.
+    """Weights come from the folder by default, and are random on request.
+
+    At rate 0 and without decay, training does not change them.
     """
     for out, random_init in (("from-folder", False), ("random", True)):
         run(place, out, steps=1, rate=0.0, init="random" if random_init else "model")
@@ -353,11 +354,12 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
     ("done", "left"),
     [(0, []), (1, ["config.toml", "data.json", "environment.json", "metrics.jsonl", "plan.toml"])],
 )
-def test_a_run_that_could_not_do_a_step_leaves_nothing(
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]
 ) -> None:
-    """A run that fails in its first step leaves no file. One that fails later keeps its config,
-    environment, metrics and plan.
+    """A run that fails in its first step leaves no file.
+
+    A run that fails later keeps its config, environment, metrics and plan.
     """
     step = Executor.step
 
@@ -375,8 +377,9 @@ def test_a_run_that_could_not_do_a_step_leaves_nothing(
 def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line of the metrics is synced to the disk before the next step. Infinity and NaN are
-    written as null, because JSON lacks them.
+    """Each line of the metrics is synced to the disk before the next step.
+
+    Infinity and NaN are written as null, because JSON lacks them.
     """
     synced: list[str] = []
     monkeypatch.setattr(
@@ -384,15 +387,20 @@ def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     )
     append(tmp_path / "metrics.jsonl", {"step": 1, "loss": math.inf})
     append(tmp_path / "metrics.jsonl", {"step": 2, "loss": 0.5})
-    first, second = '{"step": 1, "loss": null}\n', '{"step": 2, "loss": 0.5}\n'
-    assert synced == [first, first + second]
+    rows = [[json.loads(line) for line in text.splitlines()] for text in synced]
+    assert [[(row["step"], row["loss"]) for row in each] for each in rows] == [
+        [(1, None)],
+        [(1, None), (2, 0.5)],
+    ]
 
 
 def test_durations_in_the_metrics_have_microseconds(tmp_path: Path) -> None:
     evaluation = EvaluationResult(number=3, loss=2.0, tokens=5, seconds=1 / 3)
     trainer: Any = None
     RunFolder(tmp_path).on_evaluation(trainer, evaluation)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row.pop("check")
+    assert row == {
         "step": 3,
         "evaluation_loss": 2.0,
         "perplexity": math.exp(2.0),
@@ -401,7 +409,7 @@ def test_durations_in_the_metrics_have_microseconds(tmp_path: Path) -> None:
     }
 
 
-def test_a_full_disk_is_one_line() -> None:
+def test_a_full_disk_gives_a_one_line_error() -> None:
     with pytest.raises(
         UserError,
         match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: ",

@@ -1,4 +1,4 @@
-"""Tests of the line that says how a run stopped: its last step, what is saved, and how to go on."""
+"""Tests of the line about a stopped run: its last step, its checkpoint, and how to continue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.training.stopped_run import how_it_stopped, last_step
+from megatrain.runtime.training.stopped_run import how_it_stopped, last_step, metrics_line, readable
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,23 @@ def test_the_line_names_the_last_step_and_the_newest_checkpoint(
 def test_an_incomplete_line_of_the_metrics_is_no_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     assert last_step(tmp_path) == 1
+
+
+def test_a_changed_character_of_the_metrics_is_noticed(tmp_path: Path) -> None:
+    """Each character of a line is replaced in turn, also by another digit."""
+    lines = [metrics_line({"step": step, "loss": 2.5 - step / 7}) for step in (1, 2, 3)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(lines))
+    assert readable(file) == (list(enumerate(lines, 1)), 0)
+    number = lines[1].index('"check"')
+    for at, old in enumerate(lines[1][:-1]):
+        if not number <= at < number + len('"check"'):  # without this key it is an older line
+            for new in ("0" if old != "0" else "1", "x"):
+                file.write_text(lines[0] + lines[1][:at] + new + lines[1][at + 1 :] + lines[2])
+                assert readable(file) == ([(1, lines[0]), (3, lines[2])], 1), (at, new)
+
+
+def test_a_line_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 4, "loss": 1.5}\n')
+    assert readable(file) == ([(4, '{"step": 4, "loss": 1.5}\n')], 0)

@@ -1,4 +1,4 @@
-"""Tests of `TrainingRun.switch`: another plan, from a callback, with the same bits."""
+"""Tests of `TrainingRun.switch`: a callback switches to another plan with the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Prepare = Callable[..., Trainer]
 
 
 class Switch(Callback):
-    """Switches to other plans after the steps that are named."""
+    """Switches to other plans after the given steps."""
 
     def __init__(self, **plans: Path) -> None:
         self._plans = {int(key.removeprefix("after_")): plan for key, plan in plans.items()}
@@ -64,7 +64,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in json.loads(line).items()
-            if key not in ("seconds", "tokens_per_second", "schedule")
+            if key not in ("seconds", "tokens_per_second", "schedule", "check")
         }
         for line in lines
     ]
@@ -78,12 +78,12 @@ def assert_same(place: Path, one: str, two: str) -> None:
 
 @pytest.fixture
 def straight(run: Prepare, place: Path) -> Path:
-    """Returns a place with a run `straight` that was never disturbed."""
+    """Returns a folder with an undisturbed run `straight`."""
     run(place, "straight", steps=5)
     return place
 
 
-def test_a_training_goes_there_and_back_with_the_same_bits(
+def test_a_training_switches_there_and_back_with_the_same_bits(
     prepare: Prepare, straight: Path
 ) -> None:
     first, second = straight / "plan.toml", other(straight)
@@ -103,11 +103,11 @@ def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Pa
 
 
 @pytest.mark.parametrize("where", ["step", "operation", "opening", "activations"])
-def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
+def test_a_plan_that_fails_in_its_first_step_is_abandoned(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     error: Exception = UserError("memory", found="too little", allowed="more", fix="none")
-    if where == "activations":  # the framework's own error, for what is outside of the pools
+    if where == "activations":  # PyTorch's error, for memory outside of the pools
         error = torch.OutOfMemoryError("memory: none left\nmore than one line")
     if where == "operation":
         error = OpFailed("F0.m0", "memory", ValueError("planted"))
@@ -139,10 +139,10 @@ def test_a_plan_that_fails_before_its_first_step_ends_is_given_up(
     assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
 
 
-def test_if_the_former_plan_fails_too_the_error_says_how_to_go_on(
+def test_if_the_former_plan_fails_too_the_error_says_how_to_continue(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an error of the GPU that outlasts its plan. The run folder has the former plan."""
+    """An error of the GPU may affect both plans. The run folder has the former plan."""
     opened: list[str] = []
     step = Executor.step
 
@@ -211,7 +211,7 @@ def test_the_memory_of_a_plan_that_fails_is_free_when_the_former_one_opens(
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "go on"])
-def test_without_a_checkpoint_the_plan_stays(
+def test_without_a_checkpoint_the_plan_is_not_switched(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str
 ) -> None:
     write, calls = checkpoint.write_tensors, []
@@ -234,7 +234,7 @@ def test_without_a_checkpoint_the_plan_stays(
     assert_same(straight, "run", "straight")
 
 
-def test_what_cannot_be_switched_to_is_refused(prepare: Prepare, place: Path) -> None:
+def test_a_switch_to_an_unsuitable_plan_is_refused(prepare: Prepare, place: Path) -> None:
     longer = msgspec.structs.replace(Plan.load(place / "plan.toml").workload, sequence=8)
     for plan, match in (
         (other(place, "resident", workload=longer), "another workload"),

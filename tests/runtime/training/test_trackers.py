@@ -1,5 +1,6 @@
-"""Tests of trackers: each gets the numbers of steps and evaluations and is closed, and one that is
-not installed is refused before anything starts.
+"""Tests of trackers: each gets the numbers of steps and evaluations, and is closed.
+
+A tracker that is not installed is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EVALUATION = EvaluationResult(number=7, loss=1000.0, tokens=3, seconds=1.0)
 
 
 class Fake:
-    """A tracker's module and its run."""
+    """A fake tracker: both its module and its run."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -124,7 +125,7 @@ def test_a_tracker_gets_every_number(
 
 
 class Remembering:
-    """A tracker's package that starts a new run, unless a run that it has is named."""
+    """A fake tracker's package that resumes a known run, or starts a new one."""
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.asked = name, dict[str, list[int]](), list[dict[str, Any]]()
@@ -152,7 +153,7 @@ class Remembering:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_training_that_goes_on_goes_on_in_its_tracker_s_run(
+def test_a_resumed_training_continues_its_tracker_s_run(
     name: str, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, installed = Remembering(name), types.ModuleType(name)
@@ -205,7 +206,7 @@ def test_with_a_gpu_device_memory_is_its_peak(
         (Logging(tensorboard=True), "tensorboard", "tensorboard"),
     ],
 )
-def test_a_package_that_is_not_installed_is_said_at_once(
+def test_a_tracker_that_is_not_installed_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: Logging, field: str, package: str
 ) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)

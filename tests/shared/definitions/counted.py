@@ -1,4 +1,4 @@
-"""Counted: counts what PyTorch operations move and hold, for tests of predicted bytes."""
+"""Counts the bytes that PyTorch operations move and allocate, for tests of predicted bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Counted(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and those of the tensors that they make."""
+    """Counts the bytes that operations read and write, and the bytes of their new tensors."""
 
     def __init__(self) -> None:
         super().__init__()

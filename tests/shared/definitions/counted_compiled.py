@@ -9,16 +9,16 @@ counted until it is freed, as in `counted_memory.py`.
 
 Three things differ from a GPU:
 
-* *Device.* The tensors are those of a CPU, because this PyTorch may have no CUDA. Inductor writes
-  Triton kernels for them, so that it fuses as for a GPU. Only the order of loops is not changed for
-  the sake of a fusion, so a GPU fuses at least as much.
+* *Device.* The tensors are on the CPU, because this PyTorch may have no CUDA. Inductor writes
+  Triton kernels for them, so it fuses as for a GPU. It only does not reorder loops to make a fusion
+  possible, so a GPU fuses at least as much.
 * *Attention.* `scaled_dot_product_attention` is replaced by the kernel that a GPU would choose.
-  Without a mask it is flash attention, otherwise memory-efficient attention. `_INSIDE` has what
-  their backward kernels need in addition.
-* *Version.* The count is that of the installed PyTorch. Another version may save other tensors.
+  Without a mask this is flash attention, otherwise memory-efficient attention. `_INSIDE` has the
+  temporary bytes of their backward kernels.
+* *Version.* The count holds for the installed PyTorch. Another version may save other tensors.
 
-With 32 x 1,024 tokens, a compiled layer of Qwen2.5-7B's shape is counted with 5,204,870,144 saved
-bytes, as measured on an H200 with PyTorch 2.11, and with the same peak within 0.1 %.
+A compiled layer of Qwen2.5-7B's shape saves 5,204,870,144 bytes with 32 x 1,024 tokens by this
+count. An H200 with PyTorch 2.11 saved exactly as many, and its peak was within 0.1 %.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ _aten, _guards = torch.ops.aten, torch._C._dynamo.guards
 
 
 def _backward_of_flash(_: Any, q: torch.Tensor, k: torch.Tensor, *__: Any) -> int:
-    """A sum of q's gradient in fp32, the products of output and gradient, and dk and dv for each
-    query head if several share them. Sums have a multiple of 32 elements per head.
+    """Returns the temporary bytes of flash attention's backward kernel.
+
+    They are the sum of q's gradient in fp32, the products of output and gradient, and dk and dv for
+    each query head if several heads share them. Sums are padded to a multiple of 32 elements per
+    head.
     """
     batch, heads, sequence, size = q.shape
     shared = 2 * q.numel() * q.element_size() if heads != k.shape[1] else 0
@@ -62,7 +65,11 @@ def _backward_of_flash(_: Any, q: torch.Tensor, k: torch.Tensor, *__: Any) -> in
 
 
 def _backward_of_efficient(_: Any, q: torch.Tensor, k: torch.Tensor, v: Any, *__: Any) -> int:
-    """The same sum. With heads of more than 128 elements, k's and v's gradients are summed too."""
+    """Returns the temporary bytes of memory-efficient attention's backward kernel.
+
+    They are the sum of q's gradient in fp32, and the products of output and gradient. With heads of
+    more than 128 elements, the gradients of k and v are summed too.
+    """
     batch, heads, sequence, size = q.shape
     wide = k.numel() + v.numel() if max(size, v.shape[-1]) > 128 else 0
     return 4 * batch * heads * sequence * (size + 1) + 4 * wide
@@ -85,7 +92,7 @@ def _attention(
     scale: float | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Replaces `scaled_dot_product_attention`, and calls the kernel that a GPU would choose."""
+    """Replaces `scaled_dot_product_attention` by the kernel that a GPU would choose."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
             attn_mask.logical_not(), -torch.inf
@@ -108,7 +115,7 @@ def _attention(
 
 
 class _NoKernel:
-    """Stands for a compiled kernel. It computes nothing."""
+    """A compiled kernel that computes nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -136,7 +143,7 @@ _load = GraphLowering._compile_to_module_lines
 
 
 def _loaded(self: GraphLowering, *args: Any, **kwargs: Any) -> Any:
-    """Loads a program of inductor, which imports Triton, without Triton."""
+    """Loads a program that inductor wrote, although Triton may not be installed."""
     stubs = {name: ModuleType(name) for name in ("triton", "triton.language")}
     stubs["triton"].language = stubs["triton.language"]  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, stubs):
@@ -145,7 +152,7 @@ def _loaded(self: GraphLowering, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _without_kernels() -> Iterator[None]:
-    """Lets inductor write programs as for a GPU and build no kernels."""
+    """Makes inductor write programs as for a GPU without building kernels."""
     changes = [
         (torch.nn.functional, "scaled_dot_product_attention", _attention),
         (extern_kernels, "_scaled_mm", _scaled_product),
@@ -175,8 +182,8 @@ def _without_kernels() -> Iterator[None]:
 
 
 def _counts_in(counts: list[Live]) -> Callable[..., Any]:
-    """Returns inductor as a backend of `torch.compile`, whose programs run in the mode `counts[0]`
-    if there is one.
+    """Returns a backend of `torch.compile`: inductor, whose programs run in the mode `counts[0]` if
+    `counts` is not empty.
     """
 
     def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -194,9 +201,7 @@ def _counts_in(counts: list[Live]) -> Callable[..., Any]:
 
 @contextmanager
 def _pieces_counted(counts: list[Live], fake: FakeTensorMode) -> Iterator[None]:
-    """Executes the ops of layers in pieces of tokens on fake tensors, piece by piece, while the
-    mode `counts[0]` counts.
-    """
+    """Makes layers that compute in token pieces run on fake tensors in the mode `counts[0]`."""
 
     def run(function: Callable[..., Any], chain: int, *args: Any) -> Any:
         known = token_pieces._CHAINS[chain]
@@ -219,8 +224,9 @@ def _pieces_counted(counts: list[Live], fake: FakeTensorMode) -> Iterator[None]:
 
 
 class _Counted:
-    """A compiled function whose memory is counted. PyTorch does not compile in a mode that counts,
-    so the function enters that mode itself.
+    """A compiled function whose memory is counted.
+
+    PyTorch does not compile inside a counting mode, so the function enters the mode itself.
     """
 
     def __init__(self, function: Callable[..., Any], fake: FakeTensorMode) -> None:
@@ -233,8 +239,9 @@ class _Counted:
 
 
 def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> Peaks:
-    """Returns the bytes that a compiled decoder layer takes. The model should have as few layers as
-    possible.
+    """Returns the peak bytes of a compiled decoder layer.
+
+    Each layer of the model costs time, so it should have as few as possible.
     """
     torch._dynamo.reset()
     layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
@@ -251,7 +258,7 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 given,
             )
-            for given in (layers._causal[int(layer.name)], layers.buffers[layer.name])
+            for given in (layers._causal_arguments[int(layer.name)], layers.buffers[layer.name])
         )
         weights = {
             tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()

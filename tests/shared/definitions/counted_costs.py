@@ -1,4 +1,4 @@
-"""A cost model in which every op takes no time but its dispatch, and a machine that has it.
+"""A cost model in which an op only takes its dispatch time, and a machine with this cost model.
 
 The measured durations of a run do not change its predictions. So whether `--adapt` switches does
 not depend on the machine that runs the tests.
@@ -28,7 +28,7 @@ class Counted(Datasheet):
 
 
 def cost_model(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> Counted:
-    # The time that a switch takes depends on the machine, so that any gain has to be enough.
+    # A switch takes an unknown time on this machine, so any gain must suffice.
     adaptation.LEAST_GAIN = -math.inf
     return Counted(hardware, model, workload)
 

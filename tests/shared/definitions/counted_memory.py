@@ -4,12 +4,12 @@ The runtime's own function of a layer is executed on fake tensors. They have sha
 so layers of real widths with thousands of tokens are counted in a second. Every tensor that an op
 makes counts from then on until it is freed, rounded up to 512 bytes as in PyTorch's allocator.
 
-A CPU's fake tensors stand for those of a GPU. Two things differ there, and are described here:
+The fake tensors are on the CPU. Two things differ on a GPU and are modelled here:
 
-* *Attention.* `scaled_dot_product_attention` is replaced by a function that allocates what the
-  GPU's kernels do. Without a mask it is flash attention, otherwise memory-efficient attention.
-* *Memory inside of kernels.* Fake kernels only make their results. `INSIDE` has what the GPU's
-  kernels of some ops need in addition.
+* *Attention.* `scaled_dot_product_attention` is replaced by a function that allocates as the GPU's
+  kernels do. Without a mask this is flash attention, otherwise memory-efficient attention.
+* *Memory inside kernels.* Fake kernels only allocate their results. `INSIDE` has the temporary
+  bytes of the GPU's kernels for some ops.
 
 How many tokens an expert receives does not change these bytes: all experts are one grouped product,
 whose rows are the pairs of a token and an expert.
@@ -58,13 +58,13 @@ class Peaks(NamedTuple):
 
 
 def _index_put(*args: Any) -> int:
-    """The sum of rows with equal indices sorts them: four vectors of 8 bytes per index."""
+    """Returns the temporary bytes of `index_put`: sorting takes 4 vectors of 8 bytes per index."""
     indices = [index for index in args[1] if index is not None]
     return 4 * 8 * max(index.numel() for index in indices) if len(args) > 3 and args[3] else 0
 
 
 def _solve(*args: Any) -> int:
-    """The matrices and the right sides are copied into column-major order."""
+    """Returns the temporary bytes of `solve`: column-major copies of both operands."""
     return sum(tensor.numel() * tensor.element_size() for tensor in args[:2])
 
 
@@ -80,7 +80,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {}
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of living tensors, and their peak."""
+    """Counts the bytes of tensors until they are freed, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Live(TorchDispatchMode):
         return made
 
     def add(self, tensor: torch.Tensor, *, given: bool = False) -> None:
-        """Counts the storage of `tensor` from now on, or with `given` leaves it out for good."""
+        """Counts the storage of `tensor` until it is freed. If `given`, it is never counted."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._ids:
             return
@@ -130,7 +130,7 @@ class Live(TorchDispatchMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that allocates what the kernels of a GPU allocate, and computes nothing."""
+    """Attention that allocates as the kernels of a GPU do, and computes nothing."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _masked(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Checks whether the kernel is memory-efficient attention instead of flash attention."""
+    """Returns whether the kernel is memory-efficient attention instead of flash attention."""
     return mask is not None or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
 
 
@@ -172,8 +172,10 @@ def _described(
     *_: Any,
     **__: Any,
 ) -> torch.Tensor:
-    """Replaces `scaled_dot_product_attention`. A mask is converted to the compute dtype for each
-    row and, since kernels need aligned rows, copied.
+    """Replaces `scaled_dot_product_attention`.
+
+    A Boolean mask is converted to the compute dtype, and heads are padded to a multiple of 8
+    elements.
     """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
@@ -196,8 +198,9 @@ def attention_of_a_gpu() -> Iterator[None]:
 
 
 def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any = None) -> Peaks:
-    """Returns the bytes that a decoder layer takes. The model should have as few layers as
-    possible.
+    """Returns the peak bytes of a decoder layer.
+
+    Each layer of the model costs time, so it should have as few as possible.
     """
     layers = layers or FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
     run = layers._kinds[int(layer.name)].eager
@@ -209,7 +212,7 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 given,
             )
-            for given in (layers._causal[int(layer.name)], layers.buffers[layer.name])
+            for given in (layers._causal_arguments[int(layer.name)], layers.buffers[layer.name])
         )
         weights = {
             tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()
@@ -244,8 +247,8 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
 
 
 def counted_head(model: ModelSpec, workload: Workload) -> int:
-    """Returns the peak of the bytes that the head takes, forward and backward, in addition to its
-    weights, its input and the gradient of its input.
+    """Returns the peak bytes of the head in a forward and backward pass, without its weights, its
+    input and the gradient of its input.
     """
     layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
     dtype, live = TORCH_DTYPE[workload.dtype], Live()

@@ -21,8 +21,9 @@ class Products(NamedTuple):
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
-    """Returns `x` in fp32, rounded to the values that `dtype` has with one scale for all numbers
-    along `dim`, or for all.
+    """Returns `x` in fp32, rounded to the values of the fp8 format `dtype`.
+
+    All numbers along `dim` have one scale, or all numbers of `x` if `dim` is None.
     """
     x = x.double()
     most = torch.finfo(dtype).max
@@ -33,9 +34,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torc
 
 
 def scales(x: torch.Tensor) -> torch.Tensor:
-    """Returns the power of two that each row of `x` is divided by before it is rounded to E4M3,
-    [rows].
-    """
+    """Returns [rows]: the power of two that divides each row of `x` before rounding to E4M3."""
     rows = x.double().abs().amax(1)
     return torch.tensor(
         [2.0 ** -math.floor(math.log2(448 / max(each, 1e-12))) for each in rows.tolist()],

@@ -1,7 +1,8 @@
-"""What a decoder layer in pieces of tokens computes, written a second time.
+"""A second implementation of decoder layers that compute their modules in token pieces.
 
-Each chain of modules is one function of its input and its weights. The function computes a run of
-tokens after another, and sums the gradients of weights in fp32, in the order of the runs.
+Each chain of modules is one function of its input and its weights. The function computes one piece
+of the tokens after the other, and sums the gradients of weights in fp32, in the order of the
+pieces.
 """
 
 from __future__ import annotations

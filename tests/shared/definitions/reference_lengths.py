@@ -1,6 +1,6 @@
-"""Variable-length attention in plain PyTorch.
+"""Variable-length attention in plain PyTorch, for tests without a GPU.
 
-It replaces the kernel of `runtime/layers/lengths.py` where there is no GPU.
+It replaces the kernel that `runtime/layers/lengths.py` calls.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def backward(
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Installs this attention for models that have a fused kernel, on any device and in any dtype.
 
-    Returns a list that grows by the size of `starts` with each call.
+    Returns a list to which each call appends the size of `starts`.
     """
     called: list[int] = []
 

@@ -1,9 +1,9 @@
-"""Reference: the same training step in plain PyTorch, which tests compare the executor with.
+"""Reference: the training step in plain PyTorch that tests compare the executor with.
 
-The whole transformers model is resident, with one autograd graph and fp32 masters, and without
-slots and lanes. It has the runtime's arithmetic: the loss chunk, gradients that are rounded to the
+The whole transformers model is resident, with one autograd graph and fp32 masters, without slots
+and lanes. The arithmetic is that of the runtime: the loss chunk, gradients that are rounded to the
 compute dtype and summed in fp32, the order in which the norm is summed, and the rounding of the
-master. It shares none of the code that schedules the work or stores tensors.
+master. No code is shared that schedules work or stores tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatrain.runtime.optimizer.blockwise import (
     split_randomly,
 )
 from megatrain.runtime.optimizer.coded_gradients import decoded, encode
-from megatrain.runtime.optimizer.outside import chosen
+from megatrain.runtime.optimizer.outside import settings_of
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.optimizer import ADAMW, MUON, find
@@ -61,13 +61,12 @@ Masters = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 _MASKED_WITHOUT_POSITIONS = ("gpt_oss",)
-"""Families whose models do not tell the documents of a row by the positions when they make their
-attention masks."""
+"""Families whose models ignore positions in their masks, so documents need a mask of ours."""
 
 
 def _sum_by_rows(values: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of fp32 `values` as a 0-dimensional tensor, added in the same order as by
-    `ratio_sums` and `update_scales`.
+    """Returns the 0-dimensional sum of fp32 `values`, with the order of additions of `ratio_sums`
+    and `update_scales`.
     """
     padded = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % RATIO_ROW))
     return optimizer._sum(
@@ -76,7 +75,7 @@ def _sum_by_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 class _PassThrough(torch.nn.Module):
-    """Replaces the decoder: returns the hidden states that it receives."""
+    """A decoder that returns the hidden states it receives."""
 
     def forward(
         self, _ids: None = None, *, inputs_embeds: torch.Tensor, **_: Any
@@ -165,9 +164,7 @@ class Reference:
         self._write_back()
 
     def _kept(self, layer: str, name: str, tensor: torch.Tensor) -> int:
-        """Returns the moments that the optimizer keeps for a tensor. With Muon, the matrices of
-        decoder layers have one.
-        """
+        """Returns the number of moments of a tensor: 1 for the matrices that Muon updates."""
         matrix = (
             self.work.optimizer == MUON
             and layer.isdigit()
@@ -251,7 +248,7 @@ class Reference:
     def _stored(
         self, gradients: dict[str, dict[str, torch.Tensor]], number: int
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the gradients as an update reads them if they are stored in codes."""
+        """Returns the gradients encoded in 8 bits and decoded again, as an update reads them."""
         read: dict[str, dict[str, torch.Tensor]] = {}
         for layer, tensors in gradients.items():
             read[layer] = {}
@@ -265,8 +262,8 @@ class Reference:
     def _clipped_by_moving_norms(
         self, gradients: dict[str, dict[str, torch.Tensor]], number: int
     ) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
-        """Returns the clipped gradients in fp32, and the norm of all gradients. Brings the moving
-        norms up to date.
+        """Updates the moving norms, and returns the clipped gradients in fp32 and the norm of all
+        gradients.
         """
         settings, squares, factors = self.settings, [], []
         clipped = dict[str, dict[str, torch.Tensor]]()
@@ -309,7 +306,7 @@ class Reference:
         hook = norm.register_forward_pre_hook(lambda _norm, rows: tops.append(rows[0]))
         outputs = base(**inputs)
         hook.remove()
-        ends = tops[-1:]  # a norm that is also used after the embedding has been called before
+        ends = tops[-1:]  # The norm may also have been called after the embedding.
         top = ends[0].detach().requires_grad_()
         loss, head = self._head(top, batch.labels, scale)
         seeds = [top.grad]
@@ -338,8 +335,9 @@ class Reference:
         return loss
 
     def _embedded(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the decoder's arguments that the model's embedding makes of `ids`: rows [batch,
-        sequence, hidden] and, with a second table, the inputs of each layer.
+        """Returns the decoder's arguments that the model's embedding computes from `ids`.
+
+        They are rows [batch, sequence, hidden] and, with a second table, the inputs of each layer.
         """
         made = {"inputs_embeds": self._looked_up(self.model.get_input_embeddings(), ids)}
         for name in self.spec.tables[1:]:
@@ -351,9 +349,7 @@ class Reference:
         return made
 
     def _looked_up(self, module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the output of an embedding. The gradient of each row of its table is summed over
-        its tokens in fp32.
-        """
+        """Returns the output of an embedding whose gradient is summed over tokens in fp32."""
         embedding: Any = copy.copy(module)
         rows = torch.nn.functional.embedding(
             ids, embedding.weight.float(), embedding.padding_idx
@@ -379,8 +375,10 @@ class Reference:
     def _head(
         self, x: torch.Tensor, labels: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss and the gradients of the head's weights, and writes the gradient of `x`
-        to `x.grad`. Works in chunks of tokens. The weights' gradients are summed in fp32.
+        """Returns the loss and the gradients of the head's weights.
+
+        The gradient of `x` is written to `x.grad`. The head computes chunks of tokens, and the
+        gradients of weights are summed over them in fp32.
         """
         norm = getattr(self._stack.decoder_of(self.model), FAMILIES[self.spec.family].norm_name)
         # a tied head shares its layer with tensors that only the embedding uses
@@ -423,8 +421,10 @@ class Reference:
     def _sum(
         self, layer: LayerSpec, parts: list[dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Returns the fp32 sums of the micro-batches' gradients, added in their order, or those of
-        each group (`sum_group`) first. A single gradient stays in the compute dtype.
+        """Returns the fp32 sums of the micro-batches' gradients.
+
+        They are added in order, or first within each group of `sum_group` micro-batches. A single
+        gradient stays in the compute dtype.
         """
         if len(parts) == 1:
             return parts[0]
@@ -465,7 +465,7 @@ class Reference:
             _muon(master, moments[0], g, rate, group.weight_decay)
             return
         if self.work.optimizer not in (ADAMW, MUON):
-            given = chosen(self._optimizer, self.settings, group.weight_decay)
+            given = settings_of(self._optimizer, self.settings, group.weight_decay)
             flat = (master.view(-1), moments.flatten(1), g.flatten())
             self._optimizer.update(*flat, rate=rate, number=number, **given)
             return
@@ -490,7 +490,7 @@ class Reference:
         )
 
     def _store(self, layer: str, name: str, number: int) -> None:
-        """Rounds a tensor's master and moments to what the state format stores of them."""
+        """Rounds the master and moments of a tensor to the values of the state format."""
         if self._format.moments == "block8":
             first, *second = self.moments[layer][name]
             flat = _padded(first)
@@ -504,8 +504,9 @@ class Reference:
         self._round_master(self.masters[layer][name], number, self._index[layer][name])
 
     def _round_master(self, master: torch.Tensor, number: int, index: int | None) -> None:
-        """Rounds a master to what the state format stores of it: to the nearest value, or at random
-        if `index` is given, as after an update.
+        """Rounds a master to the values of the state format.
+
+        Rounding is to the nearest value, or stochastic if `index` is given, as after an update.
         """
         if self.work.state == EXACT:
             return

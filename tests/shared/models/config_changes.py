@@ -1,4 +1,4 @@
-"""Changes of a family's config.json, one key at a time, for every key."""
+"""Every single-key change of a family's config.json."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NOT_CHANGED = (
 _WIDTHS = ("hidden_size", "n_embd")
 """Sizes that are never 1, because a norm of one element amplifies rounding."""
 _NOTHING_GIVEN: tuple[Any, ...] = (2, 0.5, True, "silu")
-"""Values for a key whose default is null, which does not say what type it takes."""
+"""Values for a key whose default is null, so its type is unknown."""
 
 
 class Change(NamedTuple):
@@ -63,22 +63,19 @@ class Change(NamedTuple):
 
     @property
     def number(self) -> int:
-        """A number that is the same in every process and follows no pattern."""
+        """A pseudorandom number that is the same in every process."""
         return zlib.crc32(f"{self.family} {self.key} {self.value}".encode())
 
     def __str__(self) -> str:
         return f"{self.family}: {self.key} = {self.value}"
 
     def config(self) -> dict[str, Any]:
-        """Returns the whole config.json: the keys that make the model tiny, and this one."""
+        """The whole config.json: the keys that make the model tiny, and the changed one."""
         return {"model_type": self.family, **base_of(self.family), self.key: self.value}
 
 
 def base_of(family: str) -> dict[str, Any]:
-    """Returns the keys that make the family's model tiny.
-
-    All others have the family's defaults.
-    """
+    """Returns the keys that make the family's model tiny. Other keys keep the family's defaults."""
     return {**SMALL, **OWN.get(family, {}), **TINY, **CHANGES.get(family, {})}
 
 

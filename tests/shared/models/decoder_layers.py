@@ -1,4 +1,4 @@
-"""Single decoder layers of transformers' models, their inputs, and an attention of one kernel."""
+"""Single decoder layers of transformers' models, their arguments, and attention as one kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer_of(model: Any, name: str) -> Any:
 def turns_of(
     model: Any, x: torch.Tensor, positions: torch.Tensor, attention: str
 ) -> dict[str, Any]:
-    """Returns the arguments about positions that the model passes to its layers."""
+    """Returns what the model passes to its layers about positions, such as rotary embeddings."""
     rotary = next(
         (module for name, module in model.named_modules() if name.endswith("rotary_emb")), None
     )
@@ -88,7 +88,7 @@ def register_one_kernel() -> None:
 
 
 def kept_bytes(forward: Callable[[], object], given: set[int]) -> int:
-    """Returns the bytes that autograd keeps of `forward`, without the storages in `given`."""
+    """Returns the bytes that autograd saves in `forward`, without the storages in `given`."""
     kept: dict[int, torch.Tensor] = {}  # by storage; tensors that stay alive keep their address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,9 +44,9 @@ scores without a fused kernel."""
 def others_nightly(
     families: Iterable[str], *values: Any, among: Container[str] = SAMPLE
 ) -> list[Any]:
-    """Returns parameters of a test: those outside of `among` are marked as nightly.
+    """Returns the parameters of a test, with families outside of `among` marked as nightly.
 
-    Each parameter is a family, or a family and `values` if there are any.
+    Each parameter is a family, or (family, *values).
     """
     return [
         pytest.param(family, *values, marks=[] if family in among else [pytest.mark.nightly])

@@ -1,4 +1,4 @@
-"""A model of 0.6 billion parameters, for tests of the planner.
+"""A model of 0.6 billion parameters for tests of the planner.
 
 A search takes a fraction of a second.
 """

@@ -1,4 +1,4 @@
-"""A tiny config of every family, for the tests of the simulator and of the runtime."""
+"""A tiny config of every family, for tests of the simulator and the runtime."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 160},
 }
-"""Keys that only this family has, so that its model is small too."""
+"""Family -> its own keys, which make its model tiny."""
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:

@@ -1,4 +1,4 @@
-"""Tiny multimodal models whose language model is trained."""
+"""Tiny multimodal models. Only their language model is trained."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class _Tower(PreTrainedModel):
-    """A vision tower of one matrix for Gemma 3n, whose own requires a further package."""
+    """A vision tower of one matrix for Gemma 3n, whose real tower needs another package."""
 
     config_class = Gemma3nVisionConfig
 
@@ -152,7 +152,7 @@ def config_of(kind: str) -> Any:
 
 
 def save(kind: str, folder: Path) -> Any:
-    """Saves a model with random weights, also of norms, into `folder`, and returns it."""
+    """Saves a model with random weights, including norms, into `folder`, and returns it."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config_of(kind))
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A tiny model of every family, to compare a step of the runtime with one of transformers.
+"""Compares a step of the runtime with one of transformers, on a tiny model of every family.
 
-It has weights, batches, gradients of both, and their difference.
+This module makes weights and batches, computes the gradients of both, and their difference.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 Models have layers of several kinds, windows shorter than a row, softcaps and multipliers.
 """
 BF16_BOUND = 0.02
-"""Bound of the difference, relative to a gradient's largest element: three units of bf16's 8 bits.
+"""Bound of the difference relative to a gradient's largest element: a few units of bf16's 8 bits.
 
 The runtime rounds in other places than transformers. It sums the gradients of the head's chunks, of
 the embedding's rows and of the micro-batches in fp32.
@@ -232,7 +232,7 @@ def model_of(family: str, **changes: Any) -> ModelSpec:
 def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns random weights for a tensor.
 
-    Each tensor gets other values. Those of norms are around one half, and biases are not zero.
+    Each tensor gets other values. Weights of norms are around one half, and biases are not zero.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{layer} {tensor}".encode()))
     if tensor.endswith("e_score_correction_bias"):
@@ -241,7 +241,7 @@ def weights(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def as_loaded(model: Any) -> Any:
-    """Gives the model the buffers that `from_pretrained` makes.
+    """Gives the model the buffers that `from_pretrained` would compute.
 
     It computes buffers in fp32, while `from_config` computes some in the model's dtype.
     """
@@ -274,13 +274,14 @@ def whole_model(plan: Plan, config: PretrainedConfig) -> Any:
 
 
 def without_draws(family: str) -> dict[str, Any]:
-    """The changes after which the family's layers draw nothing at random."""
+    """Returns config changes with which the family's layers draw no random numbers."""
     return dict.fromkeys(FAMILIES[family].draws, 0.0)
 
 
 def with_our_draws(model: Any, step: int = 1) -> Any:
-    """The model, whose layers draw in training what ours draw in this step: each call of a layer
-    is that of the next micro-batch.
+    """Makes the model's layers draw the random numbers that the runtime's layers draw in this step.
+
+    Each call of a layer counts as the next micro-batch.
     """
     if FAMILIES[model.config.model_type].draws:
         for index, layer in enumerate(DecoderStack.of(model).layers_of(model)):
@@ -331,10 +332,10 @@ def their_gradients(plan: Plan, model: Any) -> Tensors:
 def difference(ours: Tensors, theirs: Tensors) -> float:
     """Returns the largest relative difference of any tensor.
 
-    A difference is relative to the tensor's largest element, or to 1e-4 if that is more. A smaller
-    gradient is the rest of terms that cancel: without rotary positions, the gradient of a key's
-    bias is zero except for rounding. For the same reason, differences of up to 1e-8 do not
-    count: a sliding window of one token leaves no more of the gradients of queries and keys.
+    A difference is relative to the tensor's largest element, but at least to 1e-4. Smaller
+    gradients are rounding errors of terms that cancel, such as the gradient of a key's bias without
+    rotary positions. Differences of up to 1e-8 are ignored for the same reason: with a sliding
+    window of one token, the gradients of queries and keys are no larger.
     """
     assert ours.keys() == theirs.keys()
     return max(
@@ -353,7 +354,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(plan: Plan, seed: int = 0) -> list[Batch]:
-    """Returns micro-batches of random tokens, each with another number of labels."""
+    """Returns micro-batches of random tokens with different numbers of labels."""
     work, generator = plan.workload, torch.Generator().manual_seed(seed)
     batches = []
     for micro in range(work.accumulation):
@@ -401,16 +402,16 @@ DOCUMENTED = [family for family in FAMILIES if family not in CANNOT_SEPARATE_DOC
 
 
 def packed_bound(family: str) -> float:
-    """Returns the bound of a gradient in fp32 with documents.
+    """Returns the bound of a gradient's error in fp32 with documents.
 
-    Linear attention and state-space mixers cut a row into other chunks than a single document, so
-    sums round differently: by up to 7e-5 on a processor with AVX2, and by less with AVX-512.
+    Linear attention and state-space mixers chunk a packed row differently from a single document,
+    so sums round differently: by up to 7e-5 on a processor with AVX2, and less with AVX-512.
     """
     return 1.5e-4 if family in LINEAR else CANCELLED.get(family, 1e-5)
 
 
 def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
-    """Returns a batch with `documents`, whose padding has labels that must not count."""
+    """Returns `batch` with `documents`. Padding has labels, which must be ignored."""
     ids, labels, _ = drawn(plan)[0]
     return Batch(ids, labels, documents)
 

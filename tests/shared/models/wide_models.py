@@ -1,4 +1,4 @@
-"""Models of every family whose layers have real widths, with as few layers as possible."""
+"""A model of every family with real widths and as few layers as possible."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ WIDENED = (
     "ministral",
     "nemotron",
 )
-"""Families whose defaults are not those of a model. They have the widths of `WIDE`."""
+"""Families with the widths of `WIDE`, because their defaults are not those of a published model."""
 
 
 def wide_model(family: str) -> ModelSpec:
-    """Returns a model with one layer of each kind. Its widths are the defaults of transformers,
-    which are those of a published model, or `WIDE`.
+    """Returns a model with one layer of each kind.
+
+    Its widths are transformers' defaults, which are those of a published model, or `WIDE`.
     """
     config = config_of(family, **WIDE) if family in WIDENED else AutoConfig.for_model(family)
     return ModelSpec.from_config(config.to_dict(), "config.json").shortest(1)

@@ -1,4 +1,4 @@
-"""Tests of atomic writes: a file is whole or absent, and what a dead writer left is removed."""
+"""Tests of atomic writes: a file is whole or absent, and files of dead writers are removed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def die_while_writing(target: Path, *, folder: bool) -> None:
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_what_a_dead_writer_has_left_is_removed_by_the_next(tmp_path: Path, folder: bool) -> None:
+def test_temporary_files_of_a_dead_writer_are_removed_by_the_next(
+    tmp_path: Path, folder: bool
+) -> None:
     die_while_writing(tmp_path / "plan.toml", folder=folder)
     assert len(os.listdir(tmp_path)) == 1
     write_text(tmp_path / "plan.toml", "whole")
     assert os.listdir(tmp_path) == ["plan.toml"]
 
 
-def test_others_are_left_alone(tmp_path: Path) -> None:
+def test_other_temporary_files_are_left_alone(tmp_path: Path) -> None:
     """Files of another target, of a live writer and of the user stay."""
     die_while_writing(tmp_path / "other.toml", folder=False)
     mine = [".plan.toml.original", ".plan.toml.swp", "plan.toml.aside-1234"]
@@ -60,7 +62,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, folder: bool, error: type[Base
     assert os.listdir(tmp_path) == []
 
 
-def test_one_that_is_removed_before_it_is_locked_is_made_again(
+def test_a_temporary_file_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A temporary file that another writer removes before it is locked is made again."""
@@ -78,10 +80,10 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(
     assert len(locked) == 2
 
 
-def test_a_file_system_without_locks_is_written_to_all_the_same(
+def test_a_file_is_written_even_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without locks, a file is written, and what others left stays because they may be alive."""
+    """Without locks, a file is written, and files of other writers stay: they may be alive."""
     die_while_writing(tmp_path / "out", folder=False)
 
     def refuse(*_: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pickle
 import stat
@@ -24,7 +25,14 @@ from hypothesis import strategies as st
 from megatrain.experiments.cli.options import check_writable
 from megatrain.simulator.base import files
 from megatrain.simulator.base.errors import DoesNotFit, UserError
-from megatrain.simulator.base.files import read_json, read_text, read_toml, write_json, write_text
+from megatrain.simulator.base.files import (
+    read_config,
+    read_json,
+    read_text,
+    read_toml,
+    write_json,
+    write_text,
+)
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -87,7 +95,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 @pytest.mark.parametrize(
     "check", [lambda path: write_text(path, "x"), check_writable], ids=["write", "before work"]
 )
-def test_what_is_no_file_is_not_replaced_by_one(
+def test_a_device_or_pipe_is_not_replaced_by_a_file(
     tmp_path: Path, check: Callable[[Path], None]
 ) -> None:
     """A device is not replaced by a file.
@@ -165,7 +173,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("target", ["file/note.txt", "folder", "no\0name"])
-def test_where_nothing_can_be_written_is_one_line(tmp_path: Path, target: str) -> None:
+def test_an_unwritable_path_gives_a_one_line_error(tmp_path: Path, target: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError) as caught:
@@ -178,7 +186,7 @@ def test_where_nothing_can_be_written_is_one_line(tmp_path: Path, target: str) -
 
 
 @pytest.mark.parametrize("text", ["key = ", "key = [1", "1" * 5000, "key = " + "1" * 5000])
-def test_text_in_no_format_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
+def test_text_in_no_format_is_refused_with_the_name_of_its_file(tmp_path: Path, text: str) -> None:
     """Python refuses numbers of thousands of digits with an error of its own."""
     (tmp_path / "text").write_text(text)
     with pytest.raises(UserError, match=r"/text: found text that is not TOML \(.*a TOML file"):
@@ -188,7 +196,9 @@ def test_text_in_no_format_is_refused_by_its_file(tmp_path: Path, text: str) -> 
         read_json(tmp_path / "text")
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_path_gives_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfte")
     (tmp_path / "large.txt").write_text("12345")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -218,7 +228,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+def test_a_file_without_permission_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "secret.toml").write_text("")
     (tmp_path / "secret.toml").chmod(0)
     with pytest.raises(UserError, match="found permission denied"):
@@ -283,12 +293,12 @@ def test_a_value_out_of_range_is_shown_where_its_place_is_known(
     assert str(caught.value) == line
 
 
-def test_a_user_error_survives_the_way_between_processes() -> None:
+def test_a_user_error_can_be_passed_between_processes() -> None:
     error = UserError("plan.toml: knobs", found=3, allowed=[1, 2], fix="set 2")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_what_does_not_fit_keeps_its_exit_status_wherever_it_goes() -> None:
+def test_an_error_of_a_plan_that_does_not_fit_keeps_its_exit_status() -> None:
     error = DoesNotFit("host memory", found="9 GiB", allowed="8 GiB", fix="add 1 GiB")
     for same in (error, error.inside("plan.toml"), pickle.loads(pickle.dumps(error))):
         assert isinstance(same, UserError)
@@ -392,7 +402,7 @@ VALID_CONFIG: dict[str, Any] = {
 }
 
 
-def test_the_fuzz_starts_from_what_is_valid(tmp_path: Path) -> None:
+def test_the_fuzz_tests_start_from_valid_files(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(VALID_PLAN)
     assert Plan.load(tmp_path / "plan.toml").knobs == Knobs()
     (tmp_path / "timeline.json").write_bytes(VALID_TIMELINE)
@@ -460,8 +470,49 @@ def test_any_json_as_a_timeline(value: object) -> None:
     ],
     ids=lambda content: repr(content[:8]),
 )
-def test_a_corrupt_json_file_is_one_line_or_a_value(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_json_file_is_read_or_gives_a_one_line_error(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "x.json").write_bytes(content)
     survives(lambda: read_json(tmp_path / "x.json"))
+    survives(lambda: read_config(tmp_path / "x.json"))
     survives(lambda: Timeline.load(tmp_path / "x.json"))
     survives(lambda: read_toml(tmp_path / "x.json", Plan))
+
+
+def test_a_config_may_have_the_floats_that_json_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    value = {"a": [0.0, math.inf, {"b": -math.inf}], "text": "Infinity", "ä": 2**70}
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert read_config(path) == {
+        **value,
+        "a": [0.0, {"__float__": "Infinity"}, {"b": {"__float__": "-Infinity"}}],
+    }
+    path.write_text('{"a": NaN}')
+    assert read_config(path) == {"a": {"__float__": "NaN"}}
+    with pytest.raises(UserError, match="found text that is not JSON"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'a': 1}",
+        '{"a": inf}',
+        '{"a": nan}',
+        '{"a": +Infinity}',
+        '{"a": Infinity',
+        '{"a": Infinity,}',
+        '{"a": Infinity} {}',
+        "{Infinity: 1}",
+        '{"a": Infinity, "b": 1e999}',
+        '{"a": Infinity, "b": "\\ud800"}',
+        '{"a": Infinity} // 1',
+        '{"a": Infinity, "b": ' + "9" * 5000 + "}",
+    ],
+)
+def test_other_malformed_configs_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="found text that is not JSON"):
+        read_config(path)

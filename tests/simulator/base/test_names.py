@@ -1,5 +1,6 @@
-"""Names as people write them find the library's entry; others are refused with names that resemble
-them.
+"""Tests that names in various spellings find the library's entry.
+
+Other names are refused, and the error names similar ones.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def test_a_machine_as_people_write_it(written: str) -> None:
 @pytest.mark.parametrize(
     "library", [specs.library(), machine.library()], ids=["models", "machines"]
 )
-def test_every_entry_is_found_by_its_name_however_it_is_written(library: dict[str, Path]) -> None:
-    """And by no other entry's."""
+def test_every_entry_is_found_by_any_spelling_of_its_name(library: dict[str, Path]) -> None:
+    """No spelling finds another entry."""
     for name in library:
         for written in (name, name.upper(), name.replace("-", "_"), name.replace("-", " ")):
             others = [each for each in library if each != name]
@@ -69,7 +70,7 @@ def test_every_entry_is_found_by_its_name_however_it_is_written(library: dict[st
 
 
 @pytest.mark.parametrize("written", ["qwen2-57b", "qwen2.5-1.45b", "qwen257b"])
-def test_digits_that_are_joined_in_another_way_are_another_model(written: str) -> None:
+def test_digits_that_are_grouped_differently_name_another_model(written: str) -> None:
     assert meant(written, specs.library()) is None
 
 
@@ -122,8 +123,8 @@ def test_an_unknown_policy_is_refused_with_one_that_resembles_it() -> None:
         ("--x", []),
     ],
 )
-def test_options_that_resemble_a_name(written: str, found: list[str]) -> None:
-    """One that it contains, one with which it begins, one of a similar spelling, and none."""
+def test_options_that_resemble_a_given_one(written: str, found: list[str]) -> None:
+    """The options are contained in the text, begin the text, are spelled similarly, or are none."""
     assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 
@@ -141,6 +142,11 @@ def test_a_beginning_has_three_letters_and_a_part_four(
 ) -> None:
     """Fewer letters are in most names by chance."""
     assert alike(written, [known]) == ([known] if found else [])
+
+
+def test_names_that_differ_only_in_their_variant_are_listed_once() -> None:
+    known = ["qwen2.5-7b", "qwen2.5-7b-instruct"]
+    assert alike("qwem2.5-7b", known) == known
 
 
 def test_a_path_is_preferred_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +181,7 @@ def test_a_path_is_no_name(
             ModelSpec.load(text)
 
 
-def test_a_run_in_place_of_its_model_is_refused_with_the_path_of_the_model(tmp_path: Path) -> None:
+def test_a_run_given_as_a_model_is_refused_with_the_path_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "run1" / "model").mkdir(parents=True)
     (tmp_path / "run1" / "model" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"fix: name .*/run1/model, which has it$"):

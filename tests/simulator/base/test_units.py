@@ -18,6 +18,7 @@ from megatrain.simulator.base.units import (
     format_bytes,
     format_seconds,
     parse_bytes,
+    parse_count,
     rounded_up,
 )
 
@@ -28,7 +29,7 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_in_the_docstrings_hold(name: str) -> None:
+def test_the_examples_in_docstrings_are_right(name: str) -> None:
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
@@ -80,6 +81,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
         "1 GiB 2",
         "٣GiB",
         "9" * 400,
+        "0.4B",
     ],
 )
 def test_other_texts_are_refused_in_one_line(text: str) -> None:
@@ -92,7 +94,13 @@ def test_other_texts_are_refused_in_one_line(text: str) -> None:
     assert "\n" not in message
 
 
-def test_a_number_without_a_unit_is_told_the_usual_one() -> None:
+@pytest.mark.parametrize("text", ["", "0", "0.4", "-1", "1 GiB", "9" * 400])
+def test_a_text_that_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--tokens: found .*allowed: .*fix: "):
+        parse_count(text, "--tokens")
+
+
+def test_the_error_for_a_number_without_a_unit_suggests_one() -> None:
     for number, size in (
         ("24", "24GiB"),
         ("1.5", "1.5GiB"),
@@ -114,13 +122,13 @@ def test_the_value_of_an_option_is_not_rounded(size: int) -> None:
 
 
 @given(st.text(max_size=30))
-def test_no_text_does_worse_than_a_user_error(text: str) -> None:
+def test_any_text_is_a_size_or_a_user_error(text: str) -> None:
     with contextlib.suppress(UserError):
         assert parse_bytes(text) >= 0
 
 
 @given(st.integers(0, 2**59))
-def test_what_is_written_reads_back_to_three_digits(size: int) -> None:
+def test_written_sizes_read_back_to_three_digits(size: int) -> None:
     text = format_bytes(size)
     if size:
         assert abs(parse_bytes(text) - size) <= 0.005 * size + 1

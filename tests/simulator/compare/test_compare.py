@@ -89,11 +89,11 @@ def test_error_of_each_kind() -> None:
     assert (kinds["backward"].error, kinds["backward"].worst_error) == (0.0, 0.0)
 
 
-def test_a_kind_weighs_what_the_step_would_gain_by_foretelling_it_exactly() -> None:
+def test_the_part_of_a_kind_is_the_change_of_the_step_by_its_measured_durations() -> None:
     """A kind's part of the step's error is how much its measured durations change the step."""
-    kinds = {
-        kind.kind: kind for kind in report().kinds
-    }  # 90 ms predicted and 100 measured; 95 with measured forward, 90 with backward
+    # The step takes 90 ms as predicted and 100 ms as measured. With measured durations of a single
+    # kind, it takes 95 ms (forward) or 90 ms (backward).
+    kinds = {kind.kind: kind for kind in report().kinds}
     assert kinds["forward"].of_step == pytest.approx(-0.05)
     assert kinds["backward"].of_step == 0
     assert kinds["load_weights"].of_step == pytest.approx(0.02), (
@@ -101,7 +101,7 @@ def test_a_kind_weighs_what_the_step_would_gain_by_foretelling_it_exactly() -> N
     )
 
 
-def test_parts_of_the_step_add_up_to_it_and_their_errors_to_its() -> None:
+def test_parts_of_a_step_add_up_to_the_step_and_their_errors_to_its_error() -> None:
     result = report()
     assert [part.name for part in result.parts] == ["compute", "h2d", "waiting"]
     compute, h2d, waiting = result.parts
@@ -150,7 +150,7 @@ def test_ops_of_a_lane_and_all_ops_have_a_spread_too() -> None:
     ) == (0.0, 0.25, "W0f", 0.25)
 
 
-def test_p95_is_an_error_that_happened() -> None:
+def test_p95_is_one_of_the_errors() -> None:
     """The 95th percentile is one of the errors and is not interpolated."""
     ops = tuple(Op(id=f"F{index}.m0", lane="compute") for index in range(20))
     schedule = Schedule(policy="one lane", buffers=(), ops=ops)
@@ -196,7 +196,7 @@ def test_busy_idle_and_stalled_time_of_each_lane() -> None:
     assert compute.busy_error == pytest.approx(-5 / 85)
     assert (compute.predicted_idle_seconds, compute.measured_idle_seconds) == (0.01, 0.015)
     assert compute.measured_stalled_seconds == pytest.approx(0.007), (
-        "1 ms before F0 after its load, 6 ms before B1"
+        "1 ms from the load of F0 to F0, and 6 ms before B1"
     )
     assert (
         h2d.lane,
@@ -268,7 +268,7 @@ def test_timelines_of_other_schedules_or_other_ops_are_refused() -> None:
         report(dict.fromkeys(MEASURED, (0, 0)))
 
 
-def test_median_timeline_is_a_step_that_happened() -> None:
+def test_the_median_timeline_is_one_of_the_steps() -> None:
     steps = [timeline("measured", {**MEASURED, "B1.m0": (60, end)}) for end in (104, 98, 101, 99)]
     assert median_timeline(steps) is steps[3], "the lower of two in the middle"
     assert median_timeline(steps[:3]) is steps[2]

@@ -104,18 +104,18 @@ def test_adding_may_have_a_curve_of_its_own() -> None:
     )
 
 
-def test_a_single_point_stands_for_a_proportion() -> None:
+def test_a_curve_of_one_point_is_proportional() -> None:
     """A curve of one point gives durations in proportion to the size."""
     assert interpolate(((1000, 50),), 1000) == (50, False)
     assert interpolate(((1000, 50),), 3000) == (150, True)
 
 
-def test_a_measured_shape_is_taken_as_it_is() -> None:
+def test_the_time_of_a_measured_shape_is_used_unchanged() -> None:
     costs = Calibrated(table())
     assert (costs.duration_ns(forward(8)), costs.extrapolated(forward(8))) == (800, False)
 
 
-def test_without_a_datasheet_rows_packed_the_other_way_take_as_long_and_are_flagged() -> None:
+def test_without_a_datasheet_costs_without_documents_predict_documents_and_are_flagged() -> None:
     """Without a datasheet, costs measured without documents also predict documents, and are
     flagged.
     """
@@ -136,8 +136,8 @@ def test_token_counts_between_are_interpolated_and_others_scaled_and_flagged() -
 def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> None:
     """Between two measured sequence lengths, the time of a token grows linearly.
 
-    Here 1,024 tokens take 10 ns in a sequence of 1,024 and 1 ns more in one of 2,048. The head does
-    not attend, so its time does not depend on the sequence length.
+    Here 1,024 tokens take 10 ns in a sequence of 1,024, and 11 ns in a sequence of 2,048. The head
+    has no attention, so its time does not depend on the sequence length.
     """
     shapes = {
         SHAPE.format(8): (80, 80),
@@ -200,7 +200,7 @@ def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagge
 
 
 def test_a_head_that_was_measured_with_two_chunks_needs_no_datasheet_for_them() -> None:
-    """Other micro-batches have the measured ratio of times and difference of bytes."""
+    """The measured ratio of times and difference of bytes apply to other micro-batches."""
     model = ModelSpec.load("qwen2.5-3b")
     shapes = [f"{model.shape}/{batch}x1024-bf16" for batch in (8, 4, 2)]
     measured = table(
@@ -237,11 +237,11 @@ def test_heads_of_a_cost_table_are_checked(points: Any, found: str) -> None:
         table(heads={SHAPE.format(8): points})
 
 
-def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
+def test_the_time_that_saved_attention_saves_is_interpolated_between_measured_lengths() -> None:
     """The time that saved attention saves is interpolated between the measured sequence lengths.
 
-    For 8,192 tokens, it saves 80 us at 1,024 tokens a sequence, 240 us at 2,048, and so 160 us
-    between.
+    With 8,192 tokens, it saves 80 us for sequences of 1,024 tokens and 240 us for 2,048. Halfway
+    between, it saves 160 us.
     """
     full, long = SHAPE.format(8), SHAPE.format(4).replace("x1024-", "x2048-")
     shapes = {
@@ -270,9 +270,11 @@ def test_a_kept_attention_saves_what_it_saved_at_the_lengths_measured() -> None:
 
 
 def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
-    """A layer took 800 us with 8,192 tokens in rows of 1,024. One row of S tokens takes
-    S (S + 1,024) / 2^20 x 10 us of attention in a forward, and twice that in a backward: 160 us of
-    these 800. So the rest takes 640 us, and four times that with 32,768 tokens.
+    """The time of attention follows its own curve, and the rest grows with the tokens.
+
+    A layer took 800 us with 8,192 tokens in rows of 1,024. The forward attention of one row of S
+    tokens takes S (S + 1,024) / 2^20 x 10 us, and the backward twice that. So attention takes
+    160 us of the 800 us. The rest takes 640 us, and four times as long with 32,768 tokens.
     """
 
     def row(length: int) -> int:
@@ -305,8 +307,10 @@ def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
 
 
 def test_a_mask_for_documents_counts_once_beyond_the_measured_lengths() -> None:
-    """In fp32 a mask separates documents, and the layer was measured without it. Its time is that
-    of the layer without documents at this length, times the share that the mask adds.
+    """In fp32 a mask separates documents, and the layer was measured without the mask.
+
+    The predicted time is that of the layer without documents at this length, times the factor that
+    the mask adds.
     """
     measured, model = SHAPE.format(8).replace("bf16", "fp32"), ModelSpec.load("qwen2.5-3b")
     rows = tuple((length, length**2 // 100, length**2 // 50) for length in (1024, 4096))
@@ -346,7 +350,7 @@ def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
     assert shares == pytest.approx([2 * 128 * (2 * 4096 - 128) / 4096**2, 2], rel=1e-6)
 
 
-def test_gradients_that_are_sums_cost_what_they_move_more() -> None:
+def test_a_summed_gradient_costs_the_additional_bytes_that_it_moves() -> None:
     """A gradient that is summed takes longer by the additional bytes that it moves.
 
     For each parameter of a decoder layer, that is 2 bytes for the first contribution and 6 for each
@@ -406,7 +410,7 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
     assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
 
 
-def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
+def test_a_head_of_one_chunk_does_not_predict_a_head_of_several() -> None:
     """A head of one chunk is not used to interpolate the workspace of several chunks.
 
     The numbers are an H200's, measured with 1, 3 and 6 chunks. The workspace of two chunks is on
@@ -425,12 +429,12 @@ def test_a_head_of_one_chunk_is_no_measure_of_one_of_several() -> None:
     )
 
 
-def test_a_head_that_was_measured_with_other_numbers_of_chunks_differs_by_the_formula() -> None:
+def test_the_workspace_of_a_head_with_another_number_of_chunks_follows_the_formula() -> None:
     """The workspace of a head with another number of chunks follows from the formula.
 
-    The model has 151,936 words and a hidden size of 2,048. A token fewer saves 12 bytes for each
-    word, and 18 for each element of its norm. Several chunks also need the sum of their gradients
-    and the gradient of one, 4 and 2 bytes for each parameter.
+    The vocabulary has 151,936 entries and the hidden size is 2,048. One token less saves 12 bytes
+    for each vocabulary entry, and 18 for each element of the norm. Several chunks also need the sum
+    of their gradients (4 bytes per parameter) and the gradient of one chunk (2 bytes).
     """
     model, head = ModelSpec.load("qwen2.5-3b"), 6 * 10**9
     known = {
@@ -483,7 +487,7 @@ def test_the_same_model_is_nearer_than_the_same_flops() -> None:
         forward(SHAPE.format(8).replace("bf16", "fp32")),
     ],
 )
-def test_what_was_not_measured_is_refused_with_the_way_out(op: Op) -> None:
+def test_a_shape_that_was_not_measured_is_refused_with_a_fix(op: Op) -> None:
     with pytest.raises(UserError, match=r"; fix: .*`megatrain calibrate") as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
@@ -545,7 +549,7 @@ def test_layers_that_differ_are_looked_up_apart(
         ),
     ],
 )
-def test_a_shape_that_was_not_measured_is_told_in_words(
+def test_the_error_describes_a_shape_that_was_not_measured_in_words(
     suffix: str, how: str, options: str
 ) -> None:
     layer = "qwen2-3584x18944-28:4x128-v152064"
@@ -561,7 +565,7 @@ def test_a_shape_that_was_not_measured_is_told_in_words(
 
 
 def test_the_options_of_a_shape_are_those_of_its_workload(make_plan: Callable[..., Plan]) -> None:
-    """What `calibrate` is told to measure is the shape that was asked for."""
+    """The suggested options of `calibrate` measure the missing shape."""
     work = Workload(batch=2, sequence=64, fp8="tensorwise", compiled=True, documents=True)
     model = make_plan().model
     error = str(missing_measurement("here", "forward", f"{model.shape}/{work.shape}", []))

@@ -1,6 +1,6 @@
 """Tests of lanes that slow each other.
 
-The simulated rates are compared with those measured on H200 machines, and properties hold for any
+Simulated rates are compared with those measured on H200 machines. Properties are tested on any
 machine.
 """
 
@@ -76,13 +76,13 @@ def reached(*lanes: str) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_what_was_measured_on_machine_b_comes_out_of_the_engine(
+def test_the_engine_gives_the_rates_measured_on_machine_b(
     lanes: tuple[str, ...], measured: dict[str, float]
 ) -> None:
     """The simulated rates are those measured in h200.md, 2026-11-21.
 
-    With all three lanes busy, 18 to 22 GB/s were measured in each direction. The middle is
-    compared.
+    With all three lanes busy, 18 to 22 GB/s were measured in each direction. The test uses the
+    middle.
     """
     assert reached(*lanes) == {
         lane: pytest.approx(rate, rel=0.1) for lane, rate in measured.items()
@@ -110,10 +110,10 @@ def test_several_gpus_share_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone_ms", "beside_ms", "kept"),
+    ("alone_ms", "next_to_ms", "kept"),
     [(0.11, 1.673, 0.980), (0.235, 1.996, 0.879), (0.922, 2.644, 0.683), (1.483, 3.211, 0.568)],
 )
-def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: float) -> None:
+def test_compute_and_update_take_turns(alone_ms: float, next_to_ms: float, kept: float) -> None:
     """An update during a forward pass slows both as measured on an H200, 2026-11-21.
 
     The update is AdamW, and the forward pass is a layer of a 7B model.
@@ -132,11 +132,11 @@ def test_compute_and_update_take_turns(alone_ms: float, beside_ms: float, kept: 
     assert forward is not None
     assert update is not None
     assert backward is not None
-    beside, updating = sharing.rates((forward, update))
-    assert alone_ms * PARTS / updating == pytest.approx(beside_ms, rel=0.12)
-    assert beside / PARTS == pytest.approx(kept, abs=0.05)
+    next_to_update, updating = sharing.rates((forward, update))
+    assert alone_ms * PARTS / updating == pytest.approx(next_to_ms, rel=0.12)
+    assert next_to_update / PARTS == pytest.approx(kept, abs=0.05)
     assert sharing.rates((backward, update))[0] == pytest.approx(
-        PARTS - (PARTS - beside) / 2, abs=1
+        PARTS - (PARTS - next_to_update) / 2, abs=1
     )
     assert sharing.rates((forward,)) == sharing.rates((update,)) == (PARTS,)
 
@@ -171,7 +171,7 @@ def test_the_curve_lies_between_its_points_and_is_proportional_beyond() -> None:
     )
 
 
-def test_nothing_is_shared_where_nothing_is_named() -> None:
+def test_only_lanes_that_contention_names_share_memory() -> None:
     """An op only has a demand if contention concerns its lane and it takes time."""
     assert ContentionModel({}).demand("h2d", 2**20, 1000) is None
     assert ContentionModel({"h2d": {"d2h": 0.5}}).demand("cpu", 0, 1000) is None
@@ -181,7 +181,7 @@ def test_nothing_is_shared_where_nothing_is_named() -> None:
     )
 
 
-def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
+def test_without_a_rate_of_host_memory_measured_pairs_are_used() -> None:
     """Without a rate of host DRAM, lanes slow each other by the measured factors."""
     pairs = {"h2d": {"cpu": 0.5, "compute": 0.9}, "cpu": {"compute": 0.8, "d2h": 0.5}}
     table = CostTable(
@@ -206,11 +206,11 @@ def test_measured_pairs_stand_where_there_is_no_host_memory() -> None:
     ), "shared DRAM replaces the factors between lanes that use it"
 
 
-def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
+def test_a_rate_measured_with_three_lanes_replaces_the_product_of_pairs() -> None:
     """A rate that was measured with three busy lanes replaces the product of the pairs.
 
-    A small copy is also slowed by the other direction as the curve says, and by the cores as a
-    large one is.
+    A small copy is also slowed by the other direction according to the curve, and by the cores like
+    a large copy.
     """
     pairs = {
         "cpu": {"h2d": 0.8, "d2h": 0.6, "h2d+d2h": 0.65},
@@ -220,7 +220,7 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
     sharing = ContentionModel(pairs, duplex_curve=((2**20, 15.0), (2**28, 45.0)))
 
     def rates(small: bool, *lanes: str) -> dict[str, int]:
-        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # GB/s are bytes a ns
+        size, alone = (2**20, 30.0) if small else (2**28, 50.0)  # 1 GB/s is 1 byte per ns
         demands = [
             sharing.demand(lane, size, round(size / alone)) or Demand(lane) for lane in lanes
         ]
@@ -249,7 +249,7 @@ def test_what_was_measured_of_three_stands_instead_of_their_pairs() -> None:
     assert without.rates((Demand("h2d"), Demand("d2h"), Demand("cpu")))[2] == 480_000
 
 
-def test_a_calibrated_machine_with_host_memory_asks_for_what_its_ops_touch() -> None:
+def test_on_a_calibrated_machine_ops_demand_the_bytes_that_they_touch() -> None:
     hardware = msgspec.structs.replace(HardwareSpec.load("h200"), duplex_curve=())
     curves = {
         "load_weights": ((10**9, 20 * 10**6),),
@@ -307,7 +307,7 @@ def busy_of(sharing: ContentionModel, alone: dict[str, int]) -> tuple[Demand, ..
 
 
 @given(factors, memories, speeds)
-def test_sharing_exceeds_nothing_and_wastes_nothing(
+def test_sharing_uses_the_memory_fully_and_no_more(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int]
 ) -> None:
     """Lanes together use at most the memory's rate, and are only slowed if all of it is used."""
@@ -328,7 +328,7 @@ def test_sharing_exceeds_nothing_and_wastes_nothing(
 
 
 @given(factors, memories, speeds, st.floats(1, 3))
-def test_more_memory_slows_nobody(
+def test_more_memory_slows_no_lane(
     pairs: dict[str, dict[str, float]], memory: HostMemorySpec, alone: dict[str, int], factor: float
 ) -> None:
     small = ContentionModel(pairs, memory)

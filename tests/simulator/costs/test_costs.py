@@ -58,13 +58,13 @@ def test_the_datasheet_gives_the_measured_rate_of_a_copy(size: int, rate: float)
     [(0.25, 18.0), (1, 40.1), (4, 50.6), (16, 54.1), (64, 54.9), (256, 55.3), (2048, 55.4)],
 )
 def test_a_copy_on_a_measured_curve_is_not_extrapolated(size: float, rate: float) -> None:
-    """The datasheet's rate of a pinned D2H copy is the measured one, in the same units."""
+    """The datasheet's rate of a pinned D2H copy is the measured one. Units are as above."""
     costs, op = datasheet("h200"), Op(id="G0.c0", lane="d2h", bytes=round(size * 2**20))
     assert op.bytes / costs.duration_ns(op) == pytest.approx(rate, rel=0.001)
     assert not costs.extrapolated(op)
 
 
-def test_a_copy_beyond_the_curve_goes_on_along_its_end_and_is_flagged() -> None:
+def test_a_copy_beyond_the_curve_is_extrapolated_from_its_end_and_flagged() -> None:
     costs = datasheet("h200")
     ends = [(2**18 - 1, 2**18), (2**31, 2**31 + 1)]
     assert [tuple(costs.extrapolated(load(size)) for size in pair) for pair in ends] == [
@@ -113,7 +113,7 @@ def test_nothing_is_copied_where_memory_is_unified(
     )
 
 
-def test_two_memories_are_not_unified_however_fast_the_link() -> None:
+def test_two_memories_with_a_fast_link_are_not_unified() -> None:
     for name in ("gh200-96", "gh200-144", "gb200"):
         assert not HardwareSpec.load(name).unified
         assert datasheet(name).duration_ns(load(2**30)) > 10**6
@@ -260,8 +260,8 @@ def test_ops_of_one_size_cost_the_same(
 ) -> None:
     """All ops of one size have the same cost.
 
-    The simulator and the evaluator compute a cost once for each size, so a difference that
-    `Schedule.sizes` misses would be a wrong duration.
+    The simulator and the evaluator compute one cost for each size. If `Schedule.sizes` missed a
+    difference, durations would be wrong.
     """
     plan = make_plan(policy, **changes)
     schedule = policies.lower(plan)
@@ -395,12 +395,12 @@ def test_scores_that_are_written_out_cost_the_same_with_documents() -> None:
 
 
 @pytest.mark.parametrize("measured_with", [False, True])
-def test_rows_packed_the_other_way_than_was_measured_are_had_from_those_and_flagged(
+def test_costs_with_and_without_documents_predict_each_other_and_are_flagged(
     measured_with: bool,
 ) -> None:
-    """Costs measured with documents predict a plan without them, and the reverse.
+    """Costs measured with documents predict a plan without them, and vice versa.
 
-    What depends on documents is flagged.
+    Ops that depend on documents are flagged.
     """
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
     measured, wanted = packed_as(measured_with), packed_as(not measured_with)

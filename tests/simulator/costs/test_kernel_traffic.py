@@ -1,4 +1,4 @@
-"""The traffic of compute ops without a calibration."""
+"""Tests of the memory traffic of compute ops without a calibration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_compiled_layers_move_less(kind: str) -> None:
 
 
 def test_layers_with_experts_have_shares_of_their_own() -> None:
-    """The first layers of DeepSeek-V3 have none."""
+    """The first layers of DeepSeek-V3 have no experts."""
     model = ModelSpec.load("deepseek-v3")
     dense, sparse = (traffic_share(model, WORK, "forward", layer) for layer in ("0", "3"))
     assert dense == 1 < sparse
@@ -50,7 +50,7 @@ def test_layers_with_linear_attention_are_eager_in_every_workload() -> None:
 
 
 def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
-    """Casts to fp8, and weights with their gradients, take the same time with any share."""
+    """Casts to fp8, weights and their gradients take the same time with any share of traffic."""
     model, fp8 = ModelSpec.load("qwen2.5-7b"), msgspec.structs.replace(COMPILED, fp8="rowwise")
     sheet, work = Datasheet(H200, model, fp8), model.work("backward", "0", fp8)
     plain = model.work("backward", "0", COMPILED)
@@ -65,8 +65,8 @@ def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     )
 
 
-def test_a_recompute_without_the_mlp_moves_no_less_than_nothing() -> None:
-    """What is left out has the share of what it is left out of."""
+def test_a_recompute_without_the_mlp_moves_a_positive_number_of_bytes() -> None:
+    """The bytes of the MLP are subtracted with the same share of traffic as they were added."""
     model = ModelSpec.load("qwen2.5-7b")
     work = Workload(batch=1, sequence=64, loss_chunk=64, compiled=True, token_piece=32)
     left = model.work("recompute", "0", work)
@@ -103,24 +103,26 @@ def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
 def test_masks_and_their_pairs_are_those_of_transformers(
     family: str, key: str, length: int
 ) -> None:
-    """A window has one mask for all rows. Chunks have one for each row."""
+    """A window has one mask for all rows. Chunked attention has one for each row."""
     config = tiny_config(family, num_hidden_layers=1, **{key: 16})
     model = ModelSpec.from_config(config.to_dict(), "config.json")
     work = Workload(batch=3, sequence=length)
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-    mask = layers._causal[0]["attention_mask"]
+    mask = layers._causal_arguments[0]["attention_mask"]
     shared = model.mask_bytes(work) - model.added_mask_bytes(work)
     assert shared == (0 if mask is None else mask.untyped_storage().nbytes())
     if mask is None:
         assert model.computed_pairs("0", work) == 1
         return
     pairs = model.share_of_row("0", work) / 3 * length**2 / 2
-    assert 0 <= int(mask[0].sum()) - pairs <= length / 2, "a token's pair with itself is half a one"
+    assert 0 <= int(mask[0].sum()) - pairs <= length / 2, (
+        "the pair of a token with itself counts as one half"
+    )
     assert model.computed_pairs("0", work) == pytest.approx(length**2 / pairs)
 
 
 def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
-    """Six times in the forward pass and seven times in the backward."""
+    """The logits move six times in the forward pass and seven times in the backward pass."""
     model = ModelSpec.load("gemma-2-9b")
     plain = ModelSpec.from_config(
         {**model.config, "final_logit_softcapping": None}, "without", "without"
@@ -134,7 +136,7 @@ def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3_text", "gemma3n_text", "nanochat", "vaultgemma"]
 )
-def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: str) -> None:
+def test_a_soft_cap_missing_in_config_json_is_that_of_transformers(family: str) -> None:
     config = tiny_config(family).to_dict()
     usual = config.pop("final_logit_softcapping")
     assert ModelSpec.from_config(config, "config.json").caps_logits == (usual is not None)
@@ -144,7 +146,7 @@ def test_a_soft_cap_that_config_json_leaves_out_is_that_of_transformers(family: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_scaled_where_the_source_of_transformers_scales_them(family: str) -> None:
-    """Also by 1, and also where config.json leaves the number out."""
+    """This includes a scale of 1, and a config.json without the number."""
     config = tiny_config(family)
     try:
         model_class = type(AutoModelForCausalLM.from_config(config))

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
 
 def test_no_op_takes_a_negative_time() -> None:
-    """The backward of the embedding is scaled to few tokens, and its sum moves fewer bytes."""
+    """The embedding's backward is scaled to few tokens, and its sum moves fewer bytes."""
     hardware = HardwareSpec.load(str(RESULTS / "h200-qwen2.5-3b" / "hardware.toml"))
     model = ModelSpec.load("qwen2.5-3b")
     work = Workload(batch=1, sequence=2048, accumulation=4, clipping="none")

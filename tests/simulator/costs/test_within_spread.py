@@ -1,4 +1,4 @@
-"""Tests of the range of a prediction, from the spreads of a machine's measurements."""
+"""Tests of the range of a prediction, which follows from the spreads of measurements."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MACHINES = [
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_op_is_shorter_on_the_slower_machine(path: Path) -> None:
-    """No op takes less time at the slow end of the range, and none more at the fast end.
+    """No op takes less time at the slow end of the range, and no op more at the fast end.
 
-    The sizes are between, below and above the measured ones. One policy is of another system, which
-    was not measured.
+    Sizes are between, below and above the measured ones. One policy is that of another system,
+    whose ops were not measured.
     """
     hardware, model = HardwareSpec.load(str(path)), ModelSpec.load("qwen2.5-0.5b").with_layers(2)
     for policy in (*policies.names(), "zero3_offload"):
@@ -132,7 +132,7 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
 def test_the_range_of_large_groups_is_that_of_the_whole_step(
     plan: Plan, machine: HardwareSpec
 ) -> None:
-    """Two groups of 16 micro-batches are shortened, with the same shares of copies and compute."""
+    """Two groups of 16 micro-batches are shortened with the same shares of copies and compute."""
     config = {**plan.model.config, "tie_word_embeddings": False}
     grouped = msgspec.structs.replace(
         plan,
@@ -158,13 +158,13 @@ def test_the_range_of_large_groups_is_that_of_the_whole_step(
 def test_mfu_is_of_the_datasheet_s_peak_and_not_of_the_measured_product(
     plan: Plan, machine: HardwareSpec
 ) -> None:
-    told, sheet = summarize(chosen(plan, machine), machine), HardwareSpec.load("h200")
+    verdict, sheet = summarize(chosen(plan, machine), machine), HardwareSpec.load("h200")
     peaks = [each.peak_tflops["bf16"] for each in (sheet, machine)]
     assert peaks[1] < 0.9 * peaks[0]
-    expected = [mfu(plan.model, plan.workload, told.step_seconds, peak) for peak in peaks]
-    assert [told.mfu, told.matmul_rate_share] == expected
-    assert told.machine == "H200"
-    assert not told.host_memory_assumed
+    expected = [mfu(plan.model, plan.workload, verdict.step_seconds, peak) for peak in peaks]
+    assert [verdict.mfu, verdict.matmul_rate_share] == expected
+    assert verdict.machine == "H200"
+    assert not verdict.host_memory_assumed
     assert machine.costs is not None
     elsewhere = msgspec.structs.replace(
         machine, costs=msgspec.structs.replace(machine.costs, measured_on="NVIDIA TITAN X")
@@ -188,7 +188,7 @@ def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: Hardware
         assert (verdict.step_seconds_low, verdict.step_seconds_high) == (None, None)
 
 
-def test_a_datasheets_range_is_what_it_was() -> None:
+def test_the_range_of_a_datasheet_has_not_changed() -> None:
     work = Workload(batch=1, sequence=128)
     verdict = judge(small_model.SMALL, HardwareSpec.load("h200"), work, advise=False)
     assert verdict.uncertainty == 0.10

@@ -1,6 +1,6 @@
 """Tests of the discrete-event simulator: rates of busy lanes, deadlocks, and two anomalies.
 
-The anomalies are why the planner enumerates candidates instead of bisecting.
+Because of these anomalies, the planner enumerates candidates instead of bisecting.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_rate_that_changes_often_loses_no_nanosecond() -> None:
     assert times(simulate(schedule, costs(durations, contention)))["W0"] == (0, 1000 + 3000 - 333)
 
 
-def test_a_lane_that_waits_or_dispatches_disturbs_nobody() -> None:
+def test_a_lane_that_waits_or_dispatches_slows_no_other_lane() -> None:
     schedule = program(("F0", "compute", ()), ("W0", "h2d", ()), ("G0", "d2h", ("F0",)))
     played = simulate(schedule, costs({"F0": 10, "W0": 20, "G0": 5}, LINK, {"d2h": 10}))
     assert times(played) == {"F0": (0, 10), "W0": (0, 20), "G0": (20, 25)}
@@ -168,7 +168,7 @@ def deeper(depth: int) -> int:
     return simulate(program(*ops), costs(durations, LINK)).makespan_ns // 1000
 
 
-def test_the_anomalies_are_what_they_were() -> None:
+def test_the_anomalies_have_not_changed() -> None:
     """A shorter op and a deeper buffer can each make a step longer if lanes slow each other."""
     assert (shorter(1200), shorter(0)) == (2400, 2800)
     assert (deeper(2), deeper(3)) == (4, 5)
@@ -180,7 +180,7 @@ def test_the_anomalies_are_what_they_were() -> None:
         "an anomaly of lanes that slow each other: the op that ends earlier lets two copies overlap"
     ),
 )
-def test_a_shorter_op_never_makes_it_longer() -> None:
+def test_a_shorter_op_never_makes_a_step_longer() -> None:
     assert shorter(0) <= shorter(1200)
 
 
@@ -188,5 +188,5 @@ def test_a_shorter_op_never_makes_it_longer() -> None:
     strict=True,
     reason="an anomaly of lanes that slow each other: the deeper buffer lets two copies overlap",
 )
-def test_a_deeper_buffer_never_makes_it_longer() -> None:
+def test_a_deeper_buffer_never_makes_a_step_longer() -> None:
     assert deeper(3) <= deeper(2)

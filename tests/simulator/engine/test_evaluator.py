@@ -100,7 +100,7 @@ def test_the_lower_bound_counts_when_a_lane_can_begin() -> None:
     assert (limits.critical_path_ns, limits.lower_bound_ns, limits.binding) == (15, 35, "cpu")
 
 
-def test_what_an_op_reads_counts_on_its_own_lane_too() -> None:
+def test_the_critical_path_counts_reads_on_the_same_lane() -> None:
     """The critical path joins two ops of a lane if the second reads what the first writes."""
     ops = (
         Op(id="F0", lane="compute", writes=("device.hidden:0",)),
@@ -114,7 +114,7 @@ def test_what_an_op_reads_counts_on_its_own_lane_too() -> None:
 
 
 @pytest.mark.parametrize("play", [evaluate, bounds])
-def test_a_dependency_that_does_not_stand_before_its_op_is_named(play: object) -> None:
+def test_a_dependency_on_a_later_op_is_named(play: object) -> None:
     schedule = Schedule(
         policy="test",
         buffers=(),

@@ -1,6 +1,7 @@
 """Tests of lower bounds of a plan's step.
 
-A bound is near the evaluator's time, and above compute's own work if something else takes longer.
+A bound is near the evaluator's time. If copies or updates limit the step, it exceeds the time of
+compute.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def plan(name: str, batch: int, clipping: Clipping, accumulation: int) -> Plan:
 def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
     name: str, batch: int, clipping: str, accumulation: int
 ) -> None:
-    """It is nearest with slow compute. With a slow link and two micro-batches, compute also waits
-    for what the bound leaves out.
+    """The bound is nearest with slow compute.
+
+    With a slow link and two micro-batches, compute also waits for copies that the bound leaves out.
     """
     found = plan(name, batch, clipping, accumulation)
     costs = cost_model(HardwareSpec.load("a6000"), MODEL, found.workload)
@@ -78,7 +80,7 @@ def test_with_enough_slots_a_bound_is_near_the_time_without_contention(
     )
     share = 0.99 if batch == 16 else 0.88 if accumulation == 1 else 0.75
     assert share * time <= bound
-    if bound > time:  # the traffic of the host's memory, which the time does not include
+    if bound > time:  # The bound includes the traffic of the host's memory, and the time does not.
         assert bound <= makespan_ns(policies.lower(found), costs)
 
 
@@ -127,8 +129,9 @@ def test_cores_and_copies_share_the_memory_of_the_host() -> None:
 def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     name: str, clipping: str
 ) -> None:
-    """The bound of compute has each op of the decoder layers and the head, once for each
-    micro-batch. The time of the host's memory is that of all copies and updates.
+    """The bound of compute counts each op of the decoder layers and the head per micro-batch.
+
+    The bound of the host's memory counts all copies and updates.
     """
     found = plan(name, 4, clipping, 2)
     costs = cost_model(HardwareSpec.load("h200"), MODEL, found.workload)
@@ -148,7 +151,7 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
 def test_a_bound_of_grouped_micro_batches_with_offloaded_inputs_is_not_above_the_time(
     make_plan: Callable[..., Plan], rate: float, clipping: str
 ) -> None:
-    """Compute does not wait for the inputs of the other micro-batches before it needs them."""
+    """Compute waits for the inputs of other micro-batches only when it needs them."""
     found = make_plan(
         "overlapped",
         layers=1,

@@ -52,7 +52,7 @@ def test_numbers_agree_within_both_spreads() -> None:
     assert beyond.noisy == ("host", "device")
 
 
-def test_one_number_that_moved_is_told_and_is_no_noise() -> None:
+def test_one_number_that_differs_is_listed_and_does_not_count_as_noise() -> None:
     """One or two numbers that differ are listed, but do not make a machine noisy."""
     found = agreement(machine(1, 0.03), machine(1, 0.03, slow=2))
     assert [difference.name for difference in found.differences] == ["norm 1", "norm 2"]
@@ -75,7 +75,7 @@ def test_a_part_is_noisy_by_its_own_numbers() -> None:
     assert (found.compared, len(found.differences), found.noisy) == (120, 3, ("host",))
 
 
-def test_whose_number_each_is() -> None:
+def test_each_number_belongs_to_host_link_or_device() -> None:
     """Each number belongs to the host, the link or the device."""
     names = {
         name: agreement_module._part(name)
@@ -115,7 +115,7 @@ def test_whose_number_each_is() -> None:
     }
 
 
-def test_an_h200_of_which_the_host_was_faster_ten_minutes_later() -> None:
+def test_an_h200_whose_host_was_faster_ten_minutes_later() -> None:
     """Two calibrations of one H200, ten minutes apart, show that only its host is noisy."""
     first, later = (
         HardwareSpec.load(str(CALIBRATIONS / f"noisy-host{name}.toml")) for name in ("", "-later")
@@ -193,13 +193,13 @@ def test_every_kind_of_number_is_compared() -> None:
     assert found.differences[0].allowed == pytest.approx(0.04)
 
 
-def test_what_was_measured_with_other_layers_is_not_compared() -> None:
+def test_numbers_of_other_layers_are_not_compared() -> None:
     found = agreement(everything(), everything(0.9, compute={"forward": {"b/1x1-bf16": (1, 5)}}))
     assert sorted(difference.name for difference in found.differences) == OF_THE_MACHINE
     assert found.compared == len(OF_THE_MACHINE)
 
 
-def test_zeros_stand_for_what_this_machine_has_not() -> None:
+def test_zeros_are_not_compared() -> None:
     """A number that is zero was not measured, for example without a GPU, and is not compared."""
     nothing = FixedCosts(
         launch_ns=5000, event_ns=0, first_touch_gb_per_s=5.0, registration_gb_per_s=0.0

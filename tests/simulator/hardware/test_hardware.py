@@ -190,7 +190,7 @@ LINES = VALID.splitlines()
         ("unified = 1", "unified: found `int`; allowed: `bool`"),
     ],
 )
-def test_a_wrong_type_in_a_file_is_one_line_with_its_key(
+def test_a_wrong_type_in_a_file_gives_a_one_line_error_with_its_key(
     tmp_path: Path, line: str, complaint: str
 ) -> None:
     key = line.partition(" ")[0]
@@ -257,7 +257,7 @@ def mutated(draw: st.DrawFn) -> str:
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.one_of(mutated(), mutated(), st.text(max_size=200)))
-def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
+def test_any_text_is_a_machine_or_a_one_line_error(tmp_path: Path, text: str) -> None:
     """Any text is a machine with usable rates or a UserError."""
     path = tmp_path / "fuzzed.toml"
     path.write_text(text, encoding="utf-8", errors="replace", newline="")
@@ -274,7 +274,7 @@ def test_any_text_is_a_machine_or_one_line(tmp_path: Path, text: str) -> None:
     )
 
 
-def test_a_missing_machine_names_those_like_it() -> None:
+def test_the_error_for_an_unknown_machine_names_similar_ones() -> None:
     with pytest.raises(
         UserError,
         match=(

@@ -67,7 +67,7 @@ def without_source(text: str) -> list[str]:
     return lines
 
 
-def test_the_machines_that_readers_ask_for_are_there() -> None:
+def test_the_library_has_the_machines_that_readers_ask_for() -> None:
     assert set(NAMES) >= WANTED
 
 
@@ -95,7 +95,7 @@ def test_a_number_without_its_source_is_found() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_plausible(name: str) -> None:
-    """A machine has the ratios of all machines sold so far.
+    """The ratios of a machine's numbers are within the range of machines sold so far.
 
     A number in the wrong unit (GiB for GB, Gbit for GB, sparse for dense) breaks one of them.
     """
@@ -149,7 +149,7 @@ def test_every_machine_predicts_every_policy(make_plan: Callable[..., Plan], nam
         )
 
 
-def test_a_faster_gpu_computes_a_layer_sooner() -> None:
+def test_a_layer_takes_less_time_on_a_faster_gpu() -> None:
     """A layer takes less time on a GPU with a higher published matrix rate.
 
     The layer is eager, in bf16, with 8 x 1024 tokens. The DGX Spark is left out because its memory
@@ -173,7 +173,7 @@ def test_a_faster_gpu_computes_a_layer_sooner() -> None:
     assert durations == sorted(durations, reverse=True)
 
 
-def test_every_machine_has_a_name_as_people_write_it_and_no_two_the_same_gpu() -> None:
+def test_every_machine_has_a_readable_name_and_a_gpu_of_its_own() -> None:
     machines = [HardwareSpec.load(name) for name in NAMES]
     assert len({machine.title for machine in machines} - {""}) == len(machines)
     gpus = [gpu for machine in machines for gpu in machine.gpu_names]

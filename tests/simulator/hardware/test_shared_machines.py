@@ -1,4 +1,4 @@
-"""Machines that others measured: what a file has, and what it replaces."""
+"""Tests of hardware files from others: what they contain, and what they replace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_file_replaces_the_library_s_estimates(put: Put, calibrated: HardwareS
     assert after.dispatch_ns == calibrated.costs.dispatch_ns
     assert (after.name, after.title, after.watts) == (before.name, before.title, before.watts)
     assert after.uncertainty == 0.1
-    # the peak stays the datasheet's, and the layers reach what was measured
+    # The peak stays that of the datasheet, and the layers reach the measured rate.
     assert after.peak_tflops == before.peak_tflops
     reached = calibrated.linear_efficiency * calibrated.peak_tflops["bf16"]
     assert after.linear_efficiency * after.peak_tflops["bf16"] == pytest.approx(reached)
@@ -64,7 +64,7 @@ def test_a_file_replaces_the_library_s_estimates(put: Put, calibrated: HardwareS
     assert HardwareSpec.load("l40s").measured_by_others == ""
 
 
-def test_a_machine_of_one_memory_has_no_more_for_its_gpu_than_in_all(put: Put) -> None:
+def test_the_gpu_memory_of_a_machine_with_one_memory_is_at_most_the_whole(put: Put) -> None:
     put(gpu="NVIDIA GB10", device_bytes=2**37, host_bytes=2**36)
     machine = HardwareSpec.load("dgx-spark")
     assert machine.unified
@@ -97,7 +97,9 @@ def test_a_gpu_that_the_library_lacks_has_the_name_of_its_file(put: Put) -> None
 
 
 @pytest.mark.parametrize("name", ["h200", "H-200", "rtx-4090"])
-def test_a_file_named_like_a_machine_with_another_gpu_is_to_be_renamed(put: Put, name: str) -> None:
+def test_the_error_for_a_file_named_like_another_machine_suggests_a_new_name(
+    put: Put, name: str
+) -> None:
     put(name, gpu="NVIDIA New One")
     with pytest.raises(UserError) as error:
         HardwareSpec.load("l40s")

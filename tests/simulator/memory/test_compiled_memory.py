@@ -1,10 +1,10 @@
 """Tests of the predicted memory of a compiled layer, for every family that was counted.
 
-`compiled_memory.toml` has two counts of each kind of layer of a family, in bytes, with 2 x 2,048
-tokens: what the layer saves with its output, and the highest peak of its passes, saved activations
-and weight gradients included (`counted_compiled.py`). Widths are those of `wide_models.py`.
-The counts change if the code of transformers or PyTorch changes. To count all families again, which
-takes an hour, or some:
+`compiled_memory.toml` has two counts in bytes for each kind of layer of a family, with 2 x 2,048
+tokens: the saved activations with the output, and the highest peak of the passes with saved
+activations and weight gradients (`counted_compiled.py`). Widths are those of `wide_models.py`. The
+counts change with the code of transformers or PyTorch. This command counts all families again, in
+an hour, or only the given ones:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_compiled_memory.py [FAMILY ...]`
 """
@@ -39,19 +39,21 @@ def counts_in(file: Path) -> Counts:
 
 COUNTED = counts_in(FILE)
 FP8 = counts_in(FILE.with_name("fp8_memory.toml"))
-"""The same counts of layers with fp8 products, for families with dense layers of each kind."""
+"""The same counts for layers with fp8 products, for families with dense layers of each kind."""
 WORKLOAD = Workload(batch=2, sequence=2048, compiled=True)
 NOT_COUNTED = ("apertus", "gemma3n_text")
-"""Families whose layers read a number from a tensor, which a fake tensor does not have."""
+"""Families whose layers read a value of a tensor. Fake tensors have no values."""
 MEASURED = Workload(batch=32, sequence=1024, compiled=True)
 MEASURED_SAVED, MEASURED_PEAK = 5_204_870_144, round((5.912 + 0.21875) * 2**30)
-"""What a compiled layer of Qwen2.5-7B's shape took on an H200 with PyTorch 2.11: the saved bytes of
-experiments/results/h200-qwen2.5-7b-batches/hardware.toml, and the peak of `torch.cuda` on the same
-machine on 2026-11-23, with the layer's output."""
+"""Measured bytes of a compiled layer of Qwen2.5-7B's shape on an H200 with PyTorch 2.11.
+
+The saved bytes are those of experiments/results/h200-qwen2.5-7b-batches/hardware.toml. The peak of
+`torch.cuda` was measured on the same machine on 2026-11-23, with the layer's output.
+"""
 
 
 def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, int]:
-    """Returns the predicted saved bytes, output included, and the predicted peak."""
+    """Returns the predicted saved bytes with the output, and the predicted peak."""
     sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + spec.saved_mask_bytes(work)
     return (
@@ -61,7 +63,7 @@ def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, i
 
 
 def shares(family: str) -> Iterator[tuple[float, float]]:
-    """Returns predicted over counted bytes of each kind of layer: saved, and the peak."""
+    """Returns (saved, peak) of each kind of layer, as ratios of predicted to counted bytes."""
     spec = wide_model(family)
     for layer, counts in zip(different_layers(spec), COUNTED[family], strict=True):
         saved, peak = predicted(spec, layer, WORKLOAD)
@@ -74,7 +76,7 @@ def count(family: str, work: Workload = WORKLOAD) -> list[tuple[int, int]]:
     return [(each.saved, each.all) for each in found]
 
 
-def test_every_family_is_counted_but_those_that_cannot_be() -> None:
+def test_every_family_that_can_be_counted_is_counted() -> None:
     assert sorted(FAMILIES) == sorted([*COUNTED, *NOT_COUNTED])
 
 
@@ -91,7 +93,7 @@ def test_most_saved_bytes_are_predicted_within_10_percent() -> None:
     assert sum(share <= 1.1 for share in found) >= 0.8 * len(found)
 
 
-def test_a_count_is_what_was_measured_on_a_gpu() -> None:
+def test_a_counted_layer_takes_the_bytes_measured_on_a_gpu() -> None:
     """The count of a compiled layer of Qwen2.5-7B's shape, and its prediction."""
     model = ModelSpec.load("qwen2.5-7b").shortest(1)
     found = counted_compiled(model, model.decoders[0], MEASURED)
@@ -132,7 +134,10 @@ def test_a_compiled_layer_in_pieces_is_not_predicted_too_low(family: str) -> Non
 def test_measured_peaks_of_compiled_layers_are_predicted(
     name: str, batch: int, measured: float
 ) -> None:
-    """The peaks in GiB of experiments/published/h200.csv, in which libraries keep up to 102 MiB."""
+    """The peaks are those of experiments/published/h200.csv in GiB.
+
+    They include up to 102 MiB that libraries keep.
+    """
     model, work = ModelSpec.load(name), Workload(batch=batch, sequence=1024, compiled=True)
     peak = activations_estimate(model, work) + workspace_estimate(model, work).layer
     assert measured * 2**30 <= peak + 102 * 2**20
@@ -141,7 +146,7 @@ def test_measured_peaks_of_compiled_layers_are_predicted(
 
 @pytest.mark.parametrize("family", FP8)
 def test_nothing_of_a_compiled_fp8_layer_is_predicted_too_low(family: str) -> None:
-    """The peak is an upper bound: that of some families is half of it."""
+    """The predicted peak is an upper bound. The peak of some families is half of it."""
     spec, work = wide_model(family), msgspec.structs.replace(WORKLOAD, fp8="rowwise")
     saved, layer = activations_estimate(spec, work), workspace_estimate(spec, work).layer
     most = max(each for each, _ in FP8[family])
@@ -149,7 +154,7 @@ def test_nothing_of_a_compiled_fp8_layer_is_predicted_too_low(family: str) -> No
     assert max(peak for _, peak in FP8[family]) <= saved + layer
 
 
-def test_the_memory_of_an_fp8_layer_is_what_was_measured_on_a_gpu() -> None:
+def test_the_predicted_memory_of_an_fp8_layer_is_near_that_measured_on_a_gpu() -> None:
     """A layer of Qwen2.5-7B's shape saved 3.252 GiB and its output, and its peak was 10.814 GiB
     with the output (experiments/results/h200-qwen2.5-7b-fp8).
     """
@@ -163,7 +168,7 @@ def test_the_memory_of_an_fp8_layer_is_what_was_measured_on_a_gpu() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FP8)
-def test_a_compiled_fp8_layer_takes_what_it_took_before(family: str) -> None:
+def test_the_counts_of_compiled_fp8_layers_have_not_changed(family: str) -> None:
     work = msgspec.structs.replace(WORKLOAD, fp8="rowwise")
     for now, before in zip(count(family, work), FP8[family], strict=True):
         assert now == pytest.approx(before, rel=0.004)
@@ -171,7 +176,7 @@ def test_a_compiled_fp8_layer_takes_what_it_took_before(family: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", COUNTED)
-def test_a_compiled_layer_takes_what_it_took_before(family: str) -> None:
+def test_the_counts_of_compiled_layers_have_not_changed(family: str) -> None:
     for now, before in zip(count(family), COUNTED[family], strict=True):
         assert now == pytest.approx(before, rel=0.004)
 

@@ -3,10 +3,10 @@
 Widths are the defaults of transformers, which are those of a published model, or the `WIDE` ones of
 `wide_models.py`. Memory is counted without allocating it (`counted_memory.py`).
 
-`counted_memory.toml` has the predicted peak over the counted one in percent, for each kind of layer
-of a family. A peak is that of the forward pass, recompute or backward pass, saved activations and
-weight gradients included. They change if the parts of a family or the code of transformers change.
-To write the file again:
+`counted_memory.toml` has the predicted peak as a percentage of the counted peak, for each kind of
+layer of a family. The peak is the highest of the forward pass, recompute and backward pass, with
+saved activations and weight gradients. The numbers change with the parts of a family or the code of
+transformers. This command writes the file again:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_counted_memory.py`
 """
@@ -36,15 +36,15 @@ WORKLOAD = Workload(batch=2, sequence=2048)
 SAMPLE = ("llama", "olmo2", "mixtral")
 """Families of the normal tests: a plain layer, norms after the MLP, and experts."""
 IN_PIECES = ("llama", "phi", "olmo2")
-"""Families of the normal test of pieces: a norm before the MLP, an MLP beside attention, and norms
-after both."""
+"""Families of the normal test of token pieces: a norm before the MLP, an MLP parallel to attention,
+and norms after both."""
 
 MASKED = ("mistral", "ministral", "gemma3_text", "gemma4_text", "olmo3", "cohere2")
 """Families with windows and a fused kernel."""
 
 
 def shares(family: str) -> Iterator[float]:
-    """Returns the predicted peak over the counted one of each kind of layer, in percent."""
+    """Returns the predicted peak of each kind of layer in percent of the counted peak."""
     spec, work = wide_model(family), WORKLOAD
     for layer in different_layers(spec):
         predicted = (
@@ -56,18 +56,18 @@ def shares(family: str) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("family", others_nightly(STORED, among=SAMPLE))
-def test_the_peak_of_a_layer_is_predicted_as_closely_as_before(family: str) -> None:
+def test_the_predicted_share_of_the_counted_peak_has_not_changed(family: str) -> None:
     assert list(shares(family)) == [pytest.approx(known, abs=0.4) for known in STORED[family]]
 
 
 def test_no_peak_is_predicted_too_low() -> None:
-    """Of the stored figures none is below 100 %, and every family has some."""
+    """No stored percentage is below 100, and every family has some."""
     assert STORED.keys() == FAMILIES.keys()
     assert all(share >= 100 for kinds in STORED.values() for share in kinds)
 
 
 def test_half_of_the_peaks_are_predicted_within_10_percent() -> None:
-    """The others are listed with their figures in the file. Most of them write out scores."""
+    """The file has the percentages of the others. Most of them write out scores."""
     figures = [share for kinds in STORED.values() for share in kinds]
     assert sum(share <= 110 for share in figures) >= len(figures) / 2
 
@@ -75,7 +75,7 @@ def test_half_of_the_peaks_are_predicted_within_10_percent() -> None:
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "gemma-2-9b"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
-    """With one loss chunk and with several, and with a soft cap."""
+    """The head has one or several loss chunks, and may have a soft cap."""
     model, work = ModelSpec.load(name).shortest(1), Workload(batch=batch, sequence=1024)
     share = workspace_estimate(model, work).head / counted_head(model, work)
     assert 1 <= share <= 1.02
@@ -87,9 +87,9 @@ def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
     ids=lambda path: path.parent.name,
 )
 def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) -> None:
-    """What layers and heads took on an H200, where libraries such as cuBLAS keep 97 MiB or more.
+    """Peaks were measured on an H200, where libraries such as cuBLAS keep 97 MiB or more.
 
-    Measurements contain a margin of half a percent of the saved bytes, and 2 MiB.
+    Measured peaks have a margin of half a percent of the saved bytes plus 2 MiB.
     """
     table = HardwareSpec.load(str(stored)).costs
     assert table is not None
@@ -129,7 +129,7 @@ def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family:
 
 
 @pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
-def test_what_a_layer_with_a_mask_takes_is_predicted(family: str) -> None:
+def test_the_memory_of_a_layer_with_a_mask_is_predicted(family: str) -> None:
     """Each layer saves a mask in the compute dtype, and copies of keys and values."""
     spec = wide_model(family)
     work = Workload(batch=4, sequence=spec.window("0"))
@@ -141,8 +141,9 @@ def test_what_a_layer_with_a_mask_takes_is_predicted(family: str) -> None:
 
 
 def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
-    """The full layers of Gemma 4 have heads of 512 elements, which transformers copies without a
-    mask too.
+    """The full layers of Gemma 4 have heads of 512 elements.
+
+    transformers copies their keys and values even without a mask.
     """
     sizes = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     spec = ModelSpec.from_config({**wide_model("gemma4_text").config, **sizes}, "x").shortest(1)

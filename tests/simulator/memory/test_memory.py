@@ -91,7 +91,7 @@ def test_the_limit_is_the_last_byte_that_fits(
     assert (verdict.fits, verdict.binding, verdict.advice == "") == (fits, binding, fits)
 
 
-def test_advice_names_the_knob_that_gives_up_least() -> None:
+def test_advice_names_the_knob_that_costs_least() -> None:
     verdict = account(SCHEDULE, 11_000, 8192, None, 77)
     assert verdict.advice == "weight_slots = 1 would save 512 B"
 
@@ -105,7 +105,7 @@ def test_advice_without_a_knob_names_the_memory_to_add() -> None:
 
 
 @pytest.mark.parametrize("knob", ["weight_slots", "gradient_slots", "gradient_staging"])
-def test_advice_holds_when_it_is_followed(make_plan: Callable[..., Plan], knob: str) -> None:
+def test_a_plan_that_follows_advice_fits(make_plan: Callable[..., Plan], knob: str) -> None:
     plan = make_plan("k_buffer", **{"weight_slots": 1, "gradient_slots": 1, knob: 4})
     full = account(policies.lower(plan), 2**40, 2**40, None, 0)
     device, host = (
@@ -190,11 +190,12 @@ def test_saved_activations_of_eager_layers_are_those_measured(stored: Path) -> N
 
 
 def test_the_workspace_s_formula_in_figures() -> None:
-    """The workspace's formula gives these numbers.
+    """The formula of the workspace gives these numbers.
 
-    The head has 1024 x 152064 logits at 12 bytes and its norm, and with several chunks the gradient
-    of a 152064 x 3584 matrix at 2 bytes and its sum at 4. A layer has the gradient of its last
-    matrix, two rows of its MLP for each token, and tables of positions.
+    The head needs 12 bytes for each of 1024 x 152064 logits, and its norm. With several chunks, it
+    also needs the gradient of a 152064 x 3584 matrix at 2 bytes and its sum at 4 bytes per element.
+    A layer needs the gradient of its last matrix, two rows of its MLP for each token, and tables of
+    positions.
     """
     model = ModelSpec.load("qwen2.5-7b")
     assert (
@@ -212,7 +213,7 @@ def test_the_workspace_s_formula_in_figures() -> None:
     )
 
 
-def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
+def test_head_and_update_use_the_memory_of_the_saved_activations() -> None:
     """The workspace of head and update uses the memory of the saved activations.
 
     The schedule saves 10,240 bytes, which are free when head and update run. Moments are on the
@@ -234,12 +235,12 @@ def test_head_and_update_use_the_room_of_the_saved_activations() -> None:
 
 @pytest.mark.parametrize("stored", ["", "3", "2-3", "all", "0", "0,2", "1-2"])
 @pytest.mark.parametrize("interval", [1, 2, 3])
-def test_recomputed_layers_take_the_room_of_stored_ones_that_are_done(
+def test_recomputed_layers_use_the_memory_of_saved_layers_that_are_done(
     make_plan: Callable[..., Plan], stored: str, interval: int
 ) -> None:
-    """The account has room for the most saved activations that are held at one time.
+    """The account has room for the most saved activations that exist at one time.
 
-    That follows from the order of the compute lane.
+    This number follows from the order of the compute lane.
     """
     plan = make_plan(
         "overlapped",
@@ -297,7 +298,7 @@ def test_each_micro_batch_of_a_group_has_masks_of_its_own_between_documents(
         assert four - single == more
 
 
-def test_masks_are_counted_where_causality_alone_does_not_do(
+def test_masks_are_counted_where_attention_is_not_only_causal(
     make_model: Callable[..., ModelSpec],
 ) -> None:
     """The workspace includes masks for windows and documents, unless a kernel takes lengths."""

@@ -1,6 +1,6 @@
 """Tests of the host memory that the process itself takes, outside its pools.
 
-It counts once if a plan has state on the host. The machine's file has the number.
+It counts once if a plan has state on the host. The hardware file has the number of bytes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def accounts(plan: Plan) -> tuple[Account, Account]:
     return none, some
 
 
-def test_files_from_before_it_was_measured_have_none() -> None:
+def test_files_from_before_the_process_was_measured_have_no_bytes_for_it() -> None:
     """A calibration from before the process was measured has 0 bytes for it."""
     assert STORED.costs is not None
     assert STORED.costs.process_bytes == 0
 
 
 @pytest.mark.parametrize("policy", [name for name in names() if name != "resident"])
-def test_state_on_the_host_has_a_process_beside_it(
+def test_a_plan_with_state_on_the_host_counts_the_process(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
     """An account with state on the host includes the process."""
@@ -65,7 +65,7 @@ def test_state_on_the_host_has_a_process_beside_it(
 
 
 @pytest.mark.parametrize("policy", ["resident", *peers()])
-def test_without_state_there_or_of_another_system_it_counts_for_nothing(
+def test_the_process_does_not_count_without_state_on_the_host_or_for_other_systems(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
     """The process does not count without state on the host or for another system."""
@@ -74,7 +74,7 @@ def test_without_state_there_or_of_another_system_it_counts_for_nothing(
     assert "host.process" not in some.pools
 
 
-def test_a_limit_counts_it_to_the_byte(make_plan: Callable[..., Plan]) -> None:
+def test_a_limit_counts_the_process_to_the_byte(make_plan: Callable[..., Plan]) -> None:
     needed = accounts(make_plan("double_buffer"))[1].host_peak_bytes
     assert [
         accounts(make_plan("double_buffer", host_limit_bytes=needed - less))[1].excess_bytes
@@ -82,7 +82,7 @@ def test_a_limit_counts_it_to_the_byte(make_plan: Callable[..., Plan]) -> None:
     ] == [0, 1]
 
 
-def test_every_cost_model_says_what_it_knows_of_it() -> None:
+def test_every_cost_model_has_a_number_for_the_process() -> None:
     workload = Workload(batch=8, sequence=1024)
     costs: CostModel = cost_model(with_process(MORE), SMALL, workload)
     assert costs.process_bytes == MORE
@@ -91,7 +91,7 @@ def test_every_cost_model_says_what_it_knows_of_it() -> None:
     )
 
 
-def test_a_verdict_lists_it() -> None:
+def test_a_verdict_lists_the_process() -> None:
     for policy, expected in (("double_buffer", MORE), ("resident", 0)):
         verdict = judge(
             SMALL,

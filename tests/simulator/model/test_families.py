@@ -209,8 +209,8 @@ NAMES = [
 ]
 
 
-def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
-    """Returns the model without memory for its weights."""
+def meta_model_of(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """Returns the model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -218,7 +218,7 @@ def skeleton(config: transformers.PretrainedConfig) -> torch.nn.Module:
 def compare(spec: ModelSpec, model: Any) -> None:
     """Asserts that both models have the same tensors.
 
-    Those in decoder layers have the same order, and those outside have the same names.
+    Tensors of decoder layers have the same order, and other tensors have the same names.
     """
     ways = [
         prefix
@@ -276,7 +276,7 @@ def test_tensors_are_those_of_transformers_in_its_order(
     }
     if None in changes.values():
         given |= changes  # null is a value of its own for these keys
-    model = skeleton(config)
+    model = meta_model_of(config)
     for content in (
         config.to_dict(),
         given,
@@ -339,9 +339,9 @@ SAVED += [
 
 
 IN_FP32 = ("llama", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next", "deepseek_v3", "bloom", "opt")
-"""Families of which normal tests look at fp32 too.
+"""Families that normal tests also test in fp32.
 
-They have norms, caps, sinks, experts, linear and latent attention, written scores, and biases.
+They have norms, caps, sinks, experts, linear and latent attention, written-out scores, and biases.
 """
 
 
@@ -361,7 +361,7 @@ They have norms, caps, sinks, experts, linear and latent attention, written scor
         for dtype in ("bf16", "fp32")
     ],
 )
-def test_saved_bytes_are_what_autograd_keeps(
+def test_saved_bytes_are_those_kept_by_autograd(
     family: str, changes: dict[str, Any], dtype: Dtype
 ) -> None:
     config = config_of(family, **changes)
@@ -426,11 +426,11 @@ def test_saved_bytes_are_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linear_flops_are_those_that_torch_counts(family: str) -> None:
+def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
     """The predicted FLOPs of matrix products are those that torch counts on the CPU.
 
-    There it counts no kernel of attention. Experts run one by one, because it does not count
-    grouped products.
+    On the CPU, torch counts no attention kernels. Experts run one by one, because torch does not
+    count grouped products.
     """
     config, workload = config_of(family), Workload(batch=2, sequence=64)
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
@@ -485,8 +485,8 @@ def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> N
     )
 
 
-def test_each_element_of_a_convolution_is_multiplied_once_a_token() -> None:
-    """torch's count above leaves convolutions out. Queries, keys and values pass through it."""
+def test_each_element_of_a_convolution_is_multiplied_once_per_token() -> None:
+    """The count by torch above has no convolutions. Queries, keys and values pass through one."""
     tokens, channels = 64, 2 * 2 * 32 + 4 * 16
     short, long = (
         ModelSpec.from_config(

@@ -1,10 +1,10 @@
 """Tests of predicted bytes against PyTorch, for every family.
 
-These are the bytes that elementwise kernels move in a decoder layer, and those that autograd keeps.
+The bytes are those that elementwise kernels move in a decoder layer, and those that autograd saves.
 
-`family_bytes.toml` has predicted over counted bytes in percent, for each kind of layer of a tiny
-model: moved in the forward pass, in the backward pass, and kept. They change if the parts of a
-family or the code of transformers change. To write the file again:
+`family_bytes.toml` has the predicted bytes in percent of the counted ones, for each kind of layer
+of a tiny model: moved in the forward pass, moved in the backward pass, and saved. The numbers
+change with the parts of a family or the code of transformers. This command writes the file again:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/model/test_family_bytes.py`
 """
@@ -66,7 +66,7 @@ PRODUCTS = ("mm.", "addmm", "bmm", "_scaled_dot", "grouped_mm", "linear", "convo
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that kernels read and write, without those of matrix products."""
+    """Counts the bytes that kernels read and write, except matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
-    """Returns predicted over counted bytes of each kind of layer, in percent.
+    """Returns the predicted bytes of each kind of layer in percent of the counted ones.
 
-    The bytes are those moved in the forward pass, those moved in the backward pass, and those kept.
+    They are the bytes moved in the forward pass, moved in the backward pass, and saved.
     """
     config, width = config_of(family), DTYPE_BYTES[dtype]
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
@@ -178,8 +178,8 @@ def one_kernel_attention() -> None:
 
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES))
-def test_bytes_are_predicted_as_closely_as_before(family: str) -> None:
-    """Predicted over counted bytes are those in `family_bytes.toml`."""
+def test_the_predicted_share_of_counted_bytes_has_not_changed(family: str) -> None:
+    """The percentages are those in `family_bytes.toml`."""
     assert list(shares(family)) == [
         pytest.approx(known, abs=0.4) for known in tomllib.loads(FILE.read_text())[family]
     ]
@@ -207,7 +207,7 @@ if __name__ == "__main__":
 
 
 def test_the_first_norm_keeps_its_input_in_fp32_only_as_a_copy() -> None:
-    """Its input is the layer's, which is kept anyway. Later norms keep theirs."""
+    """The first norm's input is the layer's, which is saved anyway. Later norms save theirs."""
     for first, own in ((True, (0, 64)), (False, (64, 0))):
         kept = rms_norm("norm", 64, first=first).kept
         assert (kept.low, kept.wide - 1, kept.upcast) == (128, *own)

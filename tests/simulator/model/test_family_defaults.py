@@ -1,16 +1,24 @@
 """Tests of the families' defaults against transformers' config classes.
 
-They are the values of keys that a config.json leaves out, and the kinds of layers that follow.
+Defaults are the values of keys that a config.json leaves out. They decide the kinds of layers.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import tomllib
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tiny_families import OWN, SMALL
+import tomli_w
+from tiny_families import OWN, SMALL, config_of
 from transformers import AutoConfig
 
+from megatrain.runtime.layers.functional_layers import config_of as whole_config
+from megatrain.runtime.layers.model_config import differences
 from megatrain.simulator.model.families import FAMILIES, Architecture
 from megatrain.simulator.model.specs import ModelSpec
 
@@ -43,12 +51,47 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     } == ours
 
 
+def test_infinity_is_read_as_transformers_writes_it() -> None:
+    """JSON has no infinity, so transformers writes a table in its place."""
+    theirs = config_of("falcon_h1")
+    written = json.loads(theirs.to_json_string())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    spec = ModelSpec.from_config(written, "config.json")
+    in_plan, in_checkpoint = (
+        tomllib.loads(tomli_w.dumps(msgspec.to_builtins(spec))),
+        json.loads(msgspec.json.encode(spec)),
+    )
+    for kept in (in_plan, in_checkpoint):
+        again = msgspec.convert(kept, ModelSpec, strict=True)
+        assert again == spec
+        assert list(whole_config(again).time_step_limit) == [0.0, math.inf]
+    default = ModelSpec(
+        name=spec.name,
+        config={key: spec.config[key] for key in spec.config if key != "time_step_limit"},
+    )
+    assert differences(spec, default) == []
+
+
+def test_floats_that_json_lacks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    written = json.loads(config_of("falcon_h1").to_json_string())
+    limits = {"time_step_limit": [0.0, math.inf], "lm_head_multiplier": math.nan}
+    (tmp_path / "config.json").write_text(json.dumps({**written, **limits}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert list(theirs.time_step_limit) == [0.0, math.inf]
+    assert math.isnan(theirs.lm_head_multiplier)
+    spec = ModelSpec.load(str(tmp_path))
+    ours = whole_config(spec)
+    assert list(ours.time_step_limit) == [0.0, math.inf]
+    assert math.isnan(ours.lm_head_multiplier)
+    assert differences(spec, ModelSpec.load(str(tmp_path))) == []
+
+
 @pytest.mark.parametrize("changes", [{}, WINDOW], ids=["plain", "window"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_a_deep_model_are_of_transformers_kinds(
     family: str, changes: dict[str, Any]
 ) -> None:
-    """The kinds of layers are those of transformers without the keys that list them one by one."""
+    """A config without keys that list the kinds of layers gives the kinds of transformers."""
     if changes and family in NO_WINDOW:
         return
     left_out = ("first_k_dense_replace", "layer_rope_theta", "sliding_window")

@@ -37,8 +37,8 @@ def test_most_models_carry_the_hidden_states_alone() -> None:
     assert model.carried == model.hidden == 2560
 
 
-def test_layers_that_carry_more_are_not_taken_for_equal() -> None:
-    """With more layers, each reads and writes more, so it is not measured by the other's."""
+def test_layers_that_carry_more_have_other_costs() -> None:
+    """In a deeper model, each layer reads and writes more, so its costs are different."""
     longer = ModelSpec.from_config(E4B, "config.json")
     shorter = {**E4B, "num_hidden_layers": 30, "num_kv_shared_layers": 10}
     signatures = [
@@ -51,7 +51,7 @@ def test_layers_that_carry_more_are_not_taken_for_equal() -> None:
 def test_every_buffer_of_a_layer_s_input_has_room_for_what_is_carried(
     make_plan: Callable[..., Plan],
 ) -> None:
-    """So do the copies of a checkpoint to host memory and back."""
+    """Copies of a layer's input to host memory and back move as many bytes."""
     model = model_of()
     placement = Placement(offloaded_inputs="all")
     plan = make_plan("overlapped", model=model, checkpoint_interval=1, placement=placement)
@@ -86,7 +86,7 @@ def test_layers_that_share_keys_and_values_have_no_tensors_for_them() -> None:
 
 
 @pytest.mark.parametrize("layers", range(1, 7))
-def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
+def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """The layers that share keys and values are the last ones, so they are left out first."""
     whole = model_of(num_kv_shared_layers=1)
     spec = whole.with_layers(layers)
@@ -118,7 +118,7 @@ def test_the_shortest_model_with_every_kind_of_layer_is_the_whole() -> None:
         ({"altup_active_idx": 4}, "altup_active_idx: found 4; allowed: below altup_num_inputs = 4"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_sizes_are_refused_by_their_key(changes: dict[str, Any], message: str) -> None:
     config = {**config_of("gemma3n_text").to_dict(), **changes}
     with pytest.raises(UserError, match=f"config.json: {message}") as error:
         ModelSpec.from_config(config, "config.json")

@@ -21,7 +21,7 @@ TINY = {
 SIZES = {"global_head_dim": 32, "num_global_key_value_heads": 2}
 
 
-def test_both_forms_of_its_config_are_one_model() -> None:
+def test_both_forms_of_the_config_give_one_model() -> None:
     """The published config.json and that of transformers describe the same model.
 
     The published one gives the sizes of full layers once, and transformers writes them layer by
@@ -36,8 +36,22 @@ def test_both_forms_of_its_config_are_one_model() -> None:
     assert "per_layer_config" not in written.config
 
 
+def test_full_layers_may_have_the_sizes_of_the_others() -> None:
+    """transformers then writes no sizes of their own."""
+    written = config_of(
+        "gemma4_text",
+        global_head_dim=TINY["head_dim"],
+        num_global_key_value_heads=TINY["num_key_value_heads"],
+    ).to_dict()
+    assert written["per_layer_config"] == {}
+    spec = ModelSpec.from_config(written, "config.json")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**with_nulls(spec.config)))
+    assert spec.parameters == sum(parameter.numel() for parameter in whole.parameters())
+
+
 @pytest.mark.parametrize("layers", range(1, 9))
-def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
+def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """A model with fewer layers is transformers' model, whose last layer is always full."""
     spec = ModelSpec.from_config(
         config_of("gemma4_text", num_hidden_layers=8).to_dict(), "config.json"
@@ -98,7 +112,7 @@ def test_fewer_layers_of_it_are_transformers_own(layers: int) -> None:
         ),
     ],
 )
-def test_what_is_no_stack_of_layers_is_refused_by_its_key(
+def test_a_config_that_is_no_stack_of_layers_is_refused_by_its_key(
     changes: dict[str, Any], message: str
 ) -> None:
     """A config that is not a plain stack of layers is refused, and the error names the key."""

@@ -17,10 +17,10 @@ from megatrain.simulator.model.specs import ModelSpec
 LIBRARY = Path(specs.__file__).parents[1] / "library" / "models"
 
 # Totals of the checkpoints' safetensors, from the models' pages on huggingface.co. A tied head that
-# is stored twice (qwen3 0.6b, 1.7b) counts once. gemma-3 4b and larger are the language model only:
-# the whole (4,300,079,472; 12,187,325,040; 27,432,406,640) without the vision tower's 416,866,032
-# and the projector. deepseek-v3 is without the multi-token head and with the router's bias, which
-# is not a parameter.
+# is stored twice (qwen3 0.6b, 1.7b) counts once. Numbers of gemma-3 4b and larger are for the
+# language model: the whole model (4,300,079,472; 12,187,325,040; 27,432,406,640) minus the vision
+# tower (416,866,032) and the projector. The number of deepseek-v3 has no multi-token head, but the
+# router's bias, which is not a parameter.
 PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -81,9 +81,9 @@ ABOUT = {
     "gpt-oss-120b": (116.8e9, 5.1e9),
     "deepseek-v3": (671e9, 37e9),
 }
-"""Total and active parameters as the model cards round them.
+"""Total and active parameters as rounded on the model cards.
 
-The active ones of gpt-oss do not include its embedding.
+The active parameters of gpt-oss do not include its embedding.
 """
 NAMES = sorted(file.stem for file in LIBRARY.glob("*.json"))
 
@@ -145,5 +145,5 @@ def test_the_shortest_model_has_every_kind_of_layer(name: str) -> None:
 
 
 def test_every_model_of_the_library_has_its_own_limit_of_a_row() -> None:
-    """Without it, `check` names contexts that the model cannot use."""
+    """Without the limit, `check` would name context lengths that the model cannot use."""
     assert [name for name in specs.library() if not ModelSpec.load(name).longest_row] == []

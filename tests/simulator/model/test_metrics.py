@@ -43,7 +43,7 @@ def test_tflops_count_every_parameter_six_times(
 def test_mfu_counts_the_head_and_the_seen_half_of_attention(
     make_model: Callable[..., ModelSpec], workload: Workload, tied: bool
 ) -> None:
-    """MFU counts the head, tied or not, but no embedding lookup and no norm."""
+    """MFU counts the head, tied or not, but neither the embedding lookup nor norms."""
     multiplying = LAYERS * DECODER + VOCABULARY * HIDDEN
     attention = (
         LAYERS * 2 * (2 * 64) * SEQUENCE / 2

@@ -69,7 +69,9 @@ def test_layers_pad_each_tensor(make_model: Make) -> None:
         ),
     ],
 )
-def test_signatures_tell_layers_apart(name: str, signatures: list[str]) -> None:
+def test_layers_of_different_kinds_have_different_signatures(
+    name: str, signatures: list[str]
+) -> None:
     """Layers of different kinds have different signatures."""
     spec = ModelSpec.load(name)
     assert list(dict.fromkeys(layer.signature for layer in spec.decoders)) == signatures
@@ -134,7 +136,7 @@ def test_moved_bytes_grow_with_tokens_and_hold_the_weights(make_model: Make) -> 
         assert spec.work(kind, "", work).moved_bytes > 0
 
 
-def test_a_measured_layer_is_what_its_work_says() -> None:
+def test_the_work_of_a_layer_predicts_its_measured_time() -> None:
     """The predicted time of a layer is near the measured one.
 
     An eager layer of Qwen2.5 7B with 32 x 1024 tokens took 28.04 ms forward and 85.17 ms forward
@@ -166,7 +168,7 @@ INNER: dict[str, Any] = {
 }
 
 
-def test_of_a_multimodal_model_the_language_model_counts() -> None:
+def test_the_spec_of_a_multimodal_model_is_that_of_its_language_model() -> None:
     """The spec of a multimodal model is that of its language model."""
     alone = ModelSpec.from_config(INNER, "config.json", "m")
     assert (
@@ -270,7 +272,9 @@ QWEN3 = {**GOOD, "model_type": "qwen3"}
         ),
     ],
 )
-def test_a_config_that_is_not_supported_is_one_line(config: object, words: list[str]) -> None:
+def test_a_config_that_is_not_supported_gives_a_one_line_error(
+    config: object, words: list[str]
+) -> None:
     with pytest.raises(UserError) as caught:
         ModelSpec.from_config(config, "here/config.json")
     message = str(caught.value)
@@ -329,7 +333,7 @@ def survives(config: object) -> None:
         max_size=8,
     )
 )
-def test_any_json_is_a_spec_or_one_line(config: object) -> None:
+def test_any_json_is_a_spec_or_a_one_line_error(config: object) -> None:
     survives(config)
 
 
@@ -339,14 +343,14 @@ def test_any_json_is_a_spec_or_one_line(config: object) -> None:
     st.sampled_from(sorted(FAMILIES)) | st.none(),
     st.dictionaries(st.sampled_from(KEYS), values, max_size=3),
 )
-def test_a_changed_config_is_a_spec_or_one_line(
+def test_a_changed_config_is_a_spec_or_a_one_line_error(
     name: str, family: str | None, changes: dict[str, Any]
 ) -> None:
     config = {**ModelSpec.load(name).config, **changes}
     survives({**config, "model_type": family} if family else config)
 
 
-def test_nesting_without_end_is_one_line() -> None:
+def test_very_deep_nesting_gives_a_one_line_error() -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
@@ -358,7 +362,7 @@ def test_nesting_without_end_is_one_line() -> None:
     "source",
     ["no-such-model", "no/such/folder", "no/such.json", "", ".", "config.json/", "\0", "a" * 5000],
 )
-def test_a_model_that_is_not_there_is_one_line(
+def test_a_missing_model_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ from megatrain.simulator.model.workload import Workload, without_pieces
 
 @pytest.mark.parametrize("field", ["batch", "sequence", "accumulation", "loss_chunk"])
 @pytest.mark.parametrize("value", [0, -1, 2**40])
-def test_a_workload_out_of_range_is_one_line(field: str, value: int) -> None:
+def test_a_workload_out_of_range_gives_a_one_line_error(field: str, value: int) -> None:
     with pytest.raises(
         UserError, match=rf"workload: {field}: found {value}; allowed: .*; fix: set {field} "
     ):
@@ -19,7 +19,7 @@ def test_a_workload_out_of_range_is_one_line(field: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**24 + 1])
-def test_a_piece_out_of_range_is_one_line(value: int) -> None:
+def test_a_piece_out_of_range_gives_a_one_line_error(value: int) -> None:
     with pytest.raises(UserError, match=f"workload: token_piece: found {value}; allowed: 1 to "):
         Workload(batch=1, sequence=8, token_piece=value)
 

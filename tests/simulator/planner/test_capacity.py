@@ -1,8 +1,8 @@
 """Tests of the largest batch that fits, on machines whose host memory is too small for all state.
 
-Some state is then resident on the device and needs no slots. The vocabulary's gradient moves first,
-because its slot is as large, or all weights and gradients (the last case). The host may hold only
-some of the checkpoints.
+Some state is then resident on the device and needs no slots. The gradient of the vocabulary is
+moved first, because its slot is as large, or all weights and gradients in the last case. The host
+may hold only some of the checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = (
         "h200",
         Workload(batch=1, sequence=512, accumulation=4, loss_chunk=1024),
         (0.25, 0.25),
-        22,  # with a checkpoint interval above 1; 14 without
+        22,  # with a checkpoint interval above 1, otherwise 14
     ),
     # Few bytes more than needed have to move, so the low halves of some layers move last.
     ("qwen2.5-7b", "h200", Workload(batch=1, sequence=512, loss_chunk=4096), (1.0, 0.3125), 296),
@@ -51,7 +51,7 @@ CASES = (
 @pytest.mark.parametrize(
     ("name", "machine", "work", "shares", "most"), CASES, ids=[case[0] for case in CASES]
 )
-def test_the_most_that_fits(
+def test_the_largest_batch_that_fits(
     name: str, machine: str, work: Workload, shares: tuple[float, float], most: int
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)

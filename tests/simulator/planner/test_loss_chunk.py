@@ -1,4 +1,4 @@
-"""Tests of the choice of the loss chunk: how good it is, that it fits, and what is measured."""
+"""Tests of the choice of the loss chunk: it is fast, it fits, and measured chunks are preferred."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_chunk(work: Workload, chunk: int) -> Workload:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_other_chunk_is_faster_under_a_full_search(seed: int) -> None:
-    """The choice compares bounds, so a hundredth is allowed."""
+    """The choice compares lower bounds, so another chunk may be 1 % faster."""
     draw = random.Random(seed)
     model = ModelSpec.load(draw.choice(MODELS))
     hardware = HardwareSpec.load(draw.choice(MACHINES))
@@ -49,8 +49,8 @@ def test_no_other_chunk_is_faster_under_a_full_search(seed: int) -> None:
     assert seconds(chosen.loss_chunk) <= 1.01 * best
 
 
-def test_memory_that_a_plan_needs_is_worth_more_than_a_faster_head() -> None:
-    """With 2,048 tokens, the lowest bound of all placements is lower, but no plan comes near it."""
+def test_memory_for_the_plan_counts_more_than_a_faster_head() -> None:
+    """With 2,048 tokens, the lowest bound of all placements is lower, but no plan is near it."""
     model, machine = ModelSpec.load("gemma-2-9b"), HardwareSpec.load("rtx4090")
     work = Workload(batch=16, sequence=1024, documents=True)
     chosen = with_loss_chunk(model, machine, work, host_limit=192 * GIB, policies=["overlapped"])
@@ -59,7 +59,7 @@ def test_memory_that_a_plan_needs_is_worth_more_than_a_faster_head() -> None:
 
 @pytest.mark.parametrize(("tokens", "batch"), [(8192, 1), (1024, 2)], ids=["long", "short"])
 def test_a_plan_fits_wherever_one_fits_with_the_smallest_chunk(tokens: int, batch: int) -> None:
-    """With less and less device memory the chunk becomes smaller, until nothing fits."""
+    """The less device memory there is, the smaller is the chunk, until nothing fits."""
     work, seen = Workload(batch=batch, sequence=tokens), []
     for size in (4 * GIB, 5 * GIB // 2, 2 * GIB):
         fits = []
@@ -98,7 +98,7 @@ CALIBRATED = "experiments/results/h200-heldout/hardware.toml"
 
 
 def calibrated(chunk: int) -> HardwareSpec:
-    """An H200 that was measured with loss chunks of so many tokens. 0 if that is unknown."""
+    """Returns an H200 that was measured with these loss chunks, in tokens. 0 means unknown."""
     hardware = HardwareSpec.load(CALIBRATED)
     assert hardware.costs
     assert hardware.costs.loss_chunk == 2048
@@ -117,8 +117,8 @@ def test_a_chunk_that_was_measured_is_preferred_to_a_derived_one() -> None:
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.9, 1024), (1.1, 2048)])
-def test_of_two_measured_chunks_the_faster_is_chosen(factor: float, expected: int) -> None:
-    """The measurement counts, and not what the datasheet says of the head."""
+def test_the_faster_of_two_measured_chunks_is_chosen(factor: float, expected: int) -> None:
+    """The measured time of the head counts, and not that of the datasheet."""
     model, hardware = ModelSpec.load("qwen2.5-3b"), calibrated(2048)
     work = Workload(batch=12, sequence=2048)
     shape = f"{model.shape}/{work.shape}"
@@ -136,7 +136,7 @@ def test_a_calibration_that_does_not_say_its_chunk_keeps_the_default() -> None:
     assert with_loss_chunk(model, calibrated(0), work) == work
 
 
-def test_of_a_short_micro_batch_the_chunk_is_the_whole() -> None:
+def test_a_short_micro_batch_is_one_chunk() -> None:
     work = Workload(batch=1, sequence=100)
     assert with_loss_chunk(HALF, H200, work).loss_chunk == work.loss_chunk >= work.tokens
 

@@ -1,6 +1,6 @@
-"""Tests of the end of a search.
+"""Tests of the result of a search.
 
-No plan that it names, and none that differs a little from its choice, is faster.
+No other plan that the search names is faster, and no plan that differs a little from its choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = (
 @pytest.mark.parametrize(
     ("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES]
 )
-def test_no_plan_that_is_mentioned_and_fits_is_faster(
+def test_no_neighbour_that_fits_is_faster_than_the_choice(
     name: str, machine: str, work: Workload, limits: dict[str, int]
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
@@ -60,10 +60,10 @@ def test_no_plan_that_is_mentioned_and_fits_is_faster(
     )
 
 
-def test_what_is_bought_by_one_more_gib_is_taken_where_it_fits_already() -> None:
-    """The choice already includes a change that another GiB would suggest if it fits now.
+def test_a_change_that_one_more_gib_would_suggest_is_made_if_it_fits_already() -> None:
+    """A change that one more GiB would allow is already made if it fits now.
 
-    Here the gradients of one more layer take the place of the slots that gradients stream through.
+    Here the gradients of one more layer replace the slots through which gradients stream.
     """
     model, hardware, work = (
         ModelSpec.load("qwen2.5-7b"),
@@ -98,8 +98,10 @@ SLOTS = (
 def test_state_gives_way_to_a_third_weight_slot(
     name: str, machine: str, work: Workload, host: int | None, seconds: float
 ) -> None:
-    """A third weight slot is chosen although some resident state must leave for it. With more than
-    two micro-batches, the engine's times decide, and another plan with two slots may be faster.
+    """A third weight slot is chosen although some resident state must be moved for it.
+
+    With more than two micro-batches, the times of the engine decide, and another plan with two
+    slots may be faster.
     """
     choice = candidates(
         ModelSpec.load(name),
@@ -140,8 +142,9 @@ def test_one_more_gib_is_no_slower_where_it_would_hold_all_weights() -> None:
 
 
 def test_the_memory_of_slots_holds_layers_where_that_is_faster() -> None:
-    """With 5 GiB of device memory, one gradient slot and one more layer on the device are faster
-    than two gradient slots. The search for other slots once began only if nothing fitted.
+    """With 5 GiB of device memory, one more layer there is faster than a second gradient slot.
+
+    Regression test: the search tried other numbers of slots only if nothing fitted.
     """
     model, work = (
         ModelSpec.load("phi-2").with_layers(4),
@@ -162,7 +165,8 @@ def test_the_memory_of_slots_holds_layers_where_that_is_faster() -> None:
 def test_more_memory_is_no_slower_where_state_slots_can_hold_a_layer() -> None:
     """With clipping by update, state slots that hold a whole layer are not always the best.
 
-    They fit from 7.5 GiB of device memory on. The search once tried no fewer if they fitted.
+    Regression test: such slots fit from 7.5 GiB of device memory on, and the search tried no
+    fewer.
     """
     model, work = (
         ModelSpec.load("qwen3-4b").with_layers(4),

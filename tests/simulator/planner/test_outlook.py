@@ -1,4 +1,4 @@
-"""Tests of the outlook: it agrees with the search, whose time it saves."""
+"""Tests of the outlook: it agrees with the search, and takes less time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_policies_of_other_systems_have_no_outlook() -> None:
     assert outlook(model, hardware, work, policies=["zero3_offload"]) is None
 
 
-def test_a_plan_that_fits_only_in_groups_of_micro_batches_is_not_denied() -> None:
+def test_the_outlook_allows_a_plan_that_fits_only_in_groups_of_micro_batches() -> None:
     """Without clipping, a group of all micro-batches stores no sums of gradients on the host."""
     model, hardware = ModelSpec.load("phi-2"), HardwareSpec.load("rtx4090")
     work = Workload(batch=1, sequence=2048, accumulation=2, clipping="none", state="master24")

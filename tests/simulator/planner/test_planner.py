@@ -71,10 +71,8 @@ def test_a_plan_carries_its_digest_and_prediction_and_reads_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(2, 6), (1, 12)])
-def test_micro_batches_go_through_the_model_together_where_copies_are_slow(
-    batch: int, accumulation: int
-) -> None:
-    """The choice is much faster than the same plan with one micro-batch at a time."""
+def test_micro_batches_are_grouped_where_copies_are_slow(batch: int, accumulation: int) -> None:
+    """The choice is much faster than the same plan with single micro-batches."""
     work = Workload(batch=batch, sequence=1024, accumulation=accumulation)
     limits = {"device_limit": 4 * GIB, "policies": ["overlapped"]}
     choice = find(SMALL, work, **limits)[0]
@@ -117,7 +115,7 @@ def test_every_size_of_a_group_divides_the_accumulation() -> None:
 
 
 @pytest.mark.parametrize("clipping", ["layer", "update"])
-def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> None:
+def test_with_clipping_by_layer_updates_run_during_backward(clipping: Any) -> None:
     """With clipping by layer or by update, updates run during backward, and the step is faster.
 
     With the global norm, an update can only overlap with the next forward pass. The next layer's
@@ -138,7 +136,7 @@ def test_what_is_clipped_by_layer_is_updated_behind_backward(clipping: Any) -> N
 
 
 @pytest.mark.parametrize(("updates_per_s", "some"), [(20e9, True), (0.5e9, False)])
-def test_the_host_updates_layers_where_its_cores_are_fast_beside_the_link(
+def test_the_host_updates_layers_if_its_cores_are_fast_compared_with_the_link(
     updates_per_s: float, some: bool
 ) -> None:
     """The host updates some layers if its cores are fast compared with the link."""
@@ -164,16 +162,16 @@ def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> Non
     limit = 4 * GIB
     chosen = find(SMALL, work, device_limit=limit, policies=["k_buffer"])[0]
     costs, best = cost_model(H200, SMALL, work), float("inf")
-    for slots, gradients, slabs, interval in itertools.product(
+    for slots, gradients, staging, interval in itertools.product(
         (1, 2, 4), (1, 2), (0, 2), (1, 2, 4)
     ):
-        if slabs == 0 and work.accumulation > 1:
+        if staging == 0 and work.accumulation > 1:
             continue
         knobs = msgspec.structs.replace(
             chosen.plan.knobs,
             weight_slots=slots,
             gradient_slots=gradients,
-            gradient_staging=slabs,
+            gradient_staging=staging,
             checkpoint_interval=interval,
         )
         other = assess(msgspec.structs.replace(chosen.plan, knobs=knobs), costs)
@@ -182,7 +180,7 @@ def test_the_choice_is_within_two_per_cent_of_every_other(work: Workload) -> Non
     assert chosen.step_seconds <= 1.02 * best
 
 
-def test_less_memory_takes_fewer_slots_and_more_time() -> None:
+def test_with_less_memory_a_plan_has_fewer_slots_and_takes_longer() -> None:
     roomy, tight = (
         find(SMALL, device_limit=limit, policies=["k_buffer"])[0]
         for limit in (16 * GIB, 630 * GIB // 100)
@@ -194,7 +192,7 @@ def test_less_memory_takes_fewer_slots_and_more_time() -> None:
     assert tight.step_seconds > roomy.step_seconds
 
 
-def test_what_does_not_fit_names_the_pool_and_a_batch_that_would() -> None:
+def test_the_error_if_nothing_fits_names_the_pool_and_a_batch_that_fits() -> None:
     choice = find(SMALL, device_limit=3 * GIB, policies=["double_buffer"])[0]
     assert not choice.feasible
     assert choice.account.binding.startswith("device.")
@@ -211,7 +209,7 @@ def test_what_does_not_fit_names_the_pool_and_a_batch_that_would() -> None:
     )[0].feasible
 
 
-def test_too_little_host_memory_is_said_in_bytes() -> None:
+def test_the_error_gives_the_missing_host_memory_in_bytes() -> None:
     choice = find(SMALL, host_limit=GIB, policies=["double_buffer"])[0]
     assert not choice.feasible
     assert choice.account.binding.startswith("host.")

@@ -1,4 +1,4 @@
-"""Tests of the parts that the searches are made of, each against a statement of what it returns."""
+"""Tests of the functions that searches use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_last_layers_are_named(make_plan: MakePlan, data: st.DataObject) -> 
 def test_the_host_updates_all_or_every_second_of_the_streamed_layers(
     make_plan: MakePlan, data: st.DataObject
 ) -> None:
-    """It updates no layer whose weights stay on the device, and nothing else is changed."""
+    """The host updates no layer whose weights stay on the device. The rest does not change."""
     plan = make_plan(layers=data.draw(st.integers(1, 6)))
     layers = list(plan.model.stack)
     resident = data.draw(st.sets(st.sampled_from(layers)))
@@ -109,8 +109,9 @@ def test_the_host_updates_all_or_every_second_of_the_streamed_layers(
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(-5, 200))
 def test_no_more_state_moves_than_is_needed(sizes: list[int], excess: int) -> None:
-    """Buffers move in their order, until one of the others is large enough for the excess that is
-    left. The smallest such buffer moves last.
+    """Buffers move in order until another buffer is large enough for the remaining excess.
+
+    The smallest such buffer moves last.
     """
     order = [
         Buffer(id=f"device.weights:{index}", bytes=256 * size, data="weights", dtype="bf16")
@@ -131,9 +132,7 @@ def test_no_more_state_moves_than_is_needed(sizes: list[int], excess: int) -> No
 
 @given(st.lists(st.integers(1, 40), max_size=8), st.integers(-5, 200))
 def test_few_bytes_more_than_needed_move(sizes: list[int], excess: int) -> None:
-    """Each buffer that moves is needed, and there are fewer bytes left over than the smallest of
-    those that stay.
-    """
+    """Every moved buffer is needed, and the surplus is less than the smallest other buffer."""
     order = [
         Buffer(id=f"device.moments:{index}", bytes=256 * size, data="moments", dtype="fp32")
         for index, size in enumerate(sizes)
@@ -161,8 +160,9 @@ def test_the_most_is_found_by_bisection(limit: int, most: int) -> None:
 def test_merged_buffers_are_as_large_as_their_pools(
     make_plan: MakePlan, policy: str, factor: float
 ) -> None:
-    """Also with other tokens, where each buffer is rounded to whole pages. There are fewer buffers,
-    and each that the framework allocates stays.
+    """This holds for other numbers of tokens too, where each buffer is rounded to whole pages.
+
+    There are fewer merged buffers. Buffers that the framework allocates are not merged.
     """
     buffers = policies.lower(make_plan(policy, layers=3)).buffers
     merged = _merged(buffers)
@@ -261,7 +261,7 @@ def test_the_most_saved_layers_fit_and_one_more_does_not(make_plan: MakePlan, sp
 def test_no_state_that_still_fits_is_left_out(
     make_plan: MakePlan, spare: int, clipping: str
 ) -> None:
-    """Each fill fits on the device. No order leaves state on the host for which there is room."""
+    """Each fill fits on the device, and no state stays on the host for which there is room."""
     filling = a_filling(plan := streaming(make_plan, clipping=clipping))
     plan = tightened(plan, filling, spare)
     fills = list(filling.fills(plan, Placement()))
@@ -287,10 +287,8 @@ def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) ->
             assert sum(len(fill.placed(name)) for name in CLASSES) == most
 
 
-def test_another_weight_slot_takes_the_place_of_as_little_state_as_it_needs(
-    make_plan: MakePlan,
-) -> None:
-    """Moments and low halves leave the device, and no more of them than are needed."""
+def test_another_weight_slot_moves_as_little_state_as_it_needs(make_plan: MakePlan) -> None:
+    """Only as many moments and low halves leave the device as are needed."""
     layers = "e,0-4"
     plan = with_knobs(
         streaming(make_plan),
@@ -347,7 +345,7 @@ def test_neighbours_fit_and_differ_by_one_saved_layer_or_slot(make_plan: MakePla
 
 
 def test_the_fastest_two_of_all_candidates_are_ranked_first(make_plan: MakePlan) -> None:
-    """The result is that of simulating all of them. Those above the limit are left out."""
+    """The result equals that of simulating all candidates within the limit."""
     plan = streaming(make_plan, accumulation=2)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
     candidates = [
@@ -413,9 +411,12 @@ def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: 
 
 
 @pytest.mark.parametrize("policy", ["k_buffer", "double_buffer", "sequential"])
-def test_bytes_of_slots_are_those_of_the_whole_plan(make_plan: MakePlan, policy: str) -> None:
-    """The search adds the bytes of gradient slots and staging buffers, as computed for a short
-    model, to those of the whole model. The sums are those of the lowered plans.
+def test_bytes_of_slots_computed_for_a_short_model_hold_for_the_whole_plan(
+    make_plan: MakePlan, policy: str
+) -> None:
+    """The search computes the bytes of gradient slots and staging buffers for a short model.
+
+    Added to the bytes of the whole model, they equal those of the lowered plans.
     """
     plan = make_plan(policy, layers=6)
     costs = cost_model(H200, plan.model, plan.workload)
@@ -457,7 +458,7 @@ def test_pairs_are_compared_with_the_most_gradient_slots_and_staging_buffers(
 
 
 def test_limits_of_one_memory_are_the_lower_one() -> None:
-    """A search without the verdict knows it, too. With two memories each has its own limit."""
+    """A search without a verdict also applies it. With two memories, each has its own limit."""
     mac, own = HardwareSpec.load("apple-m4-max"), HardwareSpec.load("h200")
     assert mac.memory_limits() == (mac.device_bytes,) * 2
     assert mac.memory_limits(5, 3) == mac.memory_limits(3, None) == (3, 3)
@@ -469,7 +470,7 @@ def test_limits_of_one_memory_are_the_lower_one() -> None:
 
 
 def test_a_unified_machine_needs_one_policy_and_no_copies(make_plan: MakePlan) -> None:
-    """Elsewhere, each policy that no other dominates is tried, and offloaded inputs too."""
+    """On other machines, every policy that no other dominates is tried, and offloaded inputs."""
     plan = make_plan("overlapped")
     for machine in ("h200", "dgx-spark"):
         hardware = HardwareSpec.load(machine)
@@ -518,7 +519,7 @@ def test_the_nearest_miss_of_slots_is_the_smallest_of_all(make_plan: MakePlan, p
 def test_host_updates_of_all_and_of_every_second_layer_are_tried(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are tried if they fit, and the fastest of those and of the plan itself is returned."""
+    """Those that fit are tried. The fastest of them and of the plan itself is returned."""
     plan = streaming(make_plan)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
     tried: list[Plan] = []
@@ -533,10 +534,10 @@ def test_host_updates_of_all_and_of_every_second_layer_are_tried(
 
 @pytest.mark.parametrize("clipping", ["global", "none"])
 @pytest.mark.parametrize("spare", [100_000, 200_000])
-def test_a_small_search_ends_with_the_faster_plan(
+def test_a_small_search_returns_the_faster_plan(
     make_plan: MakePlan, clipping: str, spare: int
 ) -> None:
-    """The runner-up is not faster, and neither is a neighbour by more than a tie."""
+    """The runner-up is not faster, and no neighbour is faster by more than a tie."""
     plan = streaming(make_plan, clipping=clipping, accumulation=2)
     plan = tightened(plan, a_filling(plan), spare)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
@@ -592,7 +593,7 @@ def test_a_step_of_many_micro_batches_is_extended_from_two(make_plan: MakePlan) 
 
 
 def test_a_knob_without_a_difference_keeps_the_plan_s_value(make_plan: MakePlan) -> None:
-    """The copy size changes nothing where the largest layer is one copy with any of them."""
+    """The copy size changes nothing if the largest layer is a single copy with every size."""
     for chunk, chosen in ((CHUNK_BYTES[1], CHUNK_BYTES[1]), (4096, CHUNK_BYTES[0])):
         plan = make_plan("overlapped", chunk_bytes=chunk)
         costs = cost_model(H200, plan.model, plan.workload)

@@ -1,4 +1,4 @@
-"""Tests of what a search leaves out, and that leaving it out changes no result."""
+"""Tests that a search skips work without changing its result."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_groups_that_cannot_be_fast_enough_are_not_searched(
 def test_each_split_of_a_step_is_searched_once(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is the second, which is faster here."""
+    """There are two splits, and the second is faster."""
     works: list[Workload] = []
 
     def found(_model: ModelSpec, _hardware: HardwareSpec, work: Workload, **_: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tests of the plan for several GPUs that is made from a plan for one."""
+"""Tests of plans for several GPUs that are derived from a plan for one GPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_other_policies_and_models_cannot_share_a_step(one: Plan) -> None:
 
 
 def test_a_step_with_too_many_micro_batches_is_estimated_or_refused(one: Plan) -> None:
-    """`check` estimates it from the plan for one GPU, and `plan` says how many are allowed."""
+    """`check` estimates the step from the plan for one GPU. `plan` names the allowed number."""
     work = msgspec.structs.replace(one.workload, accumulation=300)
     many = msgspec.structs.replace(one, workload=work, digest="")
     assert shares(many, 2)

@@ -31,13 +31,13 @@ USAGE = {
 }
 
 
-def timeline(plan: Plan, name: str = "predicted", stretch: int = 1) -> Timeline:
+def timeline(plan: Plan, name: str = "predicted", factor: int = 1) -> Timeline:
     schedule = lower(plan)
     spans: list[Span] = []
     end: dict[str, int] = {}
     for number, op in enumerate(schedule.ops):
         start = max([end.get(op.lane, 0), *(end[other] for other in op.after)])
-        end[op.id] = end[op.lane] = start + stretch * (100_000 + 7_000 * (number % 13))
+        end[op.id] = end[op.lane] = start + factor * (100_000 + 7_000 * (number % 13))
         spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end[op.id]))
     return Timeline(name=name, digest=schedule.digest, spans=tuple(spans))
 
@@ -65,7 +65,7 @@ def test_timelines_are_drawn_with_a_panel_each(
     )
 
 
-def test_a_picture_depends_on_its_timeline_and_on_nothing_else(
+def test_a_picture_depends_only_on_its_timeline(
     make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
     shown = timeline(make_plan())
@@ -130,7 +130,7 @@ def test_many_pools_of_one_class_and_unknown_ones_are_drawn(tmp_path: Path) -> N
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every drawn figure is added; none is written, which takes longest."""
+    """A list to which every drawn figure is added. Files are not written, which takes longest."""
     figures: list[Figure] = []
     monkeypatch.setattr(canvas, "save", lambda figure, _: figures.append(figure))
     return figures
@@ -199,7 +199,7 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a folder that can be written"):
         loss_png(tmp_path / "file" / "loss.png", [1], [1.0], [1e-5], [None], [1.0], "a run")

@@ -65,13 +65,13 @@ def assert_readable(figure: Figure) -> None:
         assert not one.padded(-1).overlaps(other.padded(-1)), (one, other)
 
 
-def timeline(name: str, stretch: int = 1) -> Timeline:
+def timeline(name: str, factor: int = 1) -> Timeline:
     spans = [
         Span(
             op=op,
             lane=lane,
-            start_ns=start * stretch * MILLISECOND,
-            end_ns=end * stretch * MILLISECOND,
+            start_ns=start * factor * MILLISECOND,
+            end_ns=end * factor * MILLISECOND,
         )
         for op, lane, start, end in SPANS
     ]
@@ -146,7 +146,7 @@ def test_memory_is_stacked_to_its_peak_below_its_limit(
 ) -> None:
     """Memory is stacked, with a line at its limit.
 
-    A limit far above the peak is only written, so that the pools stay tall enough to read.
+    A limit far above the peak is only written as text, so the pools are tall enough to read.
     """
     usage = {
         "device.weights": [(0, GIB), (5 * MILLISECOND, 2 * GIB)],
@@ -183,8 +183,9 @@ def test_memory_is_stacked_to_its_peak_below_its_limit(
 
 
 def test_both_places_have_one_order_and_plain_names(drawn: list[Figure]) -> None:
-    """Pools that differ only in the layers that they are for, or that only pass data on, are one
-    area each. What is streamed is not below what stays.
+    """Pools that differ only in their layers are one area, and so are pools that only pass data on.
+
+    Resident data is below streamed data.
     """
     made: dict[str, dict[str, Any]] = {
         "weights": {"data": "weights", "persistent": True},

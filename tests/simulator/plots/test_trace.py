@@ -20,7 +20,7 @@ from megatrain.simulator.schedule.timeline import Span, Timeline
 POLICIES = ("sequential", "double_buffer", "resident")
 
 
-def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
+def play(schedule: Schedule, name: str, factor: int = 1) -> Timeline:
     """Returns a timeline in which every op starts as early as its lane and dependencies allow.
 
     An op's duration follows from its place in the schedule.
@@ -30,7 +30,7 @@ def play(schedule: Schedule, name: str, stretch: int = 1) -> Timeline:
     spans = []
     for number, op in enumerate(schedule.ops):
         start = max([free.get(op.lane, 0), *(end[other] for other in op.after)])
-        end[op.id] = free[op.lane] = start + stretch * (1_000 + 37 * (number % 11))
+        end[op.id] = free[op.lane] = start + factor * (1_000 + 37 * (number % 11))
         spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end[op.id]))
     return Timeline(name=name, digest=schedule.digest, spans=tuple(spans))
 
@@ -90,7 +90,7 @@ def test_one_slice_per_op_to_the_nanosecond(schedule: Schedule) -> None:
         assert event["args"].get("writes", "").split() == list(op.writes)
 
 
-def test_a_slice_says_how_far_it_is_off_what_was_measured(schedule: Schedule) -> None:
+def test_a_slice_shows_its_error_against_the_measurement(schedule: Schedule) -> None:
     predicted, measured = play(schedule, "predicted"), play(schedule, "measured", 3)
     trace = perfetto([predicted, measured], schedule)
     for event in events(trace, "X", 1):
@@ -179,7 +179,7 @@ def test_saved_trace_reads_back_and_stays_small(schedule: Schedule, tmp_path: Pa
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_timelines_of_one_name_are_told_apart(schedule: Schedule) -> None:
+def test_timelines_with_the_same_name_get_different_ones(schedule: Schedule) -> None:
     trace = perfetto([play(schedule, "measured")] * 2, schedule)
     assert [names(trace, process, "process_name") for process in (1, 2)] == [
         ["measured"],

@@ -1,4 +1,4 @@
-"""Tests of evaluation schedules: valid under every policy, with a predicted time.
+"""Tests of evaluation schedules: they are valid under every policy and have a predicted time.
 
 They have one forward pass for each micro-batch, and load no weights that a slot still holds.
 """
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("policy", policies.names())
-def test_it_is_a_forward_of_every_micro_batch(
+def test_an_evaluation_is_a_forward_pass_of_every_micro_batch(
     make_plan: Callable[..., Plan], policy: str, accumulation: int, tied: bool
 ) -> None:
     plan = make_plan(policy, accumulation=accumulation, tied=tied, chunk_bytes=5000)
@@ -56,7 +56,7 @@ def test_it_is_a_forward_of_every_micro_batch(
 
 
 @pytest.mark.parametrize("run", ["h200-qwen2.5-7b-24GiB", "h200-qwen2.5-7b-whole"])
-def test_its_time_is_predicted(run: str) -> None:
+def test_the_time_of_an_evaluation_is_predicted(run: str) -> None:
     """The time of an evaluation is at least its compute and at most 0.6 of a step.
 
     A forward pass is a quarter of the compute of a step that recomputes.

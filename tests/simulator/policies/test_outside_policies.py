@@ -48,7 +48,7 @@ class Installed(KBuffer):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with two policies, one with the name of a built-in one."""
+    """Installs two policies by entry points, one with the name of a built-in policy."""
     value = f"{__name__}:Installed"
     points = [
         importlib.metadata.EntryPoint(name, value, POLICIES.group)
@@ -93,7 +93,7 @@ def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Pl
         ("class A(Policy): pass\nclass B(Policy): pass", "found 2 subclasses of Policy"),
     ],
 )
-def test_a_file_that_defines_no_policy_is_one_line(
+def test_a_file_that_defines_no_policy_gives_a_one_line_error(
     make_plan: Callable[..., Plan], write: Callable[[str], str], code: str, message: str
 ) -> None:
     path = write(code)
@@ -106,7 +106,7 @@ def test_a_file_that_defines_no_policy_is_one_line(
         policies.find("missing.py")
 
 
-def test_a_policy_that_fails_takes_down_only_itself(
+def test_a_policy_that_fails_does_not_stop_a_search_of_others(
     make_plan: Callable[..., Plan], write: Callable[[str], str]
 ) -> None:
     """A policy that raises an error is left out of a search with other policies, with a warning."""
@@ -129,12 +129,12 @@ def test_a_policy_that_fails_takes_down_only_itself(
         search(model, H200, WORK, policies=[broken])
 
 
-def test_the_search_goes_on_without_knobs_that_a_policy_refuses(
+def test_the_search_skips_knobs_that_a_policy_refuses(
     make_plan: Callable[..., Plan], write: Callable[[str], str]
 ) -> None:
-    """The search skips knobs that a policy refuses.
+    """The search skips values of knobs that a policy refuses.
 
-    These can be checkpoint intervals, if a policy takes only one.
+    Here a policy accepts only one checkpoint interval.
     """
     path = write(
         """
@@ -177,7 +177,7 @@ def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_knobs_and_placements_are_those_that_lowering_reads(
+def test_the_knobs_that_a_policy_names_are_those_that_lowering_reads(
     make_plan: Callable[..., Plan], policy: str
 ) -> None:
     """A knob that a policy names changes the schedule or is refused.

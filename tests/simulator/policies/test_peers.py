@@ -1,9 +1,9 @@
-"""Tests of other systems as policies: their schedules, bytes and FLOPs, and that they are not run.
+"""Tests of other systems as policies: their schedules, bytes and FLOPs, and their refusal.
 
-They are compared with steps measured on H200 machines on 2026-11-21, with 32 x 1024 tokens and
-random weights and data. Machine A is `library/hardware/h200.toml`, and machine B has 64 cores and
-512 GiB. The predictions use the datasheet's rates, which are not fitted to these steps. Only the
-norm of the published code is: its time comes from this step.
+Predictions are compared with steps measured on H200 machines on 2026-11-21, with 32 x 1024 tokens
+and random weights and data. Machine A is `library/hardware/h200.toml`, and machine B has 64 cores
+and 512 GiB. The rates of the datasheet are not fitted to these steps. The only exception is the
+norm of the published code, whose time comes from this step.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def test_bytes_on_the_link_per_parameter_of_the_decoder(
     ("policy", "forwards"),
     [("megatrain_code", 3), ("fsdp2_offload", 2), ("zero3_offload", 2), ("zero_offload", 2)],
 )
-def test_flops_a_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
-    """A step computes 8 N FLOPs a token with one recompute, and 10 N with two.
+def test_flops_per_token_are_ten_or_eight_times_the_parameters(policy: str, forwards: int) -> None:
+    """A step computes 8 N FLOPs per token with one recompute, and 10 N with two.
 
-    N is the number of parameters. A forward pass is 2 N and a backward pass is 4 N.
+    N is the number of parameters. A forward pass takes 2 N and a backward pass 4 N.
     """
     layers = sum(
         op.flops
@@ -190,23 +190,23 @@ def test_nothing_overlaps_the_optimizer(policy: str, model: ModelSpec) -> None:
         ("fsdp2_offload", {"weights": 4, "gradients": 4, "moments": 8}),
     ],
 )
-def test_host_bytes_a_parameter(policy: str, pools: dict[str, int]) -> None:
+def test_host_bytes_per_parameter(policy: str, pools: dict[str, int]) -> None:
     account = choice(policy, SEVEN, B).account
     for name, size in pools.items():
         assert account.pools[f"host.{name}"] / SEVEN.parameters == pytest.approx(size, rel=1e-3)
 
 
-def test_the_published_code_keeps_the_decoder_twice_and_twelve_slabs() -> None:
+def test_the_published_code_keeps_the_decoder_twice_and_twelve_staging_buffers() -> None:
     pools, decoder = choice("megatrain_code", SEVEN, B).account.pools, SEVEN.stack["0"].elements
     assert pools["host.flats"] == pytest.approx(
         2 * SEVEN.layers * decoder, rel=1e-4
     )  # rounded to whole pages
-    slabs = [
+    staging = [
         buffer
         for buffer in schedule_of("megatrain_code").buffers
         if buffer.pool == "host.gradient_staging"
     ]
-    assert [buffer.bytes for buffer in slabs] == 12 * [2 * decoder]
+    assert [buffer.bytes for buffer in staging] == 12 * [2 * decoder]
     assert choice(
         "megatrain_code", SEVEN, B
     ).account.host_peak_bytes / SEVEN.parameters == pytest.approx(15.5, rel=0.01)  # measured
@@ -226,12 +226,12 @@ def test_only_deepspeed_fetches_ahead_on_one_gpu(policy: str) -> None:
     loads = [
         spans[op.id] for op in schedule.ops if op.kind == "load_weights" and op.layer.isdigit()
     ]
-    beside = [
+    overlapping = [
         load
         for load in loads
         if any(load.start_ns < span.end_ns and span.start_ns < load.end_ns for span in computing)
     ]
-    assert bool(beside) == (policy == "zero3_offload")
+    assert bool(overlapping) == (policy == "zero3_offload")
 
 
 @pytest.mark.parametrize("policy", PEERS)
@@ -251,7 +251,7 @@ def pool_bytes(schedule: Schedule, pool: str) -> int:
     return sum(buffer.bytes for buffer in schedule.buffers if buffer.pool == pool)
 
 
-def test_the_published_codes_versions_and_ablations() -> None:
+def test_versions_and_ablations_of_the_published_code() -> None:
     """Each ablation of the published code changes its buffers or its order of ops."""
     whole = ablated()
     assert whole == schedule_of("megatrain_code")
@@ -312,7 +312,7 @@ def test_a_search_leaves_them_out_unless_they_are_named() -> None:
     assert choice("zero3_offload", THREE, A).plan.policy == "zero3_offload"
 
 
-def test_what_does_not_fit_says_why_and_names_no_knob() -> None:
+def test_the_error_if_another_system_does_not_fit_names_no_knob() -> None:
     found = choice("zero3_offload", SEVEN, B, device_limit=24 * GIB)
     assert not found.feasible
     assert found.account.binding == "device.logits"
@@ -385,11 +385,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.policy}-{row.model.name}")
-def test_against_what_was_measured(row: Measured) -> None:
+def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     """The predicted parts of a step are within their bounds of the measured ones.
 
-    The forward pass ends with the loss. That of DeepSpeed and FSDP2 includes a third of the head.
-    `--log-cli-level=INFO` shows predicted / measured of each part.
+    The forward pass ends with the loss. The forward pass of DeepSpeed and FSDP2 includes a third of
+    the head. `--log-cli-level=INFO` shows predicted / measured for each part.
     """
     found = choice(row.policy, row.model, row.hardware)
     schedule = policies.lower(found.plan)
@@ -423,4 +423,4 @@ def test_against_what_was_measured(row: Measured) -> None:
     assert all(row.parts[0] <= part <= row.parts[1] for part in parts)
     assert row.whole[0] <= whole <= row.whole[1]
     assert device == pytest.approx(1, abs=0.035)
-    assert 0.95 <= host <= 1  # the process itself, 1.5 to 3 GiB, is not counted
+    assert 0.95 <= host <= 1  # without the process itself, which takes 1.5 to 3 GiB

@@ -1,4 +1,4 @@
-"""Tests of every policy: it lowers any knobs to a valid schedule that does all work of a step."""
+"""Tests that every policy lowers any knobs to a valid schedule that does all work of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def verify_step(plan: Plan, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_it_lowers_over_a_grid(make_plan: Make, policy: str) -> None:
+def test_every_policy_lowers_a_grid_of_plans(make_plan: Make, policy: str) -> None:
     for interval, slots, micros, tied, clipping in itertools.product(
         (1, 3, 9), (1, 2, 6), (1, 3), (False, True), get_args(Clipping)
     ):
@@ -99,7 +99,7 @@ def test_it_lowers_over_a_grid(make_plan: Make, policy: str) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_it_lowers_whatever_the_plan(make_plan: Make, data: st.DataObject) -> None:
+def test_every_policy_lowers_any_plan(make_plan: Make, data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from(policies.names()))
     changes: dict[str, Any] = {
         "checkpoint_interval": data.draw(st.integers(1, 8)),
@@ -172,13 +172,13 @@ def test_an_outline_has_the_buffers_of_the_schedule(make_plan: Make, policy: str
         ({"weights_ahead": 1, "weight_slots": 1}, ("B2.m0", "W1r.m0.c0")),
     ],
 )
-def test_an_update_stands_before_the_next_weights_or_right_behind_them(
+def test_an_update_comes_before_the_next_weights_or_right_after_them(
     make_plan: Make, knobs: dict[str, int], around: tuple[str, str]
 ) -> None:
     """With `weights_ahead`, the next layer's weights are loaded before an update.
 
-    The recompute then does not wait for the copies of the update's state. With one slot they are
-    loaded after it, because the update reads the old weights from that slot.
+    Then the recompute does not wait for the copies of the update's state. With one slot, weights
+    are loaded after the update, because the update reads the old weights from that slot.
     """
     schedule = policies.lower(make_plan("overlapped", clipping="layer", chunk_bytes=2**20, **knobs))
     place = {op.id: index for index, op in enumerate(schedule.ops)}
@@ -232,7 +232,7 @@ def test_gradients_that_one_group_completes_take_no_host_memory(
 
 
 def test_sums_of_groups_take_two_slots(make_plan: Make) -> None:
-    """The sum of a group, and that of earlier groups."""
+    """One slot holds the sum of a group, and the other the sum of earlier groups."""
     groups: dict[str, Any] = {"sum_group": 2, "micro_batch_group": 2}
     for slots, changes in ((1, {}), (2, groups)):
         plan = make_plan("overlapped", accumulation=4, gradient_slots=1, **changes)
@@ -286,7 +286,7 @@ def test_with_a_slot_for_every_layer_each_is_loaded_once(make_plan: Make) -> Non
     )
 
 
-def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
+def test_two_slots_give_the_paper_s_double_buffer(make_plan: Make) -> None:
     double, general = (
         policies.lower(make_plan("double_buffer")),
         policies.lower(make_plan("k_buffer", weight_slots=2)),
@@ -324,7 +324,7 @@ def test_two_slots_are_the_paper_s_double_buffer(make_plan: Make) -> None:
         ),
     ],
 )
-def test_what_a_policy_cannot_do_is_one_line(
+def test_plans_that_a_policy_cannot_execute_give_one_line_errors(
     make_plan: Make, policy: str, changes: dict[str, Any], words: list[str]
 ) -> None:
     plan = msgspec.structs.replace(make_plan(**changes), policy=policy)
@@ -356,7 +356,7 @@ def test_a_plan_whose_schedule_has_a_race_is_refused(
         policies.verified(msgspec.structs.replace(plan, digest=broken.digest))
 
 
-def test_a_small_schedule_is_what_it_was(make_plan: Make) -> None:
+def test_a_small_schedule_has_not_changed(make_plan: Make) -> None:
     """A small schedule is the stored one.
 
     If a schedule changes, so does its digest, and every plan that was made before is refused.

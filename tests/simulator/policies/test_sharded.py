@@ -1,4 +1,4 @@
-"""Tests of plans for several GPUs: the schedule of a rank, its proof, its costs, and refusals."""
+"""Tests of plans for several GPUs: the schedule of a rank, its checks, its costs, and refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=40)
 @given(drawn())
-def test_any_plan_is_proved_and_does_each_part_of_a_step_once(
+def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
     make_plan: Make, changes: dict[str, Any]
 ) -> None:
     plan = make_plan("overlapped", **changes)
@@ -122,7 +122,7 @@ def test_ranks_take_groups_in_turn(make_plan: Make) -> None:
 
 
 def without(schedule: Schedule, op: str, other_kind: str) -> Schedule:
-    """Returns the schedule in which an op does not wait for ops of a kind."""
+    """Returns `schedule` in which an op no longer waits for ops of a kind."""
     ops = [
         msgspec.structs.replace(
             each,
@@ -192,7 +192,7 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
             {"placement": Placement(moments="0")},
             "plan for 2 GPUs: knobs.placement: moments: found 0; allowed: nothing; fix: leave it",
         ),
-        (  # all that has to be emptied at once, as options that can be typed
+        (  # all placements that must be empty at once, as options
             {"placement": Placement(weights="0", gradients="0", host_updated="1")},
             "with --set weights= --set gradients= --set host_updated=",
         ),
@@ -211,7 +211,7 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ({"sum_group": 3}, "workload: sum_group: found 3; allowed: a divisor of the accum.* 4"),
     ],
 )
-def test_what_several_gpus_cannot_do_is_refused_by_name(
+def test_unsupported_plans_for_several_gpus_are_refused_by_name(
     make_plan: Make, changes: dict[str, Any], refused: str
 ) -> None:
     with pytest.raises(UserError, match=refused):

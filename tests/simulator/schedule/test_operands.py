@@ -1,4 +1,4 @@
-"""Tests that `Schedule.check` proves the class of data, the dtype and the size of operands."""
+"""Tests that `Schedule.check` verifies the class of data, the dtype and the size of operands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatrain.simulator.schedule import Buffer, Op, Schedule, ScheduleError
 from megatrain.simulator.schedule.operands import OPERANDS
 from megatrain.simulator.schedule.plan import Placement, Plan
 
-PARKED = Placement(
+OFFLOADED = Placement(
     offloaded_inputs="0-2", saved_attention="0", offloaded_attention="0", host_updated="1"
 )
 
 
 def with_pool(schedule: Schedule, pool: str, **changes: Any) -> Schedule:
-    """Returns `schedule` with other fields of the buffers of `pool`."""
+    """Returns `schedule` with changed fields of the buffers of `pool`."""
     assert any(buffer.pool == pool for buffer in schedule.buffers)
     return msgspec.structs.replace(
         schedule,
@@ -226,7 +226,7 @@ def test_every_kind_of_ours_has_operands_and_peers_need_none(
         op.kind
         for policy in policies.names()
         for clipping in ("global", "update")
-        for placement in (Placement(), PARKED)
+        for placement in (Placement(), OFFLOADED)
         for micros in (1, 2)
         for op in every_op(make_plan, policy, clipping, placement, micros)
     }

@@ -92,7 +92,7 @@ def test_a_plan_reads_back_as_it_was_written(tmp_path: Path, plan: Plan) -> None
     assert Plan.load(tmp_path / "plan.toml") == plan
 
 
-def test_a_plan_is_a_small_file_that_people_can_read(tmp_path: Path, make_plan: Make) -> None:
+def test_a_plan_is_a_small_readable_file(tmp_path: Path, make_plan: Make) -> None:
     make_plan().save(tmp_path / "plan.toml")
     written = (tmp_path / "plan.toml").read_text()
     assert written.startswith("# A megatrain plan.")
@@ -287,7 +287,7 @@ GONE = object()
         ("host_limit_bytes", -1, ["host_limit_bytes: ", "found -1", "allowed: >= 1", "fix: "]),
     ],
 )
-def test_a_wrong_key_is_one_line_that_names_it(
+def test_a_wrong_key_gives_a_one_line_error_that_names_it(
     tmp_path: Path, make_plan: Make, key: str, value: object, words: list[str]
 ) -> None:
     table = table_of(make_plan())
@@ -327,7 +327,7 @@ def test_a_wrong_key_is_one_line_that_names_it(
     ],
     ids=lambda content: repr(content[:12]),
 )
-def test_a_corrupt_plan_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_plan_gives_a_one_line_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.toml"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -340,7 +340,7 @@ def test_a_corrupt_plan_is_one_line(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in message
 
 
-def test_a_plan_without_documents_does_not_speak_of_them(
+def test_a_plan_without_documents_does_not_mention_them(
     make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
     for documents in (False, True):

@@ -38,7 +38,7 @@ ids = st.builds(
 @given(ids)
 def test_an_op_id_reads_back_from_its_text(op: OpId) -> None:
     if op.layer == "" and op.phase == "h":
-        return  # would read as layer `h`; every op with a phase has a layer
+        return  # This text would read as layer `h`. Every op with a phase has a layer.
     assert parse_id(str(op)) == op
 
 
@@ -179,7 +179,7 @@ def test_removing_any_one_dependency_is_a_race(
 
 
 @pytest.mark.parametrize("changes", VARIATIONS, ids=str)
-def test_sequential_keeps_no_dependency_in_vain(
+def test_sequential_needs_every_dependency(
     make_plan: Callable[..., Plan], changes: dict[str, Any]
 ) -> None:
     """Without any one dependency, two neighboring ops of `sequential` could overlap.
@@ -238,7 +238,7 @@ def but(op: Op, **changes: Any) -> Op:
     return msgspec.structs.replace(op, **changes)
 
 
-def test_the_sound_schedule_behind_the_broken_ones() -> None:
+def test_the_schedule_that_the_broken_ones_are_made_from_is_valid() -> None:
     schedule_of(LOAD, USE, AGAIN).check()
 
 
@@ -395,7 +395,7 @@ def test_a_slot_taken_while_another_lane_still_reads_it() -> None:
 def test_a_real_schedule_with_two_ops_exchanged_is_found_or_still_sound(
     make_plan: Callable[..., Plan], data: st.DataObject
 ) -> None:
-    """An op that is moved before an op that it waits for is always found."""
+    """If an op is moved before an op that it waits for, `check` finds it."""
     schedule = policies.lower(make_plan("double_buffer", accumulation=2))
     waiting = [(index, other) for index, op in enumerate(schedule.ops) for other in op.after]
     index, other = data.draw(st.sampled_from(waiting))

@@ -1,6 +1,6 @@
 """Tests of vector clocks against the definition of the order of ops.
 
-When an op starts, everything has ended that its lane and its dependencies wait for, and everything
+When an op starts, the earlier ops of its lane and its dependencies have ended, and so have all ops
 that those waited for.
 """
 
@@ -47,7 +47,7 @@ def test_clocks_are_reachability(program: Program) -> None:
 
 
 def conflicts(program: Program, index: int) -> set[int]:
-    """Returns the earlier ops that write a buffer of this op, or access one that it writes."""
+    """Returns the earlier ops that write a buffer of this op, or access a buffer that it writes."""
     _, _, reads, writes = program[index]
     return {
         other
@@ -57,7 +57,7 @@ def conflicts(program: Program, index: int) -> set[int]:
 
 
 @given(programs())
-def test_waiting_for_the_named_conflicts_is_waiting_for_all(program: Program) -> None:
+def test_waiting_for_the_returned_conflicts_is_waiting_for_all(program: Program) -> None:
     """Waiting for the conflicts that `touch` returns is waiting for all conflicts.
 
     It returns only the last reader of a lane, and earlier readers of that lane have ended too.

@@ -1,4 +1,4 @@
-"""Tests of advice and of further memory, on a model of half a million parameters.
+"""Tests of advice and of the gain of more memory, on a model of half a million parameters.
 
 Each suggestion is compared with a search that follows it.
 """
@@ -47,7 +47,7 @@ def model(make_model: Callable[..., ModelSpec]) -> ModelSpec:
 
 @pytest.fixture(autouse=True)
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other machines and models are not tried, because that takes seconds."""
+    """Makes advice try no other machines and models, which would take seconds."""
     monkeypatch.setattr(advice, "alternatives", lambda *_, **__: [])
 
 
@@ -58,7 +58,7 @@ def judged(
 
 
 def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: int = 0) -> Verdict:
-    """Returns the verdict with the options of the suggestion, and with `less` bytes of memory."""
+    """Returns the verdict with the options of the suggestion and `less` bytes less memory."""
     sizes = {
         f"{place}_limit": parse_bytes(entry.options[f"{place}-memory"]) - less
         for place in ("device", "host")
@@ -73,9 +73,10 @@ def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: 
 
 
 @pytest.mark.parametrize("limits", [(8, 64), (12, 6)], ids=str)
-def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> None:
-    """Each suggestion that fits does so in a search. Host memory is the least that suffices, in
-    whole MiB.
+def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int, int]) -> None:
+    """A search with the options of a suggestion that should fit finds a plan that fits.
+
+    Suggested host memory is the least that suffices, in whole MiB.
     """
     held = {"device_limit": limits[0] * MIB, "host_limit": limits[1] * MIB}
     verdict = judged(model, advise=True, **held)
@@ -100,7 +101,7 @@ def test_what_is_said_to_fit_fits(model: ModelSpec, limits: tuple[int, int]) -> 
 
 
 def test_where_stored_gradients_do_not_fit_another_clipping_is_named(model: ModelSpec) -> None:
-    """What it gains is that of the search, and what it gives up is named."""
+    """The gain is that of the search, and the disadvantage is named."""
     held = {"device_limit": 12 * MIB, "host_limit": 8 * MIB}
     verdict = judged(model, advise=True, **held)
     assert not verdict.feasible
@@ -124,7 +125,7 @@ def test_more_of_both_memories_is_suggested_where_neither_alone_suffices(model: 
         assert [options for options in found if "memory" in str(options)] == [short]
 
 
-def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
+def test_suggestions_that_gain_are_listed_with_their_gain(model: ModelSpec) -> None:
     """The best suggestion is the first. Each gains at least 1 %."""
     held = {"device_limit": 12 * MIB, "host_limit": 64 * MIB}
     verdict = judged(model, advise=True, **held)
@@ -155,7 +156,7 @@ def test_what_gains_is_named_with_its_gain(model: ModelSpec) -> None:
 def test_one_more_gib_is_used_by_plans_that_need_it(
     model: ModelSpec, device: int, host: int
 ) -> None:
-    """The plan with more memory fits in it and gains what is said. It does not fit without."""
+    """The plan with more memory fits only with this memory, and has the stated gain."""
     limits = {"device_limit": device * MIB, "host_limit": host * MIB}
     choice = candidates(model, H200, WORK, policies=["overlapped"], **limits)[0]
     costs = cost_model(H200, model, WORK)
@@ -178,7 +179,7 @@ def test_one_more_gib_is_used_by_plans_that_need_it(
     assert (found["host"].knobs is None) == (host == 64)
 
 
-def test_nothing_is_gained_where_nothing_is_short(model: ModelSpec) -> None:
+def test_more_memory_gains_nothing_where_none_is_short(model: ModelSpec) -> None:
     costs = cost_model(H200, model, WORK)
     for policy in ("overlapped", "k_buffer"):
         choice = candidates(model, H200, WORK, policies=[policy])[0]
@@ -226,11 +227,10 @@ def test_another_state_format_is_tried_with_the_chosen_plan() -> None:
 
 
 @pytest.mark.parametrize(("host", "wanted"), [(64, "master24"), (26, "bf16-sr"), (20, "")])
-def test_a_model_that_does_not_fit_is_told_the_format_in_which_it_does(
-    host: int, wanted: str
-) -> None:
-    """Of several formats that fit, the one with the most bytes is named, after all exact changes.
-    If none fits, its shortage is named.
+def test_advice_names_the_state_format_in_which_a_model_fits(host: int, wanted: str) -> None:
+    """Advice names the largest format that fits, after all exact changes.
+
+    If no format fits, the missing bytes of the smallest are named.
     """
     verdict = judge(
         ModelSpec.load("qwen2.5-7b"),
@@ -287,7 +287,7 @@ def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
 def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
     make_model: Callable[..., ModelSpec],
 ) -> None:
-    """It is that of a plan with little memory. If none fits, there is no speed."""
+    """The speed is that of a plan with little memory. If none fits, there is no speed."""
     some = adviser(make_model, "h200")
     small = msgspec.structs.replace(WORK, batch=1)
     speed = some._speed(small, some._least(small))
@@ -296,7 +296,7 @@ def test_a_change_that_fits_has_a_speed_even_if_the_search_finds_nothing(
     assert some._speed(small, some._least(small, device_limit_bytes=1)) is None
 
 
-def test_where_no_whole_row_fits_a_shorter_one_is_suggested(
+def test_if_no_whole_row_fits_a_shorter_one_is_suggested(
     make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = adviser(make_model, "h200")
@@ -329,10 +329,10 @@ def test_of_what_does_not_suffice_what_lacks_least_is_named_first(
 
 
 @pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
-def test_the_memory_to_add_is_what_the_limits_lack(
+def test_the_memory_to_add_is_that_missing_in_both_limits(
     make_model: Callable[..., ModelSpec], machine: str, options: int
 ) -> None:
-    """One memory for both places is as large as both need together, and counts once."""
+    """A unified memory must have room for both places together, and counts once."""
     some = adviser(make_model, machine)
     some.plan = msgspec.structs.replace(some.plan, device_limit_bytes=2**30, host_limit_bytes=2**30)
     (entry,) = some._memory({"host": 2**31}, choice=some.choice)

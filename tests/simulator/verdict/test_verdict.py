@@ -109,7 +109,7 @@ def span(lane: str, start: int, end: int) -> Span:
     return Span(op=f"{lane}{start}", lane=lane, start_ns=start, end_ns=end)
 
 
-def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_stands_still() -> None:
+def test_exposed_time_is_shared_by_the_lanes_that_run_while_compute_is_idle() -> None:
     """While compute is idle, the lanes that run share the time equally."""
     spans = (
         span("h2d", 0, 10),
@@ -156,7 +156,7 @@ def test_the_most_that_fits_fits_and_one_more_does_not(limits: dict[str, int]) -
         assert not small(larger, **limits).feasible
 
 
-def test_what_fits_is_among_the_most_that_fits() -> None:
+def test_a_plan_that_fits_is_within_the_largest_that_fits() -> None:
     """The batch and the sequence of a plan that fits are at most the largest that fit.
 
     The placement of that plan may take less memory than the smallest plan of a policy with slots.
@@ -182,7 +182,7 @@ def test_what_fits_is_among_the_most_that_fits() -> None:
 )
 def test_a_footprint_is_the_account_of_the_lowered_plan(
     policy: str,
-    parked: str,
+    offloaded: str,
     batch: int,
     sequence: int,
     accumulation: int,
@@ -191,13 +191,13 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
 ) -> None:
     """A footprint gives the account of the lowered plan.
 
-    It does so for other batch and sequence sizes than it was made with, too.
+    This also holds for other batch and sequence sizes than those it was made with.
     """
     work = Workload(batch=4, sequence=1024, accumulation=accumulation)
     knobs = Knobs(
         checkpoint_interval=interval,
         chunk_bytes=chunk * 2**20,
-        placement=Placement(offloaded_inputs=parked),
+        placement=Placement(offloaded_inputs=offloaded),
     )
     plan = Plan(
         policy=policy,
@@ -220,7 +220,7 @@ def test_a_footprint_is_the_account_of_the_lowered_plan(
         assert getattr(found, peak) == pytest.approx(getattr(expected, peak), abs=4096 * 64)
 
 
-def test_what_the_host_cannot_hold_is_placed_on_the_device() -> None:
+def test_state_that_the_host_cannot_hold_is_placed_on_the_device() -> None:
     plan = Plan(
         policy="overlapped",
         hardware="h200",
@@ -240,7 +240,7 @@ def test_what_the_host_cannot_hold_is_placed_on_the_device() -> None:
 
 @settings(max_examples=3)
 @given(st.integers(2, 14), st.integers(1, 20), st.integers(1, 6))
-def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int) -> None:
+def test_more_memory_never_makes_a_model_infeasible(device: int, host: int, more: int) -> None:
     before = small(device_limit=device * GIB, host_limit=host * GIB)
     for changed in (
         {"device_limit": (device + more) * GIB, "host_limit": host * GIB},
@@ -257,7 +257,7 @@ def test_more_memory_never_makes_it_infeasible(device: int, host: int, more: int
     [((3, 100), 128), ((2, 4), 4), ((4, 1), 8), ((2, 3), 32), ((3, 6), 64), ((3, 1), 1)],
     ids=str,
 )
-def test_the_first_suggestion_makes_it_fit(limits: tuple[int, int], batch: int) -> None:
+def test_the_first_suggestion_makes_the_model_fit(limits: tuple[int, int], batch: int) -> None:
     work = msgspec.structs.replace(WORK, batch=batch)
     given_limits = {"device_limit": limits[0] * GIB, "host_limit": limits[1] * GIB}
     verdict = small(work, **given_limits, advise=True)
@@ -287,7 +287,7 @@ def test_the_least_memory_that_fits_a_small_model_is_not_rounded_to_gib() -> Non
 
 
 def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
-    """Another machine and a smaller model are named in its place, and keep their word."""
+    """Another machine and a smaller model are suggested instead, and they do fit."""
     model, work = ModelSpec.load("llama-3.2-1b"), Workload(batch=64, sequence=4096)
     hardware = HardwareSpec.load("rtx3080-10gb")
     verdict = judge(model, hardware, work)
@@ -302,7 +302,7 @@ def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
             assert judge(ModelSpec.load(entry.model), hardware, work, advise=False).feasible
 
 
-def test_a_suggestion_that_promises_speed_keeps_it() -> None:
+def test_a_suggestion_gains_the_speed_that_it_states() -> None:
     """A suggestion's gain is what a search with its options finds."""
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB, advise=True)
@@ -317,7 +317,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
         assert entry.tokens_per_second == pytest.approx(
             verdict.tokens_per_second * (1 + entry.gain)
         )
-        if not entry.compressed:  # a format is tried with the chosen plan alone
+        if not entry.compressed:  # A format is only tried with the chosen plan.
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
             assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
@@ -345,7 +345,7 @@ def test_a_suggestion_that_promises_speed_keeps_it() -> None:
         ),
     ],
 )
-def test_more_micro_batches_gain_what_is_said(
+def test_more_micro_batches_gain_the_stated_speed(
     model: str, machine: str, work: Workload, change: str, gain: float | None
 ) -> None:
     """Advice on accumulation gives the gain that a search with it finds.
@@ -364,7 +364,7 @@ def test_more_micro_batches_gain_what_is_said(
         assert entry.gain == pytest.approx(gain, abs=0.02)
 
 
-def test_what_does_not_fit_a_unified_machine_is_not_said_to_fit() -> None:
+def test_advice_for_a_unified_machine_counts_no_offloading() -> None:
     """Advice for a unified machine does not count on offloading to the host."""
     work = Workload(batch=32, sequence=8192, accumulation=4, dtype="fp32", loss_chunk=256)
     model, hardware = ModelSpec.load("qwen3-1.7b"), HardwareSpec.load("apple-m4-max")
@@ -409,7 +409,7 @@ def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
     assert verdict.multi_gpu.speedup == pytest.approx(4)
 
 
-def test_gpus_that_a_host_has_not_are_refused() -> None:
+def test_more_gpus_than_the_host_has_are_refused() -> None:
     with pytest.raises(UserError, match=f"allowed: 1 to {MOST_GPUS}"):
         small(gpus=MOST_GPUS + 1)
     with pytest.raises(UserError, match="one memory"):
@@ -462,12 +462,12 @@ def test_counts_as_people_write_them(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1B", "1Q", "nan", "1e9", "B"])
-def test_what_is_no_count(text: str) -> None:
+def test_texts_that_are_no_counts(text: str) -> None:
     with pytest.raises(UserError, match="--tokens: found "):
         parse_count(text, "--tokens")
 
 
-def test_a_policy_that_is_left_out_of_the_search_would_have_lost() -> None:
+def test_a_policy_that_the_search_leaves_out_is_not_faster() -> None:
     for limits in ({"device_limit": 4 * GIB}, {}):
         found = candidates(SMALL, H200, WORK, **limits)
         everything = search(SMALL, H200, WORK, policies=contenders(), **limits)
@@ -501,7 +501,7 @@ def _plan_fields(verdict: Verdict) -> dict[str, Any]:
 
 
 def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
-    """Nobody measured it, so the verdict says how much more than predicted would still fit."""
+    """This memory was never measured, so the verdict says how much more would still fit."""
     cut = ModelSpec.load("gpt-oss-20b").with_layers(4)
     work = Workload(batch=16, sequence=1024, compiled=True)
     found = judge(cut, H200, work, policies=["resident"], advise=False)

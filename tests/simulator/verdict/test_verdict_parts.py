@@ -59,8 +59,10 @@ def with_memory(choice: Choice, device: int, host: int) -> Choice:
 
 
 def test_the_order_of_choices(make_plan: MakePlan) -> None:
-    """What fits comes first, by time. The rest is ordered by what the device lacks, then by what
-    both lack, then by time.
+    """Plans that fit come first, ordered by time.
+
+    The other plans are ordered by the bytes that the device lacks, then by the bytes that both
+    memories lack, then by time.
     """
     some = chosen(make_plan("k_buffer"))
     ordered = [
@@ -94,8 +96,9 @@ def test_the_plan_with_the_fewest_bytes_of_both_memories_comes_first(make_plan: 
 
 
 def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None:
-    """It is another policy's plan, the second of the same policy, or a bound of a policy that was
-    not searched. What does not fit or cannot be executed is none.
+    """The runner-up may be of another policy, of the same policy, or a bound of a skipped policy.
+
+    A plan that does not fit or cannot be executed is no runner-up.
     """
     some = chosen(make_plan("k_buffer"))
     best, slow = with_seconds(some, 1.0), with_seconds(some, 3.0, "overlapped")
@@ -117,7 +120,7 @@ def test_the_runner_up_is_the_fastest_of_all_others(make_plan: MakePlan) -> None
 
 
 @pytest.mark.parametrize("policy", [*policies.names(), *policies.peers()])
-def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
+def test_a_verdict_has_the_numbers_of_its_choice(make_plan: MakePlan, policy: str) -> None:
     choice = chosen(make_plan(policy, device_limit_bytes=2**40))
     plan, verdict = choice.plan, summarize(choice, H200)
     executable = policy in policies.names()
@@ -144,13 +147,13 @@ def test_a_verdict_repeats_its_choice(make_plan: MakePlan, policy: str) -> None:
     assert (refused.binding, refused.reason) == (short.account.binding, short.account.advice)
 
 
-def test_the_host_s_memory_is_assumed_where_nobody_stated_it(make_plan: MakePlan) -> None:
+def test_the_host_s_memory_is_assumed_if_it_is_not_given(make_plan: MakePlan) -> None:
     for limit, assumed in ((H200.host_bytes, True), (H200.host_bytes - 1, False)):
         plan = make_plan("k_buffer", host_limit_bytes=limit)
         assert summarize(chosen(plan), H200).host_memory_assumed is assumed
 
 
-def test_what_is_lacking_is_said_for_each_memory(make_plan: MakePlan) -> None:
+def test_the_missing_bytes_are_given_for_each_memory(make_plan: MakePlan) -> None:
     verdict = summarize(chosen(make_plan("k_buffer")), H200)
 
     def lacking(device: int, host: int) -> str:
@@ -171,8 +174,9 @@ def test_what_is_lacking_is_said_for_each_memory(make_plan: MakePlan) -> None:
 
 
 def test_shares_of_a_step() -> None:
-    """What is exposed counts for what compute waits for, and the host's time between steps for
-    nothing else.
+    """Exposed time counts for the lane that compute waits for.
+
+    The host's time between steps counts as `nothing_else`.
     """
     exposed = {"cpu": 10, "update": 5, "h2d": 20, "d2h": 15, WAITING: 10}
     assert _shares(exposed, 180, 200e-9) == pytest.approx(
@@ -190,7 +194,7 @@ def test_shares_of_a_step() -> None:
 def test_a_mask_between_documents_is_named_where_it_costs(
     make_model: Callable[..., ModelSpec],
 ) -> None:
-    """It costs nothing without documents, and nothing where scores are written out anyway."""
+    """A mask costs nothing without documents, and nothing where scores are written out anyway."""
     packed, plain = (Workload(batch=1, sequence=8, documents=each) for each in (True, False))
     masked = msgspec.structs.replace(packed, dtype="fp32")
     model = make_model(family="llama")
@@ -200,7 +204,7 @@ def test_a_mask_between_documents_is_named_where_it_costs(
     assert not _documents(make_model(family="gemma2"), masked)
 
 
-def test_several_gpus_train_sooner_and_take_the_energy_of_all(make_plan: MakePlan) -> None:
+def test_several_gpus_take_less_time_and_the_energy_of_all(make_plan: MakePlan) -> None:
     verdict = summarize(chosen(make_plan("k_buffer")), H200)
     several = MultiGpu(
         gpus=4,
@@ -243,7 +247,7 @@ def test_the_most_gpus_of_a_host(make_plan: MakePlan) -> None:
 
 
 def estimated(plan: Plan, hardware: HardwareSpec, gpus: int, **extra: int) -> MultiGpu:
-    """Returns the estimate for a plan. `extra` are further bytes of its pools."""
+    """Returns the estimate for a plan. `extra` has additional bytes of its pools."""
     costs = cost_model(hardware, plan.model, plan.workload)
     choice = chosen(plan, hardware)
     pools = {**choice.account.pools, **{name.replace("_", "."): n for name, n in extra.items()}}
@@ -277,11 +281,12 @@ def test_a_gpu_with_a_host_memory_of_its_own_shares_no_link(make_plan: MakePlan)
 
 
 @pytest.mark.parametrize(("machine", "share"), [("h200", 1), ("gh200-96", 4)])
-def test_the_cores_of_a_host_work_for_all_of_its_gpus(
+def test_the_cores_of_a_host_are_shared_by_its_gpus(
     make_plan: MakePlan, machine: str, share: int
 ) -> None:
-    """Where updates on the host limit the step, it takes as long as with one GPU, or a part of that
-    if each GPU has a host of its own.
+    """If updates on the host limit the step, several GPUs take as long as one.
+
+    They take a part of that if each GPU has its own host.
     """
     slow = msgspec.structs.replace(HardwareSpec.load(machine), cpu_update_per_s=1e5)
     one, four = (estimated(make_plan("k_buffer"), slow, gpus) for gpus in (1, 4))
@@ -311,7 +316,7 @@ def test_changes_are_named_as_options_with_what_they_cost() -> None:
 
 
 def test_state_formats_are_named_last() -> None:
-    """They do not count among the most suggestions."""
+    """State formats do not count towards the limit of suggestions."""
     named = [(str(number), number in (1, 4)) for number in range(6)]
     made = [Suggestion(change=name, compressed=coded, fits=True) for name, coded in named]
     assert [entry.change for entry in _formats_last(made, 3)] == ["0", "2", "3", "1", "4"]
@@ -325,7 +330,7 @@ def test_state_formats_are_named_last() -> None:
 def test_another_machine_has_the_least_memory_that_suffices(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a larger one of the library that has GPUs with a name, with its own limits."""
+    """The suggested machine is a larger one of the library with a GPU, with its own limits."""
     plan, small = make_plan("overlapped"), HardwareSpec.load("rtx3080-10gb")
     tried: list[HardwareSpec] = []
 
@@ -353,7 +358,7 @@ def test_another_machine_has_the_least_memory_that_suffices(
     assert not list(library._another_machine(plan, small))
 
 
-def test_a_smaller_model_is_the_largest_of_the_series_or_else_of_all(
+def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ModelSpec.load("qwen3-4b")

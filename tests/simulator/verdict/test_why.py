@@ -1,6 +1,6 @@
-"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, when not to stream.
+"""Tests of the reasons for a plan: its runner-up, the gain of one more GiB, and when not to stream.
 
-They are the same in every process.
+Reasons are the same in every process.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def chosen(work: Workload = WORK, **more: Any) -> Choice:
     return candidates(SMALL, H200, work, **more)[0]
 
 
-def margins(choice: Choice) -> dict[str, MarginalMemory]:
+def marginal_memory(choice: Choice) -> dict[str, MarginalMemory]:
     plan = choice.plan
     return {
-        margin.place: margin
-        for margin in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))
+        marginal.place: marginal
+        for marginal in one_more_gib(choice, H200, cost_model(H200, plan.model, plan.workload))
     }
 
 
-def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
+def test_a_model_that_fits_is_not_streamed_and_the_reason_says_so() -> None:
     choice = candidates(HALF, H200, Workload(batch=4, sequence=1024))[0]
     assert not any(op.lane in ("h2d", "d2h") for op in policies.lower(choice.plan).ops)
     verdict = explain(choice, H200, advise=False)
@@ -59,7 +59,7 @@ def test_a_model_that_fits_is_not_streamed_and_that_is_said() -> None:
     assert "; everything stays on the GPU, nothing is copied" in flat(verdict_text.text(verdict))
     why = flat(verdict_text.text(verdict, why=True))
     assert "Plan policy overlapped: do not stream, everything stays on the device, " in why
-    assert {margin.gain for margin in verdict.one_more_gib} == {0.0}
+    assert {marginal.gain for marginal in verdict.one_more_gib} == {0.0}
     streamed = explain(
         candidates(HALF, H200, Workload(batch=4, sequence=1024), device_limit=4 * GIB)[0],
         H200,
@@ -84,8 +84,8 @@ def test_the_runner_up_is_another_plan_and_not_faster() -> None:
     assert f"Second policy {second.policy}, " in text
 
 
-def test_of_many_micro_batches_the_engine_s_time_decides_which_plan_comes_second() -> None:
-    """The search times two of them."""
+def test_with_many_micro_batches_the_engine_s_time_decides_which_plan_is_second() -> None:
+    """The search itself times only two micro-batches."""
     work = Workload(batch=4, sequence=512, accumulation=6)
     choice = PlacementSearch(
         chosen(work, device_limit=7 * GIB).plan, cost_model(H200, SMALL, work)
@@ -98,7 +98,7 @@ def test_of_many_micro_batches_the_engine_s_time_decides_which_plan_comes_second
     assert second.step_seconds >= choice.step_seconds
 
 
-def test_many_micro_batches_of_recomputing_are_not_searched_where_storing_is_faster() -> None:
+def test_policies_that_recompute_are_not_searched_where_saving_is_faster() -> None:
     """Policies that recompute many micro-batches are not searched if saving activations is faster.
 
     The bound is the compute of all micro-batches, not of two.
@@ -136,8 +136,8 @@ def test_another_policy_may_come_second() -> None:
         Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
     ],
 )
-def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
-    """The bound by which a policy is left out is not above the policy's best step."""
+def test_a_policy_that_is_not_searched_could_not_have_been_faster(work: Workload) -> None:
+    """The bound that excludes a policy is not above the policy's best step."""
     best = chosen(work, device_limit=8 * GIB)
     searched = search(SMALL, H200, work, policies=["k_buffer"])[0]
     bound = _least_seconds("k_buffer", best, H200)
@@ -147,15 +147,15 @@ def test_what_is_not_searched_could_not_have_been_faster(work: Workload) -> None
 
 
 @pytest.mark.parametrize("limit", [7, 9])
-def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) -> None:
+def test_one_more_gib_of_device_memory_gains_what_a_new_search_finds(limit: int) -> None:
     choice = chosen(device_limit=limit * GIB)
-    margin = margins(choice)["device"]
+    marginal = marginal_memory(choice)["device"]
     again = chosen(device_limit=(limit + 1) * GIB)
-    assert margin.gain > 0.003
-    assert margin.gain == pytest.approx(choice.step_seconds / again.step_seconds - 1, abs=0.02)
-    assert margin.knobs is not None
+    assert marginal.gain > 0.003
+    assert marginal.gain == pytest.approx(choice.step_seconds / again.step_seconds - 1, abs=0.02)
+    assert marginal.knobs is not None
     wider = msgspec.structs.replace(
-        choice.plan, knobs=margin.knobs, device_limit_bytes=(limit + 1) * GIB
+        choice.plan, knobs=marginal.knobs, device_limit_bytes=(limit + 1) * GIB
     )
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
     text = flat(verdict_text.text(explain(choice, H200, advise=False), why=True))
@@ -165,17 +165,20 @@ def test_one_more_gib_of_device_memory_buys_what_a_new_search_finds(limit: int) 
 
 def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None:
     roomy = chosen(device_limit=7 * GIB)
-    assert (margins(roomy)["host"].gain, margins(roomy)["host"].knobs) == (0.0, None)
+    assert (marginal_memory(roomy)["host"].gain, marginal_memory(roomy)["host"].knobs) == (
+        0.0,
+        None,
+    )
     host = 15 * GIB // 2
     tight = chosen(device_limit=7 * GIB, host_limit=host)
-    margin = margins(tight)["host"]
+    marginal = marginal_memory(tight)["host"]
     assert tight.feasible
-    assert margin.gain > 0.05
-    assert margin.knobs is not None
-    wider = msgspec.structs.replace(tight.plan, knobs=margin.knobs, host_limit_bytes=host + GIB)
+    assert marginal.gain > 0.05
+    assert marginal.knobs is not None
+    wider = msgspec.structs.replace(tight.plan, knobs=marginal.knobs, host_limit_bytes=host + GIB)
     assert assess(wider, cost_model(H200, SMALL, WORK)).feasible
     assert chosen(device_limit=7 * GIB, host_limit=host + GIB).step_seconds < tight.step_seconds / (
-        1 + margin.gain
+        1 + marginal.gain
     )
 
 
@@ -183,15 +186,15 @@ def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short()
     """A policy without placements gains nothing by one more GiB if its memory is not short."""
     choice = candidates(SMALL, H200, WORK, device_limit=round(6.3 * GIB), policies=["k_buffer"])[0]
     assert choice.feasible
-    assert margins(choice)["host"].knobs is None
+    assert marginal_memory(choice)["host"].knobs is None
     roomy = candidates(SMALL, H200, WORK, policies=["k_buffer"])[0]
-    assert all(margin.knobs is None for margin in margins(roomy).values())
+    assert all(marginal.knobs is None for marginal in marginal_memory(roomy).values())
 
 
 @pytest.mark.parametrize(
     ("limit", "tokens"), [(12, 16384), pytest.param(7, 32768, marks=pytest.mark.nightly)]
 )
-def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it(
+def test_the_split_of_a_step_s_tokens_is_within_2_percent_of_the_fastest(
     limit: int, tokens: int
 ) -> None:
     """The chosen split of a step's tokens into micro-batches is within 2 % of the fastest."""
@@ -207,7 +210,7 @@ def test_the_tokens_of_a_step_are_split_as_the_fastest_of_all_splits_has_it(
     assert found.step_seconds <= 1.02 * min(choice.step_seconds for choice in every)
 
 
-def test_many_micro_batches_are_not_planned_like_two() -> None:
+def test_a_plan_for_many_micro_batches_differs_from_one_for_two() -> None:
     """A plan for many micro-batches differs from a plan for two.
 
     The update runs once a step, so with many micro-batches saved activations are worth more than
@@ -237,7 +240,7 @@ def test_the_tokens_are_split_for_a_policy_of_fixed_places_too(policy: str) -> N
     assert found.plan.workload.step_tokens == 32768
 
 
-def test_tokens_that_are_no_whole_sequences_are_refused() -> None:
+def test_a_number_of_tokens_that_is_not_whole_sequences_is_refused() -> None:
     with pytest.raises(UserError, match="use 33792"):
         splits(Workload(batch=1, sequence=1024), 33_500)
 

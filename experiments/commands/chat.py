@@ -35,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--max-tokens"),
         default=512,
         metavar="N",
-        help="the most tokens of an answer (default 512)",
+        help="maximum number of tokens in an answer (default 512)",
     )
     parser.add_argument(
         "--temperature",
@@ -57,7 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.training import generation
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     folder = _model_folder(args.model)
     needed = generation.weight_bytes(folder)
     prompt = args.prompt

@@ -1,6 +1,6 @@
 """Print a script with which a shell completes verbs, options and their values.
 
-The script is for the options of this version. It needs no Python when it completes. For bash:
+The script is for the options of this version, and does not start Python. For bash:
 megatrain completion bash > ~/.local/share/bash-completion/completions/megatrain
 """
 
@@ -14,7 +14,7 @@ from megatrain.simulator.base.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "FOLDER", "PATH", "MODEL", "PLAN", "RUN", "DIR", "SOURCE", "H")
-"""Words in the name of a value, which then may be a file or a folder."""
+"""Words in a metavar that mean a file or a folder."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yields the arguments of a parser and of its verbs."""
+    """Yields the argparse actions of a parser and of its verbs."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():
@@ -52,5 +52,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _takes_a_file(action: argparse.Action) -> bool:
+    """Returns whether the value of `action` may be a file or a folder."""
     named = str(action.metavar or "").replace("[", "|").replace(":", "|").split("|")
     return not action.choices and (action.type is Path or any(word in _FILES for word in named))

@@ -1,10 +1,10 @@
 """Train a model on text, or execute a plan, and write a run folder.
 
-A model is planned first: the lengths of the data and a calibration of this machine give the
-sequence, the batch and the fastest plan.
+For a model, the command first makes a plan: it chooses sequence and batch from the lengths of the
+data, and the fastest plan from a calibration of this machine.
 
 A field of the config can be set in three ways: in a TOML file (--config), with --set FIELD=VALUE,
-or with its own option. If it is set in several, the last in this order is used.
+or with its own option. An option overrides --set, which overrides the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 def _rate(text: str) -> float:
-    """Returns the learning rate that `text` says, or raises UserError."""
+    """Returns the learning rate in `text`. Raises UserError for other text. This is the `type` of
+    an argument.
+    """
     try:
         return options.real("--lr")(text)
     except UserError as error:
@@ -46,7 +48,7 @@ def _rate(text: str) -> float:
 
 
 def _question(text: str) -> str:
-    """Returns `text`, or raises UserError if it is empty."""
+    """Returns `text`. Raises UserError if it is empty. This is the `type` of an argument."""
     if text:
         return text
     raise UserError("--ask", found="no text", allowed="a text", fix='write --ask "Who are you?"')
@@ -83,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saving.every_minutes": {"type": options.real("--save-every-minutes")},
     "saving.export": {"action": "store_false"},
 }
-"""Fields of the config -> arguments of `add_argument` that do not follow from the field."""
+"""Field of the config -> arguments of `add_argument` that cannot be derived from the field."""
 _NAMES = {
     "schedule.kind": "--schedule",
     "schedule.rate": "--lr",
@@ -95,8 +97,7 @@ _NAMES = {
     "saving.export": "--no-export",
     "logging.name": "--run-name",
 }
-"""Fields whose option is not the field's own name with hyphens, because that would say too little
-or is not what people type."""
+"""Field of the config -> its option, where this is not the field's name with hyphens."""
 _EARLIER = {
     "--rate": "schedule.rate",
     "--warm-up": "schedule.warm_up_steps",
@@ -106,8 +107,9 @@ _EARLIER = {
     "--eval-split": "data.evaluation_split",
     "--eval-every": "evaluation.every_steps",
 }
-"""Earlier names of options, which people's scripts have."""
+"""Former name of an option, still accepted -> its field."""
 _PATHS = ("data.data", "data.evaluation_data", "data.cache", "data.chat_template")
+"""Fields that contain paths."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +118,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="MODEL|PLAN",
-        help="a model: a Hugging Face folder, a name on the hub, or with --init random a name in"
-        " the library; or a plan written by `megatrain plan`; not needed with --resume",
+        help="a model or a plan; not needed with --resume. A model is a Hugging Face folder, a name"
+        " on the hub or, with --init random, a name in the library. A plan is a file written by"
+        " `megatrain plan`",
     )
     parser.add_argument(
         "--out",
@@ -174,10 +177,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         section, _, name = key.partition(".")
         if section not in groups:
             groups[section] = parser.add_argument_group(f"[{section}]")
-        given = _arguments(key, field)
-        either = key in ("training.steps", "training.epochs")  # one of the two has to be given
+        arguments = _arguments(key, field)
         no_default = (
-            either or "action" in given or field.default in (msgspec.NODEFAULT, None, "", ())
+            key in ("training.steps", "training.epochs")  # one of the two must be given
+            or "action" in arguments
+            or field.default in (msgspec.NODEFAULT, None, "", ())
         )
         option = option_of(key)
         negation = "do not " if option == "--no-export" else ""
@@ -185,43 +189,47 @@ def describe(parser: argparse.ArgumentParser) -> None:
         other = "" if option == f"--{name.replace('_', '-')}" else f" [{key} in a config file]"
         text = f"{negation}{field.meaning}{default}{other}"
         groups[section].add_argument(
-            option, dest=key, default=None, help=text.replace("%", "%%"), **given
+            option, dest=key, default=None, help=text.replace("%", "%%"), **arguments
         )
         hidden: dict[str, Any] = {"dest": key, "default": None, "help": argparse.SUPPRESS}
-        if given.get("action", "append") != "append":
-            given = {"type": parse_value, "nargs": "?", "const": True}
-        hidden |= {name: value for name, value in given.items() if name != "metavar"}
+        if arguments.get("action", "append") != "append":
+            arguments = {"type": parse_value, "nargs": "?", "const": True}
+        hidden |= {name: value for name, value in arguments.items() if name != "metavar"}
         earlier = [option for option, field_name in _EARLIER.items() if field_name == key]
         parser.add_argument(f"--{key}", *earlier, **hidden)
 
 
 def option_of(key: str) -> str:
-    """Returns the option that sets the field `key` of the config, `SECTION.FIELD`."""
+    """Returns the option that sets a field of the config. `key` is `SECTION.FIELD`."""
     return _NAMES.get(key) or f"--{key.partition('.')[2].replace('_', '-')}"
 
 
 def _arguments(key: str, field: Field) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field of the config."""
-    given: dict[str, Any] = OPTIONS.get(key, {})
-    if "action" in given or "choices" in given:
-        return given
+    arguments: dict[str, Any] = OPTIONS.get(key, {})
+    if "action" in arguments or "choices" in arguments:
+        return arguments
     if field.words:
-        return {"metavar": f"{{{','.join(field.words)}}}", **given}
+        return {"metavar": f"{{{','.join(field.words)}}}", **arguments}
     if isinstance(field.default, bool):
         return {"metavar": "{true,false}", "type": parse_value, "nargs": "?", "const": True}
     kinds: dict[type, str] = {int: "N", float: "NUMBER", str: "NAME"}
     default: dict[str, Any] = {"metavar": kinds.get(type(field.default), "VALUE")}
     if not isinstance(field.default, str):
         default["type"] = parse_value
-    return {**default, **given}
+    return {**default, **arguments}
 
 
 def _shown(value: object) -> str:
+    """Returns the text of a default value in the help."""
     return str(value).lower() if isinstance(value, bool) else str(value).strip("()")
 
 
 def _field(name: str) -> str:
-    """Returns the field that `name` means: a field, alone or with its section, or an option."""
+    """Returns the field, as `SECTION.FIELD`, that `name` means.
+
+    `name` is a field with or without its section, or an option without its leading hyphens.
+    """
     option = f"--{name.replace('_', '-')}"
     named = {option_of(key): key for key in _NAMES if key != "saving.export"} | _EARLIER
     return named[option] if option in named else full_name(name)
@@ -244,12 +252,14 @@ def config_of(args: argparse.Namespace) -> Config:
     for key, value in options.assignments(args.set, "FIELD=VALUE", "rate=3e-4"):
         overrides[_field(key)] = parse_value(value)
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
-    # Absolute paths, because the run may be resumed from another folder.
+    # Paths are stored as absolute, because the run may be resumed from another folder.
     for key in _PATHS:
         if isinstance(path := overrides.get(key), str | list) and path:
             paths = [path] if isinstance(path, str) else path
-            known = [_absolute(one) if isinstance(one, str) and one else one for one in paths]
-            overrides[key] = known[0] if len(known) == 1 else known
+            absolute = [
+                _absolute(item) if isinstance(item, str) and item else item for item in paths
+            ]
+            overrides[key] = absolute[0] if len(absolute) == 1 else absolute
     file = args.config or (args.resume and args.resume / "config.toml")
     counted = {"training.steps", "training.epochs"} & overrides.keys()
     if file is None and not counted and prepare.names_model(args):
@@ -312,7 +322,7 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
 
     saved = args.resume and args.resume / "checkpoints"
     if saved and not args.from_scratch and not (saved.is_dir() and any(saved.iterdir())):
-        raise no_checkpoint(args.resume)  # found again by the trainer, after slow imports
+        raise no_checkpoint(args.resume)  # the trainer also checks this, but after slow imports
     if args.from_step:
         steps_to_export(args.resume, args.from_step)
     return args.plan or args.resume / "plan.toml", args.out or args.resume
@@ -355,8 +365,9 @@ def _lead(
     config: Config,
     ranks: Ranks | None,
 ) -> int:
-    """Trains with the run's folder locked. Without a plan, makes one. With several GPUs, this is
-    rank 0.
+    """Locks the run's folder, makes a plan if `plan_file` is None, and trains.
+
+    With several GPUs, only rank 0 calls this.
     """
     from megatrain.runtime.data.rows.sources import pinned
     from megatrain.runtime.training.run_lock import RunLock
@@ -366,20 +377,20 @@ def _lead(
         lock.refuse_taken()
     if not os.path.exists(folder):
         options.check_writable(folder)
-    with lock:  # taken before slow imports, so that a second run is refused at once
+    with lock:  # taken before slow imports, so a second run is refused at once
         if plan_file is not None:
             check_training(plan_file, args.model, config)
         upload.check(args)
-        # One commit of data on the hub is planned for, trained on and recorded.
+        # Planning, training and config.toml then use the same commit of data on the hub.
         config = msgspec.structs.replace(config, data=pinned(config.data))
         if plan_file is not None:
             return _run(args, plan_file, lock, config, ranks)
-        with prepare.plan_file(args, config) as made:
-            return _run(args, made, lock, config)
+        with prepare.plan_file(args, config) as temporary_plan:
+            return _run(args, temporary_plan, lock, config)
 
 
 class _Begun(Callback):
-    """Records that the training has begun. A later failure is then not a mistake in the command."""
+    """Records that training has begun. A failure after that is not a mistake in the command."""
 
     begun = False
 
@@ -394,7 +405,9 @@ def _run(
     config: Config,
     ranks: Ranks | None = None,
 ) -> int:
-    """Trains as `_train` does, and turns a failure after the training has begun into a RunError."""
+    """Calls `_train`. After training has begun, an error of the user, of a path or of the disk
+    becomes a RunError.
+    """
     start = _Begun()
     try:
         return _train(args, plan_file, lock, config, start, ranks)
@@ -402,7 +415,7 @@ def _run(
         shown = error if isinstance(error, UserError) else path_error(error)
         if shown is None or not start.begun:
             raise
-        raise RunError(str(shown)) from None  # not a mistake in the command
+        raise RunError(str(shown)) from None
 
 
 def _train(
@@ -413,8 +426,9 @@ def _train(
     start: _Begun,
     ranks: Ranks | None,
 ) -> int:
-    """Trains with the lock held, draws the loss, and prints a summary. With several GPUs, only rank
-    0 holds the lock and draws and prints.
+    """Trains with the lock held, draws the loss, and prints a summary.
+
+    With several GPUs, every rank calls this, and only rank 0 holds the lock, draws and prints.
     """
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
@@ -483,10 +497,10 @@ def _train(
             f" {sum(losses[-few:]) / few:.3f} over the last {few if few > 1 else ''}".rstrip()
         )
     if fitted.evaluation is not None:
-        found = fitted.evaluation
+        final = fitted.evaluation
         print(
-            f"evaluation loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over"
-            f" {found.tokens:,} tokens after step {found.number}"
+            f"evaluation loss {final.loss:.4f}, perplexity {final.perplexity:,.2f}, over"
+            f" {final.tokens:,} tokens after step {final.number}"
         )
     if fitted.stopped:
         print(f"stopped after step {fitted.steps}: {fitted.stopped}")

@@ -1,4 +1,4 @@
-"""Write a run as one HTML page, which needs no network.
+"""Write a report on a run as one HTML page, which needs no network.
 
 The page shows loss, learning rate, gradient norm, evaluations and data, the predicted and the
 measured timeline, the plan and the reasons for it, prediction errors, memory, and the machine.

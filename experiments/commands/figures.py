@@ -1,4 +1,4 @@
-"""Draw the paper's figures from stored results, with --rerun from new simulations."""
+"""Draw the paper's figures from stored results or, with --rerun, from new simulations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="DIR",
-        help="folder of the stored results (default: those of the repository or the package)",
+        help="folder of the stored results (default: the folder in the repository or the package)",
     )
 
 

@@ -18,10 +18,10 @@ from megatrain.simulator.schedule.plan import Plan
 def memory_errors(
     measured: Mapping[str, Any], plan: Plan, schedule: Schedule, costs: CostModel
 ) -> tuple[PeakError, ...]:
-    """Returns predicted and allocated bytes of the pools on device and host.
+    """Returns the errors of the predicted bytes of the pools on device and host.
 
-    With CUDA, a third row compares the peak of the whole device. `measured` is what a run writes
-    to `memory.json`.
+    With CUDA, a third row has the error of the peak of the whole device. `measured` is the content
+    of a run's `memory.json`.
     """
     rows = []
     for place in ("device", "host"):
@@ -38,9 +38,9 @@ def memory_errors(
 
 
 def peaks(folder: Path, plan: Plan, schedule: Schedule, costs: CostModel) -> tuple[PeakError, ...]:
-    """Returns predicted and allocated memory of the run in `folder`.
+    """Returns the errors of the predicted memory of the run in `folder`.
 
-    Raises UserError if `memory.json` is not as `megatrain train` writes it.
+    Raises UserError if `memory.json` has unexpected content.
     """
     measured = read_json(folder / "memory.json")
     try:

@@ -1,7 +1,7 @@
 """Show the verdict of `check` on a page in the browser, and update it with every change.
 
-Only this machine can open the page. With --static, it is written as a folder of files, which need
-no server, with answers for the library's models and machines.
+Only this machine can open the page. --static writes the page as a folder of files, which need no
+server, with answers for the library's models and machines.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace) -> int:
     from megatrain.experiments.web.static_site import chosen, write_site
 
-    given = {"--port": args.port is not None, "--no-browser": args.no_browser}
-    for option, is_given in given.items():
-        if is_given:
+    options_given = {"--port": args.port is not None, "--no-browser": args.no_browser}
+    for option, given in options_given.items():
+        if given:
             raise UserError(
                 option,
                 found="--static as well",
@@ -74,8 +74,9 @@ def _write(args: argparse.Namespace) -> int:
 
 
 def _has_screen() -> bool:
-    """Returns whether a browser can open a window. A browser of the terminal would wait for the
-    server, which waits for it.
+    """Returns whether a browser can open a window.
+
+    A browser in the terminal must not be opened: the server starts only after that browser ends.
     """
     names = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform == "darwin" or any(os.environ.get(name) for name in names)

@@ -1,7 +1,7 @@
-"""Measure this machine and write a hardware file, which predictions are then based on.
+"""Measure this machine, and write a hardware file for predictions.
 
-It measures the link, the layers of models, the optimizer, and how much these slow each other down,
-at several batch sizes and sequence lengths.
+The command measures the link, the layers of models, the optimizer, and how much these slow each
+other down, at several batch sizes and sequence lengths.
 """
 
 from __future__ import annotations
@@ -22,11 +22,22 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Workload
 
+_HELP = {
+    "batch": "sequences per micro-batch (default: see MODEL)",
+    "seq": "tokens per sequence (default: see MODEL)",
+    "dtype": "dtype that layers compute in (default: see MODEL)",
+    "state": "also measure the update on the host in this state format (default exact)",
+}
+"""Option of the workload -> its help in this command."""
 _SHOWN_DIFFERENCES = 5
+"""The maximum number of differences that `--again` prints."""
 
 
 def grid(text: str) -> list[tuple[int, int]]:
-    """Returns (batch, sequence) pairs; an argparse type."""
+    """Returns the (batch, sequence) pairs of `text`, such as `4x1024,64x1024`.
+
+    This is the `type` of an argument. Raises UserError for any other text.
+    """
     points = [
         re.fullmatch(r"(\d{1,7})x(\d{1,8})", part)
         for part in filter(None, text.replace(" ", "").split(","))
@@ -51,11 +62,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " the library. The optimizer is measured on the first model only. Without MODEL, a"
             " default set is measured, and other models are scaled from it by FLOPs and flagged as"
             " extrapolated. The set is qwen2.5-3b, llama-3.1-8b, qwen2.5-14b at 32x1024, 4x1024,"
-            " 16x1024, 8x4096. On a GPU below 64 GiB, or a host below 32 GiB, it is qwen3-0.6b,"
-            " qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it is Llama layers"
-            " 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. The set's batch, sequence and"
-            " dtype are used unless --batch, --seq or --dtype is given. With MODEL alone, they are"
-            " 32x1024 in bf16, 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
+            " 16x1024, 8x4096 (batch x sequence). On a GPU below 64 GiB, or a host below 32 GiB, it"
+            " is qwen3-0.6b, qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it"
+            " is Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. --batch, --seq and"
+            " --dtype replace the set's values. With MODEL alone, the values are 32x1024 in bf16,"
+            " 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
         ),
     )
     parser.add_argument(
@@ -82,8 +93,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=grid,
         metavar="BxS,...",
         help=(
-            "more batch sizes and sequence lengths at which layers are measured (default: some near"
-            " --batch and --seq, or those of the default set)"
+            "further batch sizes and sequence lengths at which layers are measured (default:"
+            " several near --batch and --seq, or the grid of the default set)"
         ),
     )
     parser.add_argument(
@@ -97,6 +108,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     options.add_workload(parser)
     parser.set_defaults(batch=None, seq=None, dtype=None)  # each default set has its own values
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
     options.add_limits(parser)
     options.add_device(parser)
 
@@ -117,21 +130,21 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "--optimizer",
             found=args.optimizer,
-            allowed="adamw, which is what is measured",
+            allowed="adamw, the only optimizer that is measured",
             fix="leave it out; a plan for another optimizer derives its costs from this file",
         )
     if args.gradients != "exact":
         raise UserError(
             "--gradients",
             found=args.gradients,
-            allowed="exact, which is what is measured",
-            fix="leave it out; a plan that stores them otherwise derives its costs from this file",
+            allowed="exact, the only format that is measured",
+            fix="leave it out; a plan with 8-bit gradients derives its costs from this file",
         )
     if args.token_piece:
         raise UserError(
             "--token-piece",
             found=args.token_piece,
-            allowed="nothing, since layers are measured without pieces",
+            allowed="no --token-piece, because layers are measured without pieces",
             fix="leave it out; a plan with pieces derives its costs from this file",
         )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
@@ -143,18 +156,18 @@ def run(args: argparse.Namespace) -> int:
             fix="leave --again out",
         )
     models = [ModelSpec.load(source) for source in args.model]
-    usual = CalibrationPreset((), 32, 1024, None)
-    suited = bool(models) and args.batch is None
+    preset = CalibrationPreset((), 32, 1024, None)
+    sizes_chosen = bool(models) and args.batch is None
     if not models:
-        usual = _preset_for(args)
-        models = [model_of(name) for name in usual.models]
-    elif suited:
-        usual = _set_of_named(args, models[0])
-    workload, points = _wanted(args, models[0], usual)
-    # all but the update in the other format is measured in `exact`
-    workload, *points = (msgspec.structs.replace(each, state=EXACT) for each in (workload, *points))
-    if suited:
-        sizes = ", ".join(f"{each.batch} x {each.sequence:,}" for each in (workload, *points))
+        preset = _preset_for(args)
+        models = [model_of(name) for name in preset.models]
+    elif sizes_chosen:
+        preset = _set_of_named(args, models[0])
+    workload, points = _workloads(args, models[0], preset)
+    # Only the host's update is measured in the state format of --state.
+    workload, *points = (msgspec.structs.replace(work, state=EXACT) for work in (workload, *points))
+    if sizes_chosen:
+        sizes = ", ".join(f"{work.batch} x {work.sequence:,}" for work in (workload, *points))
         print(
             f"micro-batches of {sizes} tokens in {args.dtype} are measured; --batch, --seq,"
             " --grid and --dtype choose others",
@@ -199,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_limits(args: argparse.Namespace) -> None:
-    """Raises UserError for limits of memory, which would be shared as the machine's memory."""
+    """Raises UserError for memory limits, because `--share` would write them as the memory of the
+    machine.
+    """
     for option, limit in (
         ("--device-memory", args.device_memory),
         ("--host-memory", args.host_memory),
@@ -214,7 +229,7 @@ def _refuse_limits(args: argparse.Namespace) -> None:
 
 
 def _share(file: Path, hardware: HardwareSpec) -> None:
-    """Writes what may be shared of a calibration."""
+    """Writes the part of a calibration that may be shared."""
     from importlib.metadata import version
 
     from megatrain.experiments.files.hardware_file import write_shared
@@ -241,10 +256,10 @@ def _preset_for(args: argparse.Namespace) -> CalibrationPreset:
 
 
 def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPreset:
-    """Returns the workloads for a model that is named without a batch."""
-    # Mistakes are reported before PyTorch is loaded.
-    sized = {"batch": 1, "seq": args.seq or 1, "dtype": args.dtype or "bf16"}
-    options.workload(argparse.Namespace(**{**vars(args), **sized}), model, quiet=True)
+    """Returns the workloads for `model`, which the command names without `--batch`."""
+    # Reports mistakes in the options before PyTorch is loaded.
+    sized = options.replaced(args, batch=1, seq=args.seq or 1, dtype=args.dtype or "bf16")
+    options.workload(sized, model, quiet=True)
 
     from megatrain.runtime import machine
     from megatrain.runtime.calibration.presets import set_of_named
@@ -254,22 +269,25 @@ def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPres
     return set_of_named(device.type, memory, sequence=args.seq, longest=model.longest_row)
 
 
-def _wanted(
-    args: argparse.Namespace, model: ModelSpec, usual: CalibrationPreset
+def _workloads(
+    args: argparse.Namespace, model: ModelSpec, preset: CalibrationPreset
 ) -> tuple[Workload, list[Workload]]:
-    """Returns the workload and the other points of the grid. `usual` has the defaults."""
+    """Returns the workload of the options, and the other workloads of the grid.
+
+    `preset` has the values of the options that are not given. They are stored in `args`.
+    """
     import msgspec
 
     from megatrain.runtime.calibration.presets import usual_grid
 
-    around = None if args.batch or (args.seq and usual.models) else usual.grid
+    preset_grid = None if args.batch or (args.seq and preset.models) else preset.grid
     args.batch, args.seq, args.dtype = (
-        args.batch or usual.batch,
-        args.seq or usual.sequence,
-        args.dtype or usual.dtype,
+        args.batch or preset.batch,
+        args.seq or preset.sequence,
+        args.dtype or preset.dtype,
     )
     workload = options.workload(args, model)
-    sizes = args.grid or around
+    sizes = args.grid or preset_grid
     if sizes is None:
         return workload, usual_grid(workload)
     return workload, [
@@ -285,8 +303,8 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
     from megatrain.simulator.compare.error_table import signed_percent
     from megatrain.simulator.hardware.agreement import agreement
 
-    found = agreement(earlier, hardware)
-    if not found.compared:
+    result = agreement(earlier, hardware)
+    if not result.compared:
         raise UserError(
             f"--again {name}",
             found="none of the numbers that this run measured",
@@ -294,18 +312,18 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
             fix="calibrate with the options of the earlier run",
         )
     print(
-        f"{found.compared - len(found.differences)} of {found.compared} numbers agree with {name}"
-        " within their spreads"
+        f"{result.compared - len(result.differences)} of {result.compared} numbers agree with"
+        f" {name} within their spreads"
     )
-    for difference in found.differences[:_SHOWN_DIFFERENCES]:
+    for difference in result.differences[:_SHOWN_DIFFERENCES]:
         print(
             f"  {difference.name}: changed by {signed_percent(difference.change)}, more than the"
             f" spread of {difference.allowed:.1%}"
         )
-    if found.noisy:
-        whose = " and the ".join(found.noisy)
+    if result.noisy:
+        whose = " and the ".join(result.noisy)
         print(
             f"the machine is noisy: the speed of the {whose} changed more between the two runs"
             " than within either; predictions from either file can be as wrong as this change"
         )
-    return int(bool(found.noisy))
+    return int(bool(result.noisy))

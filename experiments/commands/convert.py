@@ -1,7 +1,7 @@
-"""Write a run with one of its checkpoints in another state format, to go on with it.
+"""Write a copy of a run with one of its checkpoints in another state format.
 
-The new folder is a run with that one checkpoint, which `megatrain train --resume` continues. The
-old folder does not change. This needs no GPU and little memory.
+`megatrain train --resume` continues the new run. The old run does not change. This needs no GPU and
+little memory.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.runtime.checkpoint.stored_steps import steps_to_export
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     if not os.path.exists(args.run / "manifest.json"):
         steps_to_export(args.run, args.from_step)
     options.check_new(args.out)
 
     from megatrain.runtime.training.converting import convert_run
 
-    done = convert_run(args.run, args.out, args.state, step=args.from_step, on_note=print)
+    converted = convert_run(args.run, args.out, args.state, step=args.from_step, on_note=print)
     print(
-        f"wrote {args.out}: the state after step {done.step} in {args.state} instead of"
-        f" {done.before}, {format_bytes(done.bytes)}"
+        f"wrote {args.out}: the state after step {converted.step} in {args.state} instead of"
+        f" {converted.before}, {format_bytes(converted.bytes)}"
     )
-    if done.is_run:
+    if converted.is_run:
         print(f"megatrain train --resume {args.out} continues it")
     return 0

@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
     chunk_chosen = args.loss_chunk is None
     args, chosen = from_options.with_fitting_workload(args, hardware, model)
     with warnings.catch_warnings():
-        if args.policy == "all":  # the table names those that are left out
+        if args.policy == "all":  # the table names the policies that are left out
             warnings.simplefilter("ignore", PolicyWarning)
-        found = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
+        choices = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
     if args.policy == "all":
-        verdicts = [summarize(choice, hardware, tokens=args.tokens) for choice in found]
+        verdicts = [summarize(choice, hardware, tokens=args.tokens) for choice in choices]
         print(
             json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]})
             if args.json
@@ -57,15 +57,15 @@ def run(args: argparse.Namespace) -> int:
                 verdicts, layout.terminal_width(), names=from_options.policies("all")
             )
         )
-        own = [verdict for verdict in verdicts if not verdict.prediction_only]
-        return 0 if own[0].feasible else DoesNotFit.status
+        executable = [verdict for verdict in verdicts if not verdict.prediction_only]
+        return 0 if executable[0].feasible else DoesNotFit.status
     verdict = from_options.explained(
         args,
-        found[0],
+        choices[0],
         hardware,
         batch_chosen=chosen,
         chunk_chosen=chunk_chosen,
-        marginal=args.why or args.json,  # only these show it, and it takes a tenth of the time
+        marginal=args.why or args.json,  # a tenth of the command's time, and not shown otherwise
     )
     print(
         json.dumps(from_options.as_json(verdict))

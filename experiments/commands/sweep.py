@@ -1,9 +1,9 @@
 """Simulate or execute every plan of a grid, and compare their time and memory.
 
 Each point of the grid is planned: its knobs and its placement are the fastest that fit. A grid that
-names a knob or a placement is not, and has the default values of those that it does not name.
-The result is a table, a figure of step time against device memory with its Pareto front, and all
-rows as JSON lines and as CSV.
+names a knob or a placement is not planned: the knobs that it does not name have their default
+values. The result is a table, a figure of step time against device memory with its Pareto front,
+and all rows as JSON lines and as CSV.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("AXIS", "VALUE"),
         help=(
-            "an axis of the grid and its values, once for each axis, e.g. --over weight_slots 1 2 4"
+            "an axis of the grid and its values; repeat for each axis, e.g. --over weight_slots 1 2"
+            " 4"
             " --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. An axis is policy,"
             " a knob, a field of the workload, device_memory or host_memory"
         ),
@@ -66,8 +67,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--default-knobs",
         action="store_true",
-        help="plan no point: knobs that are not swept have their default values, and nothing is"
-        " placed on the device",
+        help="do not plan the points: knobs that are not swept have their default values, and"
+        " nothing is placed on the device",
     )
     parser.add_argument(
         "--jobs",
@@ -95,7 +96,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def grids_of(args: argparse.Namespace) -> list[Axes]:
-    """Returns the grids of the file and the options.
+    """Returns the grids of `--grid`, each with the axes of `--over` added.
 
     Raises UserError if `--over` names an axis twice.
     """
@@ -116,7 +117,7 @@ def grids_of(args: argparse.Namespace) -> list[Axes]:
 
 
 def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
-    """Returns every plan of the sweep, and the points to plan.
+    """Returns an entry for each point of the sweep: a plan, and whether its knobs are to be chosen.
 
     Raises UserError for an unknown policy or model, or a value that its axis does not allow.
     """
@@ -150,14 +151,14 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
     keys = Keys(base, hardware, [sources_digest(), *executed])
     planned = [grid for grid in grids if not (args.default_knobs or KNOBS & grid.keys())]
     given = [grid for grid in grids if grid not in planned]
-    found = [
+    entries = [
         SweepEntry(plan, keys.of(plan, planned=chosen), chosen)
-        for some, chosen in ((planned, True), (given, False))
-        for plan in plans(base, some)
+        for group, chosen in ((planned, True), (given, False))
+        for plan in plans(base, group)
     ]
-    for name in dict.fromkeys(entry.plan.workload.optimizer for entry in found):
+    for name in dict.fromkeys(entry.plan.workload.optimizer for entry in entries):
         optimizer.find(name)
-    return found
+    return entries
 
 
 def _what_was_planned(entries: Sequence[SweepEntry]) -> str:
@@ -212,13 +213,13 @@ def run(args: argparse.Namespace) -> int:
             completed=len(entries) - len(todo),
         )
 
-        def tell(rows: list[SweepRow]) -> None:
+        def advance(rows: list[SweepRow]) -> None:
             bars.advance(bar, len(rows))
 
         if args.execute:
-            running.execute(todo, hardware, store, tell, steps=args.steps, device=args.device)
+            running.execute(todo, hardware, store, advance, steps=args.steps, device=args.device)
         else:
-            running.simulate(todo, hardware, store, tell, jobs=args.jobs or cores())
+            running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
         rows = [store.rows[entry.key] for entry in entries]
         write_csv(csv_path, store.rows.values())
     print(_what_was_planned(entries))
@@ -232,12 +233,10 @@ def run(args: argparse.Namespace) -> int:
         from megatrain.experiments.sweep.picture import draw
 
         title = f"{len(rows):,} plans of {rows[0].model} on {hardware.name}"
-        made = (
+        caption = (
             f"{sum(row.timed for row in rows):,} fit;"
             f" {'executed' if args.execute else 'predicted'}, {time.strftime('%Y-%m-%d')}"
         )
-        print(
-            "wrote "
-            + " and ".join(str(path) for path in draw(rows, args.out / "sweep", title, made))
-        )
+        pictures = draw(rows, args.out / "sweep", title, caption)
+        print("wrote " + " and ".join(map(str, pictures)))
     return 0

@@ -1,6 +1,6 @@
 """Show what data files are recognized as, how long rows are, and which tokens have loss.
 
-The files are read and tokenized as `megatrain train` does it, and the tokens stay in its cache.
+The files are read and tokenized as by `megatrain train`, and the tokens are kept in its cache.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=options.whole("--seq", 2),
-        help="tokens of a row (default: as many as cut nothing, or 1024 for text, up to the model's"
-        " own limit)",
+        help="tokens per row (default: enough to cut no document, or 1024 for running text, up to"
+        " the model's own limit)",
     )
     parser.add_argument(
         "--row",
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.data.survey import survey
 
     coloured = not args.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    found = survey(
+    result = survey(
         DataOptions(
             data=tuple(args.files),
             split=args.split,
@@ -113,39 +113,39 @@ def run(args: argparse.Namespace) -> int:
         marks=Marks("\x1b[1;32m", "\x1b[0m", "green text") if coloured else GUILLEMETS,
     )
     if args.json:
-        sources = [source._asdict() for source in found.sources]
-        cuts = [cut._asdict() for cut in found.cuts]
-        print(json.dumps({**found._asdict(), "sources": sources, "cuts": cuts}))
+        sources = [source._asdict() for source in result.sources]
+        cuts = [cut._asdict() for cut in result.cuts]
+        print(json.dumps({**result._asdict(), "sources": sources, "cuts": cuts}))
     else:
-        print(fitted(text(found)))
+        print(fitted(text(result)))
     return 0
 
 
-def text(found: Survey) -> str:
+def text(result: Survey) -> str:
     """Returns the lines that show lengths, packing, remarks and one document."""
     lines = [
         "",
-        f"length: median {found.median:,} tokens, 95 % at most {found.percentile_95:,}, longest"
-        f" {found.longest:,}",
+        f"length: median {result.median:,} tokens, 95 % at most {result.percentile_95:,}, longest"
+        f" {result.longest:,}",
     ]
-    if found.cuts:
+    if result.cuts:
         rows = [("--seq", "documents cut", "tokens lost", "left out")] + [
             (
                 f"{cut.sequence:,}",
-                _share(cut.documents, found.documents),
-                _share(cut.tokens, found.tokens),
+                _share(cut.documents, result.documents),
+                _share(cut.tokens, result.tokens),
                 f"{cut.left_out:,}",
             )
-            for cut in found.cuts
+            for cut in result.cuts
         ]
         sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [
             "  " + "  ".join(cell.rjust(size) for cell, size in zip(row, sizes, strict=True))
             for row in rows
         ]
-    lines += [f"packed: {found.packed}", *found.remarks]
-    return "\n".join([*lines, *(["", *found.shown] if found.shown else [])])
+    lines += [f"packed: {result.packed}", *result.remarks]
+    return "\n".join([*lines, *(["", *result.shown] if result.shown else [])])
 
 
-def _share(number: int, of: int) -> str:
-    return f"{number:,} ({number / of:.1%})"
+def _share(number: int, total: int) -> str:
+    return f"{number:,} ({number / total:.1%})"

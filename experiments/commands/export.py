@@ -1,8 +1,8 @@
 """Write a checkpoint as a Hugging Face model folder, which transformers loads.
 
 The folder has the config, the tokenizer, the generation config, and the weights as safetensors.
-Given a run's folder, the newest checkpoint that passes its checksums is written. This needs no GPU
-and little memory. With --push-to-hub alone, the model that the run exported last is uploaded.
+For a run's folder, the newest checkpoint that passes its checksums is used. This needs no GPU and
+little memory. --push-to-hub without other options uploads the model that the run exported last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatrain.experiments.cli.training import upload
 from megatrain.simulator.base.errors import UserError
 
 _REPEATED = ("from_step", "dtype", "model")
-"""Options that an upload is repeated with, if it fails."""
+"""Options that the command to repeat a failed upload must have as well."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.files.exported_models import newest_model
     from megatrain.runtime.files.model_source import name_on_hub
 
-    # Checked before PyTorch is loaded.
+    # These checks take place before PyTorch is loaded.
     if args.out is None and args.push_to_hub is None:
         raise UserError(
             "export",
@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
             allowed="megatrain export RUN --out MODEL, or --push-to-hub NAME",
             fix="name a new folder with --out",
         )
-    of_checkpoint = os.path.exists(args.run / "manifest.json")
-    home = args.run.parent.parent if of_checkpoint else args.run  # RUN/checkpoints/step-00000123
-    chosen = args.out or args.from_step or args.dtype or args.model or of_checkpoint
-    done = None if chosen else newest_model(home)
-    if not (of_checkpoint or done):
+    is_checkpoint = os.path.exists(args.run / "manifest.json")
+    home = args.run.parent.parent if is_checkpoint else args.run  # RUN/checkpoints/step-00000123
+    chosen = args.out or args.from_step or args.dtype or args.model or is_checkpoint
+    exported = None if chosen else newest_model(home)
+    if not (is_checkpoint or exported):
         steps_to_export(args.run, args.from_step)
     if args.out is not None:
         options.check_new(args.out)
@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--push-to-hub, {args.run}",
             found="no config.toml",
-            allowed="a run, whose settings the model's card has",
+            allowed="the folder of a run, because the model card describes its settings",
             fix="name the folder of the run, with --from-step for a checkpoint",
         )
     upload.check(args)
     with contextlib.ExitStack() as stack:
-        if done:
-            folder, step = done, None
+        if exported:
+            folder, step = exported, None
         else:
             folder = args.out or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix=".upload-", dir=home)),
@@ -111,12 +111,12 @@ def _export(args: argparse.Namespace, folder: Path) -> int:
     """Writes the model to `folder`, and returns the step of its checkpoint."""
     from megatrain.runtime.training.exporting import export_run
 
-    done = export_run(
+    exported = export_run(
         args.run, folder, step=args.from_step, dtype=args.dtype, model=args.model, on_note=print
     )
     if args.out is not None:
         print(
-            f"wrote {args.out}: the weights after step {done.step}, {done.parameters:,} parameters"
-            f" in {done.dtype}"
+            f"wrote {args.out}: the weights after step {exported.step},"
+            f" {exported.parameters:,} parameters in {exported.dtype}"
         )
-    return done.step
+    return exported.step

@@ -2,8 +2,8 @@
 
 A plan has the policy, the placement, the number of slots, the size of copies and the checkpoint
 interval. A plan for a model folder is refused if `megatrain train` would refuse it. A plan for a
-config.json or a name in the library may be for prediction only. With --from, a written plan is
-changed as --set says, and predicted again.
+config.json or a name in the library may be for prediction only. --from changes a written plan as
+--set says, and predicts it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder, a config.json, or a name in the library, e.g. qwen2.5-7b",
     )
-    options.add_hardware(parser, required=False)
+    options.add_hardware(parser, "required unless --from is given")
     options.add_policy(parser)
     options.add_workload(parser, loss_chunk=None)
     options.add_step_tokens(parser)
@@ -43,7 +43,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--gpus"),
         default=1,
         metavar="N",
-        help="plan for N GPUs of one host; batch, accumulation and tokens per step are those of"
+        help="plan for N GPUs of one host; --batch, --accumulation and --tokens-per-step are for"
         " each GPU, so a step has N times as many tokens",
     )
     parser.add_argument(
@@ -51,7 +51,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         dest="source_plan",
         type=Path,
         metavar="PLAN",
-        help="change this plan, in place of choosing one for MODEL and --hardware",
+        help="change this plan instead of choosing one for MODEL and --hardware",
     )
     parser.add_argument(
         "--set",
@@ -86,26 +86,24 @@ def run(args: argparse.Namespace) -> int:
         args.policy = "best"
     _refuse_contradictions(args)
     options.check_writable(args.out)
-    found, hardware = _changed(args) if args.source_plan else _chosen(args)
-    best, names = found[0], from_options.policies(args.policy)
-    verdicts = [summarize(choice, hardware) for choice in found]
-    # Advice is a search for another plan, which the user of --from does not want.
+    choices, hardware = _changed(args) if args.source_plan else _chosen(args)
+    best, names = choices[0], from_options.policies(args.policy)
+    verdicts = [summarize(choice, hardware) for choice in choices]
     verdict = verdicts[0]
     work = best.plan.workload
-    # `explain` tries plans that several GPUs, or sums of groups of micro-batches, refuse.
+    # `explain` also tries plans that are not possible with several GPUs or with sum groups.
     if best.plan.gpus == 1 and work.sum_group in (1, work.accumulation):
-        chosen = args.loss_chunk is None and not args.source_plan
         verdict = explain(
             best,
             hardware,
             names,
-            advise=not args.source_plan,
+            advise=not args.source_plan,  # with --from, the user does not want another plan
             marginal=args.why,
-            chunk_chosen=chosen,
+            chunk_chosen=args.loss_chunk is None and not args.source_plan,
         )
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
-    if len(found) > 1:
+    if len(choices) > 1:
         report += "\n\nThe best plan of each policy:\n" + policy_table.table(verdicts, width)
     if not best.feasible:
         print(report)
@@ -116,13 +114,13 @@ def run(args: argparse.Namespace) -> int:
             fix=verdict_text.remedy(verdict),
         )
     folder = args.out.parent / best.plan.source
-    trained = folder.is_dir() and not find(best.plan.policy).prediction_only
-    if trained:
+    trainable = folder.is_dir() and not find(best.plan.policy).prediction_only
+    if trainable:
         _refuse_untrainable(best.plan, folder)
-    # The plan is written first, because a reader such as `head` may close the output.
+    # The plan is written before the report is printed, because `| head` may close the output.
     best.plan.save(args.out)
     print(report)
-    if not trained:
+    if not trainable:
         try:
             refuse_unsupported(best.plan.model, best.plan.workload)
         except UserError as error:
@@ -135,21 +133,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_untrainable(plan: Plan, folder: Path) -> None:
-    """Raises UserError if `megatrain train` would refuse `plan`, whatever the device and settings.
+    """Raises UserError if `megatrain train` would refuse `plan` on every device.
+
+    If the folder has weights, they are those to begin with. Their files are opened as `train` opens
+    them, which reads two matrices that config.json ties, and no other values.
 
     Imports torch and transformers, which takes some seconds.
     """
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
 
-    # These need no torch, so that their refusals come at once.
+    # These checks come first, because they need no torch.
     refuse_multimodal(folder, plan.model)
     refuse_unsupported(plan.model, plan.workload)
     from megatrain.runtime.execution.preflight import preflight
+    from megatrain.runtime.files.model_files import folder_weights
     from megatrain.runtime.optimizer.settings import AdamW
     from megatrain.runtime.training.opening import exported_config
 
     preflight(plan, AdamW(), None)
     exported_config(folder, plan.model, init="model")
+    if any(folder.glob("*.safetensors")):
+        with folder_weights(folder):
+            pass
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -177,20 +182,22 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             continue
         if getattr(args, action.dest) != getattr(default, action.dest):
             name = (*action.option_strings, action.metavar)[0]
-            given = getattr(args, action.dest)
-            another = name == "MODEL" and "=" in given  # a second value after --set
+            value = getattr(args, action.dest)
+            lacks_set = name == "MODEL" and "=" in value  # as in --set KEY=VALUE KEY=VALUE
             raise UserError(
                 "plan --from",
-                found=f"{given} without --set" if another else f"{name} as well",
+                found=f"{value} without --set" if lacks_set else f"{name} as well",
                 allowed="--set and --out",
-                fix=f"write --set {given}"
-                if another
+                fix=f"write --set {value}"
+                if lacks_set
                 else f"leave {name} out, and change the plan with --set KEY=VALUE",
             )
 
 
 def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
-    """Returns the best plan of each policy for the model and the machine of the options."""
+    """Returns the best plan of each policy for the model and the machine of the options, the best
+    plan first, and the machine.
+    """
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model.specs import ModelSpec, model_file
     from megatrain.simulator.planner.shared_step import shared_step
@@ -213,14 +220,16 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     args = from_options.with_fitting_state(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    found = from_options.choices(args, hardware, source, named)
+    choices = from_options.choices(args, hardware, source, named)
     if args.gpus > 1:
-        found = [shared_step(found[0].plan, hardware, args.gpus)]
-    return found, hardware
+        choices = [shared_step(choices[0].plan, hardware, args.gpus)]
+    return choices, hardware
 
 
 def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
-    """Returns the plan of `--from` as `--set` changes it, predicted again."""
+    """Returns the plan of `--from` as `--set` changes it, predicted again, and its machine. Prints
+    the new and the former step time.
+    """
     import msgspec
 
     from megatrain.experiments.sweep.grid import axis, changed
@@ -256,8 +265,10 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
 
 
 def _timed(plan: Plan, seconds: float, other: Plan) -> str:
-    """Returns the step time of `plan` in words, with what makes it hard to compare with that of
-    `other`: other tokens a step, or another number of GPUs.
+    """Returns the step time of `plan` as text.
+
+    If `other` has another number of tokens per step, the text also has the tokens and the
+    throughput. If it has another number of GPUs, the text also has the GPUs.
     """
     from megatrain.simulator.model.metrics import tokens_per_second
 

@@ -1,6 +1,6 @@
-"""List what can be named: models, hardware, policies, optimizers, or model families.
+"""List the names of models, hardware, policies, optimizers, or model families.
 
-Models and hardware are those of the library. Names of installed packages are listed too.
+The names come from the library and from installed packages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _models() -> list[Row]:
 
 
 def _hardware() -> list[Row]:
-    """Returns the machines of the library, of others and of installed packages, the smallest GPU
-    first.
+    """Returns the machines of the library, of shared calibrations and of installed packages, the
+    smallest GPU memory first.
     """
     from megatrain.simulator.hardware.machine import HardwareSpec, known_names
 
@@ -62,7 +62,7 @@ def _hardware() -> list[Row]:
 
 
 def _policies() -> list[Row]:
-    """Returns the policies, first those that the runtime executes."""
+    """Returns the policies. Policies that the runtime executes come first."""
     from megatrain.simulator.policies import find, names, peers
 
     return [
@@ -76,15 +76,15 @@ def _optimizers() -> list[Row]:
     """Returns the built-in and the installed optimizers."""
     from megatrain.simulator.model.optimizer import find, registered
 
-    found = [(name, find(name)) for name in registered()]
+    optimizers = {name: find(name) for name in registered()}
     return [
         {"name": name, "moments": optimizer.moments, "what": _what(optimizer)}
-        for name, optimizer in found
+        for name, optimizer in optimizers.items()
     ]
 
 
 def _families() -> list[Row]:
-    """Returns the known values of `model_type`, first those that are supported."""
+    """Returns the known values of `model_type`. Supported families come first."""
     from megatrain.simulator.model.families import FAMILIES, INSIDE, NOT_YET, REFUSED, UNDESCRIBED
 
     notes = {
@@ -119,9 +119,9 @@ _HEADINGS = {
     "native_context": "context",
 }
 _DROPPED = ("layers", "family", "cores", "link", "link_gb_per_s")
-"""Columns that a narrow terminal does not show, the first of them first."""
-_LEAST = 12
-"""The least characters of a line of a text that is wrapped."""
+"""Columns that are left out on a narrow terminal, in this order."""
+_LEAST_WIDTH = 12
+"""The minimum width of a wrapped last column, in characters."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +136,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(rows: Sequence[Row], width: int) -> str:
-    """Returns rows with the same keys as a table, without columns that are empty. Texts of the last
-    column are wrapped at `width`. If the others are too wide, some are left out, and a line says
-    which.
+    """Returns a table of `rows`, which have the same keys. Empty columns are left out.
+
+    Texts of the last column are wrapped at `width` characters. If the other columns are too wide,
+    some are left out, and a line below the table names them.
 
     >>> print(table([{"name": "a", "parameters": 7.6e9}, {"name": "bc", "parameters": None}], 80))
     name  parameters
@@ -161,7 +162,7 @@ def table(rows: Sequence[Row], width: int) -> str:
         ]
         *others, last = padded
         before = "".join(f"{cell}  " for cell in others)
-        room = max(width - len(before), _LEAST)
+        room = max(width - len(before), _LEAST_WIDTH)
         rest = textwrap.wrap(last.rstrip(), room) if texts[-1] else [last]
         lines.append((before + ("\n" + " " * len(before)).join(rest)).rstrip())
     names = [_HEADINGS.get(key, key) for key in every]
@@ -169,8 +170,8 @@ def table(rows: Sequence[Row], width: int) -> str:
 
 
 def _shown(rows: Sequence[Row], keys: Sequence[str], width: int) -> list[str]:
-    """Returns those of `keys` whose columns fit in `width`. A last column of texts can be wrapped
-    and needs no more than 12 characters.
+    """Returns the `keys` whose columns fit in `width`. A last column of texts can be wrapped, so it
+    needs no more than 12 characters.
     """
     sizes = {
         key: 2 + max(len(_HEADINGS.get(key, key)), *(len(_text(key, row[key])) for row in rows))
@@ -178,12 +179,12 @@ def _shown(rows: Sequence[Row], keys: Sequence[str], width: int) -> list[str]:
     }
     last = keys[-1]
     if any(" " in str(row[last]) for row in rows):
-        sizes[last] = min(sizes[last], 2 + _LEAST)
+        sizes[last] = min(sizes[last], 2 + _LEAST_WIDTH)
     return shown_columns(sizes, width + 2, _DROPPED)
 
 
 def _text(key: str, value: Any) -> str:
-    """Returns the text of one cell: parameters in billions, bytes in GiB, rates with one digit."""
+    """Returns the text of a cell: parameters in billions, bytes in GiB, floats with one decimal."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -37,8 +37,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="SOURCE",
-        help="a folder or hub name with other weights, such as those the run began with (default:"
-        " the model that the run exported last)",
+        help="a folder or hub name with other weights, such as the base model's (default: the model"
+        " that the run exported last)",
     )
     parser.add_argument(
         "--data-cache", metavar="FOLDER", help="folder for tokenized data (default: the run's)"
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.runtime.training.evaluating import evaluate_run
 
-    found = evaluate_run(
+    result = evaluate_run(
         args.run,
         tuple(args.data),
         model=args.model,
@@ -71,20 +71,22 @@ def run(args: argparse.Namespace) -> int:
         on_note=(lambda _: None) if args.json else lambda note: print(fitted(note)),
     )
     if args.json:
-        finite = math.isfinite(found.loss)
+        loss, perplexity = (
+            value if math.isfinite(value) else None for value in (result.loss, result.perplexity)
+        )
         print(
             json.dumps(
                 {
-                    "loss": found.loss if finite else None,
-                    "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,
-                    "tokens": found.tokens,
-                    "seconds": found.seconds,
+                    "loss": loss,
+                    "perplexity": perplexity,
+                    "tokens": result.tokens,
+                    "seconds": result.seconds,
                 }
             )
         )
     else:
         print(
-            f"loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, over {found.tokens:,}"
+            f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f}, over {result.tokens:,}"
             " tokens"
         )
     return 0

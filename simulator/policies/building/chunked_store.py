@@ -1,0 +1,59 @@
+"""ChunkedStore: the base of parameter stores that copy layers chunk by chunk."""
+
+from __future__ import annotations
+
+from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
+from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule.plan import Plan
+
+
+class ChunkedStore:
+    """The slots of streamed weights, and copies of layers in chunks. A subclass makes the slots and
+    defines `_chunks`.
+    """
+
+    def __init__(self, builder: Builder, plan: Plan) -> None:
+        self.builder, self.plan, self.stack = builder, plan, plan.model.stack
+        self.width = DTYPE_BYTES[plan.workload.dtype]
+        """Bytes of an element in the compute dtype."""
+        self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
+        """Parameters of a chunk."""
+        self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
+        self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
+        self.updated: set[str] = set()
+        """Layers whose deferred update this step has applied."""
+        self.summing: dict[str, str] = {}
+        """Layer -> the gradient slot that the next micro-batch of the group adds to."""
+
+    def _cache(self, layer: str) -> SlotCache:
+        """Returns the slots that the layer's weights stream through."""
+        return self.decoders if self.stack[layer].kind == "decoder" else self.vocabulary
+
+    def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
+        """Returns (number, first parameter, number of parameters) of each chunk of the layer, or of
+        the part of the layer that the rank owns.
+        """
+        raise NotImplementedError
+
+    def _copies(
+        self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float
+    ) -> None:
+        """Emits the copies of a layer's buffer to or from the host, chunk by chunk.
+
+        `width` is in bytes per parameter. Each op names only its own chunk of the host buffer, so
+        it waits only for ops on this chunk.
+        """
+        up = source.startswith("host.")
+        lane, add = "h2d" if up else "d2h", self.builder.op
+        for number, first, count in self._chunks(layer):
+            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
+            add(
+                OpId(kind, layer, phase, micro, number),
+                lane,
+                (read,),
+                (written,),
+                offset=int(width * first),
+                bytes=int(width * count),
+            )
