@@ -255,7 +255,7 @@ class Ranks:
         error: BaseException | None = None
         try:
             yield
-        except BaseException as failure:  # also an interruption, because torchrun sends SIGTERM
+        except BaseException as failure:  # includes an interruption: torchrun sends SIGTERM
             error = failure
         finally:
             over.set()

@@ -678,7 +678,7 @@ class Trainer(TrainingRun):
             raise
         except (UserError, RuntimeError) as error:
             failed = str(error).partition("\n")[0]
-        if failed:  # not inside `except`, as in `_step`
+        if failed:  # handled outside `except`, as in `_step`
             self._return(former, run.step, failed)
             return
         self._former = former
