@@ -247,7 +247,7 @@ class Trainer(TrainingRun):
                 "training: switch",
                 found=f"a plan for {self.plan.gpus} GPUs",
                 allowed="a plan for one GPU",
-                fix="let it end, and resume it with the other plan",
+                fix="let the training end, and resume it with the other plan",
             )
         if self._checkpoints is None:
             raise UserError(
