@@ -13,7 +13,7 @@ from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import Documents, truncated
 from megatrain.runtime.data.opening import describe_packing, read_data
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.preview import GUILLEMETS, Marks, preview
+from megatrain.runtime.data.preview import Marks, preview
 from megatrain.runtime.data.remarks import remarks
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload
@@ -90,12 +90,12 @@ def survey(
     options: DataOptions,
     tokenizer_folder: Path,
     vocabulary: int,
-    on_note: Callable[[str], None] = lambda _: None,
+    on_note: Callable[[str], None],
     *,
-    sequence: int | None = None,
-    limit: int | None = None,
-    number: int = 1,
-    marks: Marks = GUILLEMETS,
+    sequence: int | None,
+    limit: int | None,
+    number: int,
+    marks: Marks,
 ) -> Survey:
     """Returns a description of the data that `options` name.
 

@@ -106,6 +106,13 @@ def breakages(path: Path) -> dict[int, list[tuple[Operator, int]]]:
     return found
 
 
+# Keywords that refuse what no code does. The type check refuses assignments to the fields of a
+# frozen class and, of a class with `kw_only`, arguments without names. `strict` refuses sequences
+# of different lengths. (`frozen` also makes an object hashable; where it is a key, all tests need
+# that.)
+_ONLY_CHECKS = ("frozen", "kw_only", "strict")
+
+
 class _Plain(ast.NodeTransformer):
     def visit_arguments(self, node: ast.arguments) -> ast.AST:
         node.args, node.posonlyargs, node.kwonlyargs = (
@@ -122,7 +129,7 @@ class _Plain(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        return ast.Constant("strict") if node.arg == "strict" else self.generic_visit(node)
+        return ast.Constant(node.arg) if node.arg in _ONLY_CHECKS else self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for field in {"annotation", "returns"} & set(node._fields):
@@ -133,8 +140,8 @@ class _Plain(ast.NodeTransformer):
 def plain(source: str) -> str | None:
     """Returns a dump of the program in which only its behavior is left, or None for a syntax error.
 
-    Annotations and their imports, markers of positional-only and keyword-only parameters, and the
-    `strict` of a zip are removed.
+    These parts are removed: annotations and their imports, markers of positional-only and
+    keyword-only parameters and fields, whether a class is frozen, and the `strict` of a zip.
     """
     try:
         return ast.dump(_Plain().visit(ast.parse(source)))

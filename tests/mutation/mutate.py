@@ -38,6 +38,11 @@ TESTS = (
     "experiments/training/test_chat.py",
     "experiments/training/test_convert.py",
 )
+READERS = {
+    "simulator/model/families/": "tests/simulator/model/test_family_defaults.py",
+    "runtime/optimizer/settings.py": "tests/runtime/training/test_config.py",
+}
+"""Tests that read the tables or classes of modules and may execute none of their functions."""
 KINDS = ("killed", "survived", "equivalent", "unreached")
 
 
@@ -121,10 +126,11 @@ def record(drawn: list[Breakage], copy: Copy, files: list[str], into: Path) -> N
 class Executing:
     """The recorded tests that execute each breakage.
 
-    Code that a fixture executes counts for every test of its file.
+    Code that a fixture executes counts for every test of its file. The tests of `READERS` count for
+    every breakage of their modules.
     """
 
-    def __init__(self, recorded: Path) -> None:
+    def __init__(self, recorded: Path, drawn: list[Breakage]) -> None:
         self.seconds: dict[str, float] = {}
         """Duration of each test that passed."""
         self.reached: dict[int, set[str]] = {}
@@ -141,6 +147,12 @@ class Executing:
                 self.reached.setdefault(number, set()).update(
                     {test} & passed.keys() if phase == "call" else passed
                 )
+        for number, breakage in enumerate(drawn):
+            for modules, reader in READERS.items():
+                if breakage.path.startswith(modules):
+                    self.reached.setdefault(number, set()).update(
+                        test for test in self.seconds if test.startswith(f"{reader}::")
+                    )
         self.width = Counter(test for tests in self.reached.values() for test in tests)
 
     def tests(self, number: int) -> list[str]:
@@ -250,7 +262,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         marked, broken = Copy(Path(folder) / "marked"), Copy(Path(folder) / "broken")
         record(drawn, marked, options.tests or every, into)
-        outcomes = run(drawn, broken, Executing(into), options.seconds, into / "outcomes.json")
+        outcomes = run(
+            drawn, broken, Executing(into, drawn), options.seconds, into / "outcomes.json"
+        )
     lowest = 1.0
     for path, sample in samples:
         counts = Counter(outcomes[: len(sample)])

@@ -42,3 +42,13 @@ def test_some_of_many_cores_are_left_to_the_threads_that_enqueue(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert executor.lane_threads(torch.device("cpu"))["cpu"] == cpu
     assert executor.lane_threads(torch.device("cuda"))["cpu"] == cuda
+
+
+def test_only_a_gpu_is_described_with_a_version_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(machine, "device_bytes", lambda _: 2**37)
+    cpu, gpu = (machine.describe(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert str(cpu["device"]).endswith(", memory pool as device")
+    assert "cuda" not in cpu
+    assert (gpu["device"], gpu["cuda"]) == ("NVIDIA H200", "13.0")

@@ -253,7 +253,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     shared, all_layers = known.get("num_kv_shared_layers"), known.get("num_hidden_layers")
     if isinstance(shared, int) and isinstance(all_layers, int):
         # The layers that share keys and values are the last ones.
-        shorter["num_kv_shared_layers"] = max(0, shared - max(0, all_layers - layers))
+        shorter["num_kv_shared_layers"] = max(0, shared - (all_layers - layers))
     return {
         **shorter,
         (

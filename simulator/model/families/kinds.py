@@ -170,7 +170,7 @@ def dots_window(c: ModelConfig) -> list[str]:
     """Returns `layer_types`, or sliding from layer `max_window_layers` on if the config has a
     window, and full in the others.
     """
-    on, first = bool(c.count("sliding_window", 0)), c.count("max_window_layers", 62)
+    on, first = bool(c.count("sliding_window")), c.count("max_window_layers", 62)
     return _attention(c, lambda index: on and index >= first)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from schedule_text import from_text
@@ -247,6 +248,28 @@ def test_a_calibration_that_fails_leaves_nothing_behind(
             device_bytes=2**33,
         )
     assert sorted(closed) == ["parts", "pool"]
+
+
+def test_optimizers_are_measured_with_layers_that_are_not_compiled(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their times do not depend on it, and compiling takes minutes."""
+    plan, quick = executable(), list[Workload]()
+    compiled = msgspec.structs.replace(plan.workload, compiled=True)
+    monkeypatch.setattr(
+        module, "_measure_optimizer", lambda _, __, work: (quick.append(work), 1 / 0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate(
+            "here",
+            plan.model,
+            compiled,
+            config_of(plan.model),
+            torch.device("cpu"),
+            host_bytes=2**33,
+            device_bytes=2**33,
+        )
+    assert [(work.compiled, work.fp8) for work in quick] == [(False, None)]
 
 
 def test_the_link_is_measured_next_to_host_updates_of_whole_layers(
@@ -498,3 +521,12 @@ def test_the_update_in_another_format_is_measured_on_request(
         ("cpu_update:bf16-sr", 2**14),
         ("cpu_update:bf16-sr:wide", 2**14),
     }
+
+
+def test_measured_shapes_are_listed_by_their_numbers_of_rows() -> None:
+    samples = {("forward", "a/12x512"): [1], ("forward", "a/3x512"): [2], ("copy", 2**20): [3]}
+    assert [key for key, _ in sorted(samples.items(), key=measured_costs._by_number)] == [
+        ("copy", 2**20),
+        ("forward", "a/3x512"),
+        ("forward", "a/12x512"),
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from whole_models import model_of
 
 from megatrain.runtime.calibration import contention
 from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
@@ -129,10 +130,13 @@ def test_a_loss_is_a_share_with_three_digits() -> None:
 
 
 @pytest.fixture
-def tiny(executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Any:
+def tiny(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Any:
+    """Returns what contention is measured with, of a tiny model or of the one in `request`."""
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(contention, "_UPDATED", 2**10)
-    plan, device = executable(), torch.device("cpu")
+    plan, device = executable(**getattr(request, "param", {})), torch.device("cpu")
     layer, largest = plan.model.stack["0"], 2**16
     sizes = {
         f"{place}.{what}:0": largest
@@ -197,6 +201,24 @@ def test_turns_and_their_spread_can_be_measured(tiny: Any) -> None:
     )
     assert isinstance(turns, KernelInterleaving)
     assert spreads.keys() == {"turns.wait_ns", "turns.forward_loss", "turns.backward_loss"}
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [{"model": model_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.7)}],
+    indirect=True,
+)
+def test_a_layer_with_a_balancing_loss_has_gradients_as_in_a_step(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the choices of a forward pass they would not be finite."""
+    templates, arenas, layer, largest, _ = tiny
+    work = contention._lane_work(templates, arenas, layer, largest, torch.device("cpu"))
+    backward, found = templates.backward, []
+    monkeypatch.setattr(templates, "backward", lambda *given: found.extend(backward(*given)))
+    work["compute"]()
+    assert found
+    assert all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
 
 def test_lanes_run_for_as_many_windows_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:

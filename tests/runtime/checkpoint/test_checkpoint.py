@@ -232,3 +232,11 @@ def test_a_folder_without_a_checkpoint_restores_nothing(
 def test_keeping_no_checkpoint_is_refused(tmp_path: Path, kept: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"checkpoints: {next(iter(kept))}: found"):
         Checkpoints(tmp_path, **kept)
+
+
+def test_a_shard_holds_as_many_tensors_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is larger than a shard has one of its own."""
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 64)
+    sizes = {"a": 32, "b": 32, "c": 1, "d": 100, "e": 64}
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert [list(part) for part in checkpoint._parts(tensors)] == [["a", "b"], ["c"], ["d"], ["e"]]

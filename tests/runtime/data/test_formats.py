@@ -259,7 +259,7 @@ def test_a_file_that_goes_away_gives_a_one_line_error(jsonl: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line"]
+    "line", ["some words\n  indented\n", "数据 und Wörter\n", "no end of line", "слова"]
 )
 def test_a_long_text_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
@@ -271,6 +271,7 @@ def test_a_long_text_is_read_in_pieces(
     pieces = [row.value for row in found if isinstance(row.value, bytes)]
     assert "".join(piece.decode() for piece in pieces) == line * 100
     assert len(pieces) > 5
+    assert all(50 - 3 <= len(piece) <= 50 + 3 for piece in pieces[:-2])
     assert [row.closes for row in found] == [False] * (len(found) - 1) + [True]
     for index, row in enumerate(found):
         assert row.line == 1 + b"".join(pieces[:index]).count(b"\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation, Layout, recognize
@@ -453,3 +454,19 @@ def test_columns_that_are_not_read_are_named(tokenizer_folder: Folder) -> None:
         .describe()
         .endswith("; columns that are not read: functions, images")
     )
+
+
+def test_a_text_longer_than_the_model_s_rows_is_no_warning(
+    tokenizer_folder: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut later, when rows are packed."""
+    where = tokenizer_folder()
+    file = where / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 4}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    plain = AutoTokenizer.from_pretrained(where)
+    for tokenizer, warns in ((plain, True), (load_tokenizer(where), False)):
+        assert tokenizer is not None
+        caplog.clear()
+        assert len(tokenizer("hello world " * 10)["input_ids"]) > 4
+        assert bool(caplog.records) == warns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,37 @@ def test_trained_weights_are_exported(
     assert all(torch.equal(tensors[name], master) for name, master in masters.items())
     start = random_weights(0)("0", "mlp.up_proj.weight", (96, 32))
     assert not torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], start)
+
+
+def test_tensors_that_are_not_finite_are_named(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    with session(executable()) as running:
+        assert running.state.not_finite() == []
+        tensors, stack = running.state.tensors(), running.executor.plan.model.stack
+        tensors["0.weights"][stack["0"].offsets[-1]] = torch.inf
+        tensors["2.weights"][0] = torch.nan
+        assert running.state.not_finite() == [
+            f"model.layers.0.{stack['0'].tensors[-1].name}",
+            f"model.layers.2.{stack['2'].tensors[0].name}",
+        ]
+
+
+def test_a_rank_s_state_ends_where_the_layer_ends(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is a whole number of rows of sums, so the last part may reach beyond the layer."""
+    with session(executable()) as running:
+        layers = running.executor.plan.model.stack
+        whole = running.state.tensors()
+        for rank, owned in ((0, 1), (1, 0)):
+            monkeypatch.setattr(running.state, "_ranks", SimpleNamespace(rank=rank))
+            tensors = running.state.tensors()
+            assert tensors.keys() == whole.keys()
+            for name, layer in layers.items():
+                for kind in ("weights", "master_low", "moments"):
+                    assert tensors[f"{name}.{kind}"].shape[-1] == owned * layer.elements
+        monkeypatch.setattr(running.state, "_ranks", None)
 
 
 def test_a_sharded_folder_loads_and_a_large_model_is_exported_in_shards(

@@ -11,6 +11,9 @@ import errno
 import functools
 import gc
 import mmap
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,29 @@ def test_an_exception_while_memory_is_allocated_releases_it(
         Executor(plan, config_of(plan.model), AdamW(), CPU, on_allocate=interrupt)
     assert registrar.calls
     assert not registrar.now
+
+
+def test_an_allocation_that_fails_ends_when_no_piece_is_being_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a piece would be registered after `close` has unregistered all."""
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    both, ended = threading.Barrier(2), threading.Event()
+    memory = HostMemory(registered=False)
+
+    def register(piece: torch.Tensor) -> None:
+        both.wait()
+        if piece.storage_offset() == 0:
+            raise RuntimeError("no")
+        time.sleep(0.2)
+        ended.set()
+
+    monkeypatch.setattr(host_memory, "_THREADS", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(memory, "register", register)
+    with pytest.raises(RuntimeError, match="no"):
+        memory.allocate([8192, 8192], lambda _: None)
+    assert ended.is_set()
 
 
 def test_memory_is_released_although_the_device_has_failed(

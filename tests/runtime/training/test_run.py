@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from megatrain.runtime.training import opening
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
+from megatrain.runtime.training.converting import convert_run
 from megatrain.runtime.training.exporting import export_run
 from megatrain.runtime.training.notes import epochs_note
 from megatrain.runtime.training.run_folder import RunFolder, append, save_plan
@@ -413,3 +415,13 @@ def test_a_full_disk_gives_a_one_line_error() -> None:
         match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: ",
     ):
         append(Path("/dev/full"), {"step": 1})
+
+
+def test_an_export_or_a_conversion_into_something_is_refused_before_the_run_is_read(
+    tmp_path: Path,
+) -> None:
+    """Reading all files of a large checkpoint takes minutes."""
+    (tmp_path / "out").mkdir()
+    for write in (export_run, functools.partial(convert_run, state="bf16-sr")):
+        with pytest.raises(UserError, match=r"/out: found something there already"):
+            write(tmp_path / "no run", tmp_path / "out")

@@ -185,6 +185,17 @@ def test_an_unwritable_path_gives_a_one_line_error(tmp_path: Path, target: str) 
 # ---- reading
 
 
+@pytest.mark.parametrize("text", ["key = ", "key = [1", "1" * 5000, "key = " + "1" * 5000])
+def test_text_in_no_format_is_refused_with_the_name_of_its_file(tmp_path: Path, text: str) -> None:
+    """Python refuses numbers of thousands of digits with an error of its own."""
+    (tmp_path / "text").write_text(text)
+    with pytest.raises(UserError, match=r"/text: found text that is not TOML \(.*a TOML file"):
+        read_toml(tmp_path / "text", Knobs)
+    (tmp_path / "text").write_text(f"[{text}")
+    with pytest.raises(UserError, match=r"/text: found text that is not JSON \(.*a JSON file"):
+        read_json(tmp_path / "text")
+
+
 def test_an_unreadable_path_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

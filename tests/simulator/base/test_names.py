@@ -128,6 +128,22 @@ def test_options_that_resemble_a_given_one(written: str, found: list[str]) -> No
     assert alike(written, ["--rate", "--seq", "--batch", "--steps"]) == found
 
 
+@pytest.mark.parametrize(
+    ("written", "known", "found"),
+    [
+        ("ba", "batch", False),
+        ("bat", "batch", True),
+        ("seq", "longest-seq", False),
+        ("rate", "learning-rate", True),
+    ],
+)
+def test_a_beginning_has_three_letters_and_a_part_four(
+    written: str, known: str, found: bool
+) -> None:
+    """Fewer letters are in most names by chance."""
+    assert alike(written, [known]) == ([known] if found else [])
+
+
 def test_names_that_differ_only_in_their_variant_are_listed_once() -> None:
     known = ["qwen2.5-7b", "qwen2.5-7b-instruct"]
     assert alike("qwem2.5-7b", known) == known

@@ -155,6 +155,24 @@ def test_between_measured_sequence_lengths_a_token_takes_more_by_a_line() -> Non
     assert costs.duration_ns(head) == 80 + round((176 - 80) / 2)
 
 
+@pytest.mark.parametrize("sequence", [512, 1024])
+def test_of_as_many_tokens_those_in_the_nearest_sequences_are_scaled(sequence: int) -> None:
+    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    measured = {
+        f"{model.shape}/16x512-bf16": (80, 1_000_000),
+        f"{model.shape}/8x1024-bf16": (80, 3_000_000),
+    }
+    larger = Workload(batch=32 * 1024 // sequence, sequence=sequence)
+    rows = {"16x2x128-bf16": ((512, 1, 2), (2048, 2, 4))}  # attention takes almost no time
+    curves = table(compute={"forward": measured}, attention=rows)
+    machine = msgspec.structs.replace(hardware, costs=curves)
+    costs = cost_model(machine, model, larger)
+    op = Op(id="F0.m0", lane="compute", flops=320, shape=f"{model.shape}/{larger.shape}")
+    assert costs.extrapolated(op)
+    expected = {512: 4_000_000, 1024: 12_000_000}[sequence]
+    assert costs.duration_ns(op) == pytest.approx(expected, rel=0.01)
+
+
 def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
     model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     measured = table(

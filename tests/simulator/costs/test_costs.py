@@ -14,6 +14,8 @@ from small_table import SHAPE, load, table
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, Replayed, cost_model
+from megatrain.simulator.costs.contention import Demand
+from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.engine.evaluator import evaluate
 from megatrain.simulator.hardware.cost_table import HostMemorySpec, Workspace
@@ -277,7 +279,12 @@ def test_ops_of_one_size_cost_the_same(
             costs.duration_ns(sizes.ops[size]),
             costs.demand(sizes.ops[size]),
         )
-        assert (op.kind, op.lane) == (sizes.ops[size].kind, sizes.ops[size].lane)
+    # A measured machine also tells those that add to a gradient from those that write it. What the
+    # builder of a schedule finds is what its ops say.
+    for found in (sizes, msgspec.structs.replace(schedule).sizes):
+        for op, size in zip(schedule.ops, found.which, strict=True):
+            one = found.ops[size]
+            assert (op.kind, op.lane, op.adds) == (one.kind, one.lane, one.adds)
     replayed = Replayed(evaluate(schedule, costs))
     assert evaluate(schedule, replayed) == evaluate(schedule, costs), (
         "each replayed op has its own duration"
@@ -419,3 +426,15 @@ def test_costs_with_and_without_documents_predict_each_other_and_are_flagged(
     assert costs.workspace(model, wanted) == Workspace(layer=5, head=6)
     chosen = packed_as(False, attention="cudnn")
     assert Datasheet(hardware, model, chosen).share(ops["forward"], packed_as(True)) < 1
+
+
+def test_copies_of_several_gpus_are_slower_while_both_directions_are_busy() -> None:
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
+    alone = cost_model(hardware, model, Workload(batch=1, sequence=1024))
+    shared = ScaledCosts(alone, lambda op: op, both_slower=2.0)
+    down, up, compute = Demand("h2d"), Demand("d2h"), Demand("compute")
+    for busy in ((down,), (down, compute)):
+        assert shared.rates(busy) == alone.rates(busy)
+    busy = (down, up, compute)
+    whole = alone.rates(busy)
+    assert shared.rates(busy) == (round(whole[0] / 2), round(whole[1] / 2), whole[2])

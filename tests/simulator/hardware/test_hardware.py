@@ -292,3 +292,36 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "typo.toml").write_text(text)
     with pytest.raises(UserError, match="h2d_gbps"):
         HardwareSpec.load(str(tmp_path / "typo.toml"))
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("device_gb_per_s", 0.001, 1e6),
+        ("host_gb_per_s", 0.001, 1e6),
+        ("thread_gb_per_s", 0.001, 1e6),
+        ("h2d_gb_per_s", 0.001, 5000),
+        ("d2h_gb_per_s", 0.001, 5000),
+        ("device_bytes", 2**20, 2**60),
+        ("host_bytes", 2**20, 2**60),
+        ("cores", 1, 2**16),
+        ("cpu_update_per_s", 1, 1e15),
+        ("cpu_adam_per_s", 1, 1e15),
+        ("attention_half_tokens", 0, 2**20),
+        ("link_latency_ns", 0, 10**9),
+        ("watts", 0.001, 1e6),
+        ("uncertainty", 0, 0.9),
+        ("linear_efficiency", 1e-6, 1),
+        ("attention_efficiency", 1e-6, 1),
+    ],
+)
+def test_a_number_in_a_wrong_unit_is_outside_of_its_limits(
+    field: str, least: float, most: float
+) -> None:
+    """The limits themselves are allowed."""
+    plain = HardwareSpec.load("h200")
+    for value in (least, most):
+        assert getattr(msgspec.structs.replace(plain, **{field: value}), field) == value
+    for value in (least - 0.0001, 1.0001 * most):
+        with pytest.raises(UserError, match=f"{field}: found"):
+            msgspec.structs.replace(plain, **{field: value})

@@ -111,3 +111,10 @@ def test_layers_of_a_deep_model_are_of_transformers_kinds(
         ("mlp_layer_types", [kind.mlp for kind in kinds]),
     ):
         assert found == (getattr(theirs, key, None) or found)
+
+
+@pytest.mark.parametrize("family", ["dots1", "qwen2", "qwen3_moe", "mistral", "mixtral", "phi3"])
+def test_a_window_of_null_is_none(family: str) -> None:
+    given = {**SMALL, **OWN.get(family, {}), "num_hidden_layers": LAYERS, "sliding_window": None}
+    model = ModelSpec.from_config({"model_type": family, **given}, "config.json")
+    assert {layer.attention for layer in model.decoders} == {"full_attention"}

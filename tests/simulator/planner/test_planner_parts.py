@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner import slot_search
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
@@ -369,6 +371,32 @@ def test_the_fastest_two_of_all_candidates_are_ranked_first(make_plan: MakePlan)
     assert search.faster(search.time(fast), fast, []) is None
 
 
+def test_a_ranking_ends_after_eight_plans_in_a_row_that_are_no_better(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan, accumulation=2)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    candidates = [
+        placed(search.plan, weights=weights, saved_activations=saved)
+        for weights in ("", "0", "0-1", "0-2", "0-3", "all")
+        for saved in ("", "3", "4")
+    ]
+    timed: list[Plan] = []
+
+    def coarse(candidate: Plan) -> SimpleNamespace:
+        if candidate in asked:
+            timed.append(candidate)
+        asked.append(candidate)
+        return SimpleNamespace(bound_ns=0, step_ns=1)
+
+    asked: list[Plan] = []
+    equal = SimpleNamespace(compute_ns=lambda _: 0, step_ns=lambda _: 0)
+    monkeypatch.setattr(search, "lower_bound", equal)
+    monkeypatch.setattr(search, "_coarse", coarse)
+    assert search._ranked(candidates) == candidates[:2]
+    assert timed == candidates[:10]
+
+
 def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: MakePlan) -> None:
     for clipping in ("global", "layer", "none", "update"):
         plan = streaming(make_plan, clipping=clipping)
@@ -413,6 +441,20 @@ def test_bytes_of_slots_computed_for_a_short_model_hold_for_the_whole_plan(
                     limits = {**roomy, f"{name}_limit_bytes": peak - less}
                     search.plan = msgspec.structs.replace(plan, **limits)
                     assert search._excess(pair, path) == less
+
+
+def test_pairs_are_compared_with_the_most_gradient_slots_and_staging_buffers(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few of them, a plan waits for these and not for what the pairs differ in."""
+    plan, timed = make_plan("k_buffer", layers=6), list[Plan]()
+    search = SlotSearch(plan, cost_model(H200, plan.model, plan.workload))
+    monkeypatch.setattr(slot_search, "uncontended_makespan_ns", lambda *_: 1)
+    monkeypatch.setattr(slot_search, "schedule_to_time", lambda plan, _: timed.append(plan))
+    assert len(search._first_round()) == len(timed) > 1
+    assert len(search.paths) > 1
+    used = {(each.knobs.gradient_slots, each.knobs.gradient_staging) for each in timed}
+    assert used == {tuple(max(sizes) for sizes in zip(*search.paths, strict=True))}
 
 
 def test_limits_of_one_memory_are_the_lower_one() -> None:

@@ -22,8 +22,10 @@ from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.filling import Filling, last
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import best_estimate, candidates, plans_of
+from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.policies.overlapped import Overlapped
 from megatrain.simulator.schedule.plan import Placement
+from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
 H200, MIB = HardwareSpec.load("h200"), 2**20
 LIMIT = 10 * MIB
@@ -205,3 +207,14 @@ def test_rates_are_found_once_for_each_set_of_busy_lanes(
     times = [makespan_ns(schedule, costs) for _ in range(2)]
     assert times[0] == times[1]
     assert len(shared) == len({busy for _, busy in shared}) > 1
+
+
+@pytest.mark.parametrize(("limit", "searches"), [(None, 0), (4 * MIB, 1)])
+def test_one_more_gib_is_only_searched_for_where_memory_is_short(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch, limit: int | None, searches: int
+) -> None:
+    choice = candidates(model, H200, WORK, policies=["k_buffer"], device_limit=limit)[0]
+    assert choice.feasible
+    searched = counted(monkeypatch, SlotSearch, "best")
+    assert len(one_more_gib(choice, H200, cost_model(H200, model, WORK))) == 2
+    assert len(searched) == searches

@@ -5,6 +5,7 @@ They are read from the figure before it becomes a PNG.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,29 @@ SPANS = (
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every drawn figure is added."""
+    """A list to which every drawn figure is added. Each must be readable."""
     figures: list[Figure] = []
-    monkeypatch.setattr(canvas, "save", lambda figure, _: figures.append(figure))
+
+    def save(figure: Figure, _: Path) -> None:
+        assert_readable(figure)
+        figures.append(figure)
+
+    monkeypatch.setattr(canvas, "save", save)
     return figures
+
+
+def assert_readable(figure: Figure) -> None:
+    """Asserts that all panels with their names and legends are inside of the figure, and that none
+    is drawn over another.
+    """
+    panels = {axes.get_position().bounds: axes.get_tightbbox() for axes in figure.axes}
+    for box in panels.values():
+        assert figure.bbox.padded(1).containsx(box.x0), (figure.bbox, box)
+        assert figure.bbox.padded(1).containsx(box.x1), (figure.bbox, box)
+        assert figure.bbox.padded(1).containsy(box.y0), (figure.bbox, box)
+        assert figure.bbox.padded(1).containsy(box.y1), (figure.bbox, box)
+    for one, other in itertools.combinations(panels.values(), 2):
+        assert not one.padded(-1).overlaps(other.padded(-1)), (one, other)
 
 
 def timeline(name: str, factor: int = 1) -> Timeline:
@@ -214,6 +234,40 @@ def test_errors_have_no_sign_at_zero_and_a_sentence(drawn: list[Figure], make_pl
     assert len(set(labels)) == len(labels)
 
 
+def test_errors_have_three_panels_with_a_row_for_each_kind_lane_and_part(
+    drawn: list[Figure], make_plan: Any
+) -> None:
+    plan = make_plan()
+    schedule = lower(plan)
+    step = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
+    report = compare(step, msgspec.structs.replace(step, name="measured"), schedule)
+    errors_png(Path("errors.png"), report, "errors")
+    others = [part.name for part in report.parts[1:-1]]
+    for axes, heading, rows, bars in zip(
+        drawn[0].axes,
+        (
+            "part of the step's error, by kind of operation",
+            "busy time of each lane",
+            "what the step consists of",
+        ),
+        (
+            [kind.kind for kind in report.kinds],
+            [lane.lane for lane in report.lanes],
+            ["compute busy", *(f"{lane} alone" for lane in others), "no lane busy"],
+        ),
+        (1, 2, 2),
+        strict=True,
+    ):
+        assert heading in texts(axes)
+        assert [label.get_text() for label in axes.get_yticklabels()] == rows
+        assert len(axes.patches) == bars * len(rows)
+    seconds = [bar.get_width() for bar in drawn[0].axes[2].patches]
+    assert seconds == pytest.approx(
+        [part.predicted_seconds for part in report.parts]
+        + [part.measured_seconds for part in report.parts]
+    )
+
+
 def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
     usage = {
         "host.moments": [(0, 100 * GIB)],
@@ -230,6 +284,16 @@ def test_small_pools_are_one_area(drawn: list[Figure]) -> None:
     assert "other, 2 kinds   512.00 MiB" in [
         text.get_text() for text in axes.get_legend().get_texts()
     ]
+
+
+def test_a_panel_is_as_high_as_the_names_of_its_pools(drawn: list[Figure]) -> None:
+    usage = {
+        f"{place}.pool{number}": [(0, (number + 20) * GIB), (5, GIB)]
+        for place in ("device", "host")
+        for number in range(22)
+    }
+    memory_png(Path("memory.png"), usage, 999 * GIB, 999 * GIB, "memory")
+    assert [len(axes.get_legend().get_texts()) for axes in drawn[0].axes] == [22, 22]
 
 
 @pytest.mark.parametrize(("count", "window"), [(49, 0), (50, 2), (400, 16)])

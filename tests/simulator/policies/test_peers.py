@@ -115,6 +115,17 @@ def test_their_schedules_are_sound_whatever_the_plan(make_plan: Make, data: st.D
 # ---- what they move and compute
 
 
+@pytest.mark.parametrize("policy", ["fsdp2_offload", "zero_offload"])
+def test_a_further_gradient_is_added_by_the_host_which_reads_two_and_writes_one(
+    make_plan: Make, policy: str
+) -> None:
+    schedule = policies.lower(make_plan(policy, accumulation=2))
+    added = [op for op in schedule.ops if op.kind == "host_pass" and op.layer.isdigit()]
+    arrived = {op.layer: op.bytes for op in schedule.ops if op.kind == "save_gradients"}
+    assert len(added) == len({op.layer for op in added}) > 1
+    assert [op.bytes for op in added] == [3 * arrived[op.layer] for op in added]
+
+
 @pytest.mark.parametrize(
     ("policy", "up", "down"),
     [

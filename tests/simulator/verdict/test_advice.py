@@ -306,6 +306,28 @@ def test_if_no_whole_row_fits_a_shorter_one_is_suggested(
     assert {"seq": "40", "batch": "1"} in [entry.options for entry in some._fitting()]
 
 
+def test_of_what_does_not_suffice_what_lacks_least_is_named_first(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many such changes the five that lack least are named, and one that fits before them."""
+    lacking = [
+        Suggestion(
+            change=f"{size}",
+            options={"batch": f"{size}"},
+            fits=not size,
+            bytes_missing=size,
+            bytes_saved=1,
+        )
+        for size in (6, 2, 5, 0, 1, 4, 3)
+    ]
+    monkeypatch.setattr(Adviser, "_fitting", lambda _: lacking)
+    monkeypatch.setattr(Adviser, "_fitting_format", lambda _: [])
+    verdict = judged(model, advise=True, device_limit=8 * MIB, host_limit=64 * MIB)
+    assert not verdict.feasible
+    found = [entry.change for entry in verdict.advice if "batch" in entry.options]
+    assert found == ["0", "1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize(("machine", "options"), [("h200", 1), ("dgx-spark", 2)])
 def test_the_memory_to_add_is_that_missing_in_both_limits(
     make_model: Callable[..., ModelSpec], machine: str, options: int

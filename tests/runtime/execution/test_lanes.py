@@ -1,0 +1,78 @@
+"""Tests of lanes without an executor: when their tasks run, wait and stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatrain.runtime.execution.lanes import HostMark, Lane, LaneGroup, OpFailed, Task
+
+
+@pytest.fixture
+def lanes() -> Iterator[LaneGroup]:
+    group = LaneGroup([Lane("cpu", 1, None), Lane("update", 1, None)])
+    yield group
+    group.close()
+
+
+def a_task(name: str, run: Callable[[], object], *waits: Task) -> Task:
+    return Task(name, run, HostMark(), [other.mark for other in waits])
+
+
+def test_a_lane_runs_its_tasks_only_when_it_is_told_to_and_then_once() -> None:
+    ran: list[str] = []
+    lane = Lane("cpu", 1, None)
+    lane.queue = [a_task("A", lambda: ran.append("A")), a_task("B", lambda: ran.append("B"))]
+    lane.start(threading.Event())
+    assert not lane.finished(timeout=0.2)
+    assert ran == []
+    lane.play()
+    assert lane.finished()
+    lane.close()
+    assert ran == ["A", "B"]
+
+
+def test_a_task_waits_for_those_of_other_lanes_in_every_step(lanes: LaneGroup) -> None:
+    ran: list[str] = []
+    first = a_task("first", lambda: ran.append("first"))
+    second = a_task("second", lambda: ran.append("second"), first)
+    third = a_task("third", lambda: ran.append("third"), second)
+    for _ in range(2):
+        ran.clear()
+        lanes.play({"cpu": [second], "update": [first, third]})
+        assert ran == ["first", "second", "third"]
+        assert first.mark.end_ns <= second.mark.start_ns <= second.mark.end_ns
+
+
+def test_after_a_failure_no_later_task_runs_and_the_next_step_does(lanes: LaneGroup) -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no such row\nand a long story")
+
+    failing = a_task("A", fail)
+    same_lane = a_task("B", lambda: ran.append("B"))
+    other_lane = a_task("C", lambda: ran.append("C"), failing)
+    with pytest.raises(OpFailed) as error:
+        lanes.play({"cpu": [failing, same_lane], "update": [other_lane]})
+    assert str(error.value) == "A on lane cpu: ValueError: no such row"
+    assert (error.value.op, error.value.lane) == ("A", "cpu")
+    assert ran == []
+    lanes.play({"update": [same_lane]})
+    assert ran == ["B"]
+
+
+def test_of_two_failures_the_one_of_the_first_lane_is_told(lanes: LaneGroup) -> None:
+    both = threading.Barrier(2)
+
+    def fail(text: str) -> Callable[[], None]:
+        def run() -> None:
+            both.wait()
+            raise ValueError(text)
+
+        return run
+
+    with pytest.raises(OpFailed, match=r"^A on lane cpu: ValueError: first$"):
+        lanes.play({"update": [a_task("B", fail("second"))], "cpu": [a_task("A", fail("first"))]})
