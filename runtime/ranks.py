@@ -255,7 +255,7 @@ class Ranks:
         error: BaseException | None = None
         try:
             yield
-        except BaseException as failure:  # also an interruption, because torchrun sends SIGTERM
+        except BaseException as failure:  # includes an interruption: torchrun sends SIGTERM
             error = failure
         finally:
             over.set()
@@ -402,9 +402,9 @@ def joined(
             "ranks",
             found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
             allowed=f"{plan.gpus}, the GPUs of the plan",
-            fix=f"start it with `{_START.format(count=plan.gpus)}`"
+            fix=f"start the command with `{_START.format(count=plan.gpus)}`"
             if plan.gpus > 1
-            else "start it without torchrun, and unset WORLD_SIZE",
+            else "start the command without torchrun, and unset WORLD_SIZE",
         )
     if plan.gpus == 1:
         yield None

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         hardware,
         batch_chosen=chosen,
         chunk_chosen=chunk_chosen,
-        marginal=args.why or args.json,  # a tenth of the command's time, and not shown otherwise
+        # This search takes a tenth of the command's time, and no other output shows its result.
+        marginal=args.why or args.json,
     )
     print(
         json.dumps(from_options.as_json(verdict))

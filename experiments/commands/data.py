@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.files.model_folder import model_folder
     from megatrain.simulator.model.specs import ModelSpec
 
-    # These report a mistake before slow imports.
+    # These calls report a mistake before slow imports begin.
     sources_at(args.files, (args.split,))
     if args.chat_template:
         read_chat_template(args.chat_template)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             allowed="the folder of a run that has started",
             fix="check the path",
         )
-    # These report a mistake before slow imports.
+    # These calls report a mistake before slow imports begin.
     options.refuse_missing_gpu(args)
     sources_at(args.data, (args.split,) if args.split else EVALUATION_SPLITS)
 

@@ -139,7 +139,7 @@ def _h200() -> Suite:
     cap = 16 * 2**30
     first, second, last = models
     cases = (
-        # These compare the order of the policies, and the planner's choice.
+        # These cases compare the order of the policies, and the planner's choice.
         *(
             HeldoutCase(model, 16, 1024, policy, cap)
             for model in models

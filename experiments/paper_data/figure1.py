@@ -1,5 +1,5 @@
-"""Figure 1: speed by model size for all systems, on a GH200 and on an H200 with 1.5 TB. It takes
-about 35 s.
+"""Figure 1: speed by model size for all systems, on a GH200 and on an H200 with 1.5 TB. The
+simulation takes about 35 s.
 
 1.5 TB is read as 1,536 GiB. For 120B, 1,500 GB is predicted too.
 """

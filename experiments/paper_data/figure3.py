@@ -1,5 +1,5 @@
 """Figure 3: the paper's schedule, simulated with the costs that were measured on the H200 of our
-stored run. It takes about 2 s.
+stored run. The simulation takes about 2 s.
 
 Memory limits and workload are those of our run, so the three timelines can be compared. The paper's
 K = 4 does not fit these limits. K is the largest of 4, 2 and 1 that fits.

@@ -1,5 +1,5 @@
 """Figure 4: host memory by model size, for a step of one sequence of 1,024 tokens with all state on
-the host. It takes about 1 s.
+the host. The simulation takes about 1 s.
 
 There is no memory limit. `paper` is the paper's 12 bytes per parameter. All other numbers are the
 memory account of a schedule with every pool, including staging buffers.

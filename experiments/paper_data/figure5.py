@@ -1,5 +1,5 @@
-"""Figure 5: speed and memory by depth, 28 to 180 layers of 7B's width on a GH200. It takes about
-20 s.
+"""Figure 5: speed and memory by depth, 28 to 180 layers of 7B's width on a GH200. The simulation
+takes about 20 s.
 
 `device` has the peak of device memory at each depth with the same batch, which shows whether it
 depends on depth. A batch of `rows` is the paper's, or fills the device.

@@ -1,4 +1,4 @@
-"""Figure 6: speed by width, 28 layers on a GH200. It takes about 12 s.
+"""Figure 6: speed by width, 28 layers on a GH200. The simulation takes about 12 s.
 
 The paper does not report the width x1.0. `rows` have the width that validate_published assumes,
 half of 7B's. `bases` has predictions for other widths x1.0. Their MLP grows with the width as in

@@ -1,5 +1,5 @@
-"""Formats: device and host memory of a training step by model size and state format. It takes about
-2 s.
+"""Formats: device and host memory of a training step by model size and state format. The simulation
+takes about 2 s.
 
 The numbers are the memory account of our schedule, with every pool. The step has one sequence of
 1,024 tokens, all state is on the host, and there is no memory limit.

@@ -1,5 +1,5 @@
 """Pareto: a sweep of schedules and knobs, for 7B on an H200 with 512 GiB of host memory and 32 x
-1024 tokens per step. It takes about 30 s.
+1024 tokens per step. The simulation takes about 30 s.
 
 Policies with a fixed placement are predicted with several numbers of slots, staging buffers and
 checkpoint intervals. `overlapped` has the planner's placement under many limits of device memory.

@@ -1,5 +1,5 @@
 """Ratio: every system's speed at the same number of sequences per step, for 7B and 14B on a GH200
-and on an H200 whose host has 512 GiB. It takes about 60 s.
+and on an H200 whose host has 512 GiB. The simulation takes about 60 s.
 
 Sequences have 1,024 tokens and layers are eager. For every system, a micro-batch that does not fit
 is split into 2, 4, 8 or 16. The published code is the version without pinned copies.

@@ -1,5 +1,5 @@
 """Regimes: our best plan by tokens per step and device memory, for 7B on an H200 with 512 GiB of
-host memory. It takes about 3 min.
+host memory. The simulation takes about 3 min.
 
 A plan for a smaller memory limit also fits a larger one. So a cell keeps the plan of a smaller
 limit if that is faster.

@@ -1,5 +1,5 @@
 """Table 3: one small fine-tuning job, trained in five ways. It is not the paper's job, because
-MetaMathQA and the paper's models are not available here. It takes about 3 min.
+MetaMathQA and the paper's models are not available here. The job takes about 3 min.
 
 A Qwen2-style model of 0.1 M parameters is trained on the sources of Python's email package. It is
 then fine-tuned on the text of Python's help topics (English prose) at a learning rate of 1e-5. The

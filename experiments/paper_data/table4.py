@@ -1,5 +1,5 @@
 """Table 4: the paper's ablation on a GH200, and ours on a GH200 and with an H200's measured costs
-(`ablations.py`). It takes about 15 s.
+(`ablations.py`). The simulation takes about 15 s.
 
 Compiled layers were not measured on the GH200, and the datasheet's rates are for eager layers. So
 the time of compiled layers is the time of eager layers times a measured ratio: that of a 14B layer

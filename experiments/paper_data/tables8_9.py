@@ -1,5 +1,5 @@
-"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about. It takes about
-20 s.
+"""Tables 8 and 9: an A6000 and an RTX 3090, and the cards that readers asked about. The simulation
+takes about 20 s.
 
 For the readers' cards, only our best plan is predicted, with 4 sequences of 1,024 tokens per step
 and the library's host memory. The RTX 4090 is also predicted with 256 GiB of host memory.

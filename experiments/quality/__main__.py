@@ -68,8 +68,8 @@ def parser() -> options.OneLineParser:
         "--fine-tune",
         action="store_true",
         help=(
-            "also train each variant from the weights of exact with the least seed, at a small"
-            " constant rate"
+            "also train each variant at a small constant rate, from the weights of the `exact` run"
+            " with the lowest seed"
         ),
     )
     parser.add_argument(

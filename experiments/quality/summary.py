@@ -202,7 +202,7 @@ def table(summaries: Sequence[VariantSummary]) -> str:
     lines: list[str] = []
     for part, title in (
         ("training", "from random weights"),
-        ("fine-tune", "fine-tuning at a constant rate, from the weights of one run of exact"),
+        ("fine-tune", "fine-tuning at a constant rate, from the weights of one `exact` run"),
     ):
         chosen = [each for each in summaries if each.part == part]
         if not chosen:

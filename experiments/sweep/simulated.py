@@ -51,8 +51,8 @@ def structure(plan: Plan) -> tuple[str, Knobs, Workload]:
 
 
 def likeness(plan: Plan) -> tuple[bytes, int, int]:
-    """Returns a sort key. It puts plans of one structure next to each other, and within a structure
-    plans of one workload.
+    """Returns a sort key that puts plans with the same `structure` next to each other, and among
+    them, plans with the same workload.
     """
     return msgspec.msgpack.encode(structure(plan)), plan.workload.batch, plan.workload.sequence
 

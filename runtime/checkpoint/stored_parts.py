@@ -1,4 +1,4 @@
-"""StoredParts: reads the tensors of a checkpoint on disk, also if files have parts of tensors.
+"""StoredParts: reads the tensors of a checkpoint on disk, even if files have parts of tensors.
 
 With several GPUs, each rank saves its part of each layer to files of its own. This module reads any
 range of a tensor, so a checkpoint can be restored with any number of GPUs.

@@ -17,7 +17,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def stored_steps(folder: Path) -> list[int]:
-    """Returns the steps of all checkpoints in `folder` in ascending order, also if damaged."""
+    """Returns the steps of all checkpoints in `folder`, even damaged ones, in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(

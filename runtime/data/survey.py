@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     documents: int
     """Number of documents that are longer."""
     tokens: int
-    """Number of tokens that are cut off from them."""
+    """Number of tokens that are cut off from these documents."""
     left_out: int
     """Number of these documents that are left out, because no token with loss remains."""
 

@@ -452,8 +452,8 @@ class Executor:
             if error is None:
                 raise
         if error is not None:
-            # raised outside `except`: otherwise `failure` would be its context, and the traceback
-            # of `failure` would keep activations alive
+            # The error is raised outside `except`. Otherwise `failure` would be its context, and
+            # the traceback of `failure` would keep activations alive.
             raise error
         spans = []
         for op in program.schedule.ops:

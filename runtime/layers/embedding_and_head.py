@@ -201,7 +201,8 @@ class EmbeddingAndHead:
             position_ids=self._no_positions,
             attention_mask=self._no_mask,
         )
-        # A model that expects a tuple takes the first of the two rows, instead of the whole tensor.
+        # A model whose layers return tuples uses element 0 of a layer's output. Of the tensor
+        # `rows`, element 0 is the first row, with two dimensions instead of three.
         self._preset.wrapped = normed.rows.dim() == 2
         self._recording = [
             Recording(index == len(layers) - 1, layer, wrapped=self._preset.wrapped)

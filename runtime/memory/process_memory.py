@@ -14,7 +14,7 @@ def host_peak_bytes() -> int | None:
     """Returns the peak resident set size of this process in bytes, or None if the system does not
     report it.
     """
-    # not `getrusage`, because its peak in a new process starts at the peak of the parent
+    # `getrusage` is not used: its peak in a new process starts at the peak of the parent.
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

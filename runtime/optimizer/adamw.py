@@ -270,7 +270,7 @@ def update(
     block = min(workers.cpu_block if device.type == "cpu" else _GPU_BLOCK, count)
 
     def in_blocks(share: Share) -> None:
-        # allocated once for all blocks, because new memory causes page faults
+        # Temporaries are allocated once for all blocks, because new memory causes page faults.
         scratch = torch.empty(3, block, dtype=torch.float32, device=device)
         wide = torch.empty(block, dtype=torch.float64, device=device)
         state = [tensor for tensor in (weights, low, *moments) if tensor is not None]

@@ -3,7 +3,7 @@
 A gradient is stored as records, one for each block of 32 parameters. A record consists of 32 signed
 codes of one byte and their scale s in bf16, which is the largest absolute value of the block,
 rounded up. The code q of a gradient g is 127 g / s with stochastic rounding (`blockwise.py`). It is
-decoded as q s / 127. So the decoded gradient is unbiased, also if it is smaller than half a code.
+decoded as q s / 127. So the decoded gradient is unbiased, even if it is smaller than half a code.
 With rounding to nearest, such a gradient would always be decoded as zero, and its first moment
 would never grow.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "An answer that no template has."
-"""A text that is found in the output of a chat template."""
+"""A made-up answer, whose place in the output of a chat template is searched for."""
 
 
 class Sampling(NamedTuple):

@@ -247,7 +247,7 @@ class Trainer(TrainingRun):
                 "training: switch",
                 found=f"a plan for {self.plan.gpus} GPUs",
                 allowed="a plan for one GPU",
-                fix="let it end, and resume it with the other plan",
+                fix="let the training end, and resume it with the other plan",
             )
         if self._checkpoints is None:
             raise UserError(
@@ -678,7 +678,7 @@ class Trainer(TrainingRun):
             raise
         except (UserError, RuntimeError) as error:
             failed = str(error).partition("\n")[0]
-        if failed:  # not inside `except`, as in `_step`
+        if failed:  # handled outside `except`, as in `_step`
             self._return(former, run.step, failed)
             return
         self._former = former

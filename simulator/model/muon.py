@@ -21,9 +21,9 @@ ITERATIONS = 5
 """Newton-Schulz iterations. The number is odd, because the result must be in the first of the two
 buffers of X."""
 _GROUP = 2**24
-"""Elements that are orthogonalised together, unless one matrix has more. It avoids many small
-kernels for small matrices, such as those of experts. The number changes the bits of the result,
-because a library may choose another kernel for another number of matrices."""
+"""Elements that are orthogonalised together, unless one matrix has more. Groups avoid many
+small kernels for small matrices, such as those of experts. The number changes the bits of the
+result, because a library may choose another kernel for another number of matrices."""
 BLOCK = 2**24
 """Elements that are updated at a time, before and after the iterations."""
 GPU_BYTES = 172

@@ -128,7 +128,7 @@ class Heads(NamedTuple):
     pairs: int
     """The number of key-value heads."""
     size: int
-    """The elements of a head. If queries, keys and values differ, it is the largest of them."""
+    """The elements of a head, or the largest number if queries, keys and values differ."""
 
 
 def elements_of(part: Part) -> int:
@@ -239,7 +239,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def carried(self) -> int:
         """Elements per token that are passed from layer to layer: the width of a layer's input, of
-        its output, and of a checkpoint. It is the hidden size, or more in some families.
+        its output, and of a checkpoint. Their number is the hidden size, or more in some families.
         """
         return self._architecture.carried
 
@@ -446,11 +446,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _fp8_bytes(self, kind: str, layer: str, workload: Workload) -> int:
         """Returns the traffic in bytes of the casts to fp8 in an op of a decoder layer.
 
-        A cast of an operand of n elements in bf16 reads it twice and writes it once in fp8, 5 n
-        bytes. In eager layers, where each step is a separate kernel, it is 13 n. `forward` and
-        `recompute` cast the input and the weight of each linear layer. `backward` casts them again
-        and also the gradient of the output, twice with rowwise scaling. It also copies all three
-        operands once into the memory layout that the product needs (2 n).
+        A cast moves 5 n bytes for an operand of n elements: it reads the operand twice in bf16, and
+        writes it once in fp8. In eager layers, where each step is a separate kernel, a cast moves
+        13 n bytes.
+
+        `forward` and `recompute` cast the input and the weight of each linear layer. `backward`
+        casts both again, and casts the gradient of the output once, or twice with rowwise scaling.
+        `backward` also copies all three operands once into the memory layout that the product needs
+        (2 n bytes).
         """
         compiled = workload.compiled and self.stack[layer].compilable
         cast, moved = 5 if compiled else 13, 0

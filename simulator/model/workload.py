@@ -72,12 +72,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The attention kernel. Each kernel rounds differently. None means the kernel that PyTorch's
     `scaled_dot_product_attention` chooses."""
     loss_chunk: int = 1024
-    """Tokens whose logits exist at one time. It changes the result, because the head's gradient is
-    summed chunk by chunk."""
+    """Tokens whose logits exist at one time. Their number changes the result, because the head's
+    gradient is summed chunk by chunk."""
     token_piece: int | None = None
     """Tokens of a micro-batch that the MLP of a decoder layer, the norm before it and the norm
-    before attention compute at one time (`runtime/layers/token_pieces.py`). It changes the result,
-    because the gradients of their weights are summed piece by piece. None means all tokens."""
+    before attention compute at one time (`runtime/layers/token_pieces.py`). The number of tokens
+    changes the result, because the gradients of weights are summed piece by piece. None means all
+    tokens."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
     It is False by default, because some models and kernels cannot do that

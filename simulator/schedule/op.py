@@ -1,4 +1,4 @@
-"""Op: one unit of work on one lane. Also the format of op ids."""
+"""Op: one unit of work on one lane. This module also has the format of op ids."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Tokens per second of all GPUs together. Each GPU trains a whole workload per step."""
     speedup: float
-    """Tokens per second divided by those of one GPU. It exceeds `gpus` if copies of state limit the
-    step, because each GPU copies only a part of the state."""
+    """Tokens per second divided by those of one GPU. The ratio exceeds `gpus` if copies of state
+    limit the step, because each GPU copies only a part of the state."""
     host_peak_bytes: int
     """Peak of host memory for all GPUs, in bytes."""
     feasible: bool

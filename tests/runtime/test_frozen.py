@@ -98,7 +98,7 @@ def test_frozen_tensors_are_as_in_pytorch(
 ) -> None:
     """Frozen tensors do not change, even with decay, and are not part of the norm.
 
-    All other tensors train as in PyTorch, also after a resume from a checkpoint.
+    All other tensors train as in PyTorch, even after a resume from a checkpoint.
     """
     sizes = {
         "dtype": "fp32",

@@ -6,7 +6,8 @@
 
 import importlib
 
-TYPE_CHECKING = False  # not from `typing`: that import takes longer than the rest of this module
+# Importing `typing` would take longer than the rest of this module.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from megatrain.runtime import Callback, Config, Trainer
 

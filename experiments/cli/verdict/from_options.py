@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
 
 BATCHES = (32, 16, 8, 4, 2, 1)
-"""Micro-batches to try if `--batch` is not given. A larger one is seldom faster, and needs more
+"""Micro-batches to try if `--batch` is not given. Larger ones are seldom faster, and need more
 memory."""
 PIECES = tuple(2**power for power in range(11, 17))
 """Values of `--token-piece` to try if it is not given and the model does not fit without pieces.

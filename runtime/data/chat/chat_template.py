@@ -87,7 +87,7 @@ class ChatTemplate:
     ) -> Rendering:
         """Renders the marked template as `marked` does.
 
-        Raises Undetermined also if a message contains the character with which marks begin.
+        In addition, raises Undetermined if a message contains the character that begins every mark.
         """
         if MARK.encode() in msgspec.json.encode(
             [messages, conversation.tools, conversation.arguments]

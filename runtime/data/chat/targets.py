@@ -396,7 +396,8 @@ class Chat:
         """
         text, eos = rendering.text, str(self._tokenizer.eos_token or "")
         last = number == len(conversation.messages) - 1
-        if last and eos and text.startswith(eos, span.end):  # written after the loop over messages
+        # Some templates write the end-of-sequence token once, after the loop over messages.
+        if last and eos and text.startswith(eos, span.end):
             return span.end + len(eos)
         turn = text[span.begin : span.end].rstrip()
         if turn.endswith(self._special or ("\0",)):

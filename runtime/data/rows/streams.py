@@ -18,8 +18,8 @@ LONGEST_LINE_BYTES = 2**28
 def opened(file: Path) -> Iterator[BinaryIO]:
     """Yields the file as a stream.
 
-    Raises OSError if the file cannot be read. For damaged compressed data, the error has no
-    `errno`, and it may be raised only while the stream is read.
+    Raises OSError if the file cannot be read. If compressed data is damaged, the error has no
+    `errno`, and reading the stream can raise it later.
     """
     codec = COMPRESSIONS.get(file.suffix.lower())
     with file.open("rb") as stream:

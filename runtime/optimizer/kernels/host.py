@@ -27,7 +27,7 @@ from megatrain.simulator.base.atomic_files import AtomicWrite
 _SOURCE = Path(__file__).with_name("host.c")
 _INCLUDED = _SOURCE.with_name("shares.h")
 _COMPILERS = ("cc", "gcc", "clang")
-# without -ffast-math, which would change the bits of results
+# -ffast-math is left out, because it would change the bits of results.
 _FLAGS = (
     "-O3",
     "-march=native",

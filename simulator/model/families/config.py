@@ -43,7 +43,7 @@ _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 _SCORES_ON_REQUEST = {"falcon": "output_attentions"}
 """Family -> the key of `_NOISE` that changes how this family computes attention."""
 ZERO_FOR_NULL = ("sliding_window", "q_lora_rank")
-"""Keys whose null is stored as 0."""
+"""Keys whose value is stored as 0 if it is null."""
 NULLS = "nulls"
 """The key of a stored config that lists all other keys whose value is null. Null means *none*, and
 a missing key means *the default*."""

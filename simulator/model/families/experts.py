@@ -271,10 +271,11 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, separate: bool = False) -> Parts
     """Returns the linear attention of Qwen3-Next: a short convolution, then the gated delta rule
     over chunks of 64 tokens in fp32, and a gated norm.
 
-    With `separate`, the input has four projections as in Qwen3.5, instead of two. FLOPs per token
-    and value head, with chunks of C tokens, key size k and value size v: k k' and q k' (2 C k
-    each), the triangular systems (C (k + v)), the scan's products with the state (3 x 2 k v) and
-    inside the chunk (2 C v).
+    With `separate`, the input has four projections as in Qwen3.5, instead of two.
+
+    Let C be the tokens of a chunk, k the key size and v the value size. The FLOPs per token and
+    value head are the sum of k k' and q k' (2 C k each), the triangular systems (C (k + v)), and
+    the scan's products with the state (3 x 2 k v) and inside the chunk (2 C v).
     """
     hidden, kernel = c.hidden, c.size("linear_conv_kernel_dim")
     key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
@@ -348,10 +349,12 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, separate: bool = False) -> Parts
 def lightning(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns the linear attention of MiniMax over blocks of tokens.
 
-    Inside a block, queries and keys are multiplied. A state sums up all blocks before it. FLOPs per
-    token and head, with blocks of C tokens and head size k: q k' and its product with v (2 C k
-    each), the product of q with the state, and the sum of the state (2 k k each). The saved bytes
-    are an upper bound, because a row that is shorter than a block has fewer products.
+    Inside a block, queries and keys are multiplied. A state sums up all blocks before it. The saved
+    bytes are an upper bound, because a row that is shorter than a block has fewer products.
+
+    Let C be the tokens of a block, and k the head size. The FLOPs per token and head are the sum of
+    q k' and its product with v (2 C k each), and of the product of q with the state and the sum of
+    the state (2 k k each).
     """
     hidden, heads, size, block, name = (
         c.hidden,

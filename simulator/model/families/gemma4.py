@@ -58,8 +58,8 @@ def gemma4_kinds(c: ModelConfig) -> list[str]:
 def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a config in the form in which it was published.
 
-    transformers saves the config with the sizes of each full layer instead. Raises UserError if
-    these sizes differ between layers, which the published form cannot express.
+    transformers saves the config with the sizes of each layer with full attention instead. Raises
+    UserError if these sizes differ between layers, which the published form cannot express.
     """
     if not isinstance(per_layer := config.get(_PER_LAYER), dict):
         return config
@@ -111,7 +111,7 @@ def _attention(c: ModelConfig, kind: str) -> Parts:
     """Returns attention with norms of each head's query, key and value. The norm of values has no
     weight.
 
-    With `attention_k_eq_v`, full layers have no projection for values.
+    With `attention_k_eq_v`, layers with full attention have no projection for values.
     """
     same = kind == FULL and c.flag("attention_k_eq_v")
     size = c.size("global_head_dim") if kind == FULL else c.head_dim

@@ -24,11 +24,11 @@ def mamba2(c: ModelConfig) -> Parts:
     """Returns the mixer of Mamba-2 as PyTorch computes it: a short convolution, then a scan over
     chunks of tokens in fp32, and a gate.
 
-    FLOPs per token and head, with chunks of C tokens, state size n and head size p: products of
-    queries and keys inside the chunk (2 C n), their products with the values (2 C p), and the
-    chunk's state with its products (4 n p). The initial state of each chunk is a sum over all
-    chunks of the row. It costs 2 n p / C for each of these chunks, so its cost grows with the
-    length of the row, like that of attention.
+    Let C be the tokens of a chunk, n the state size and p the head size. The FLOPs per token and
+    head are the sum of the products of queries and keys inside the chunk (2 C n), their products
+    with the values (2 C p), and the chunk's state with its products (4 n p). The initial state of
+    each chunk is a sum over all chunks of the row. This sum costs 2 n p / C for each of these
+    chunks, so its cost grows with the length of the row, like that of attention.
     """
     hidden, heads, groups, state = (
         c.hidden,

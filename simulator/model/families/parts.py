@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
     wide: int = 0
     """Elements in fp32."""
     casts: int = 0
-    """Elements that are read in one of the two dtypes and written in the other."""
+    """Elements that are read in the compute dtype and written in fp32, or the reverse."""
 
     def bytes(self, width: int) -> int:
         """Returns the bytes per token, with `width` bytes per element of the compute dtype."""
@@ -58,8 +58,8 @@ class Kept(NamedTuple):
     wide: int = 0
     """Elements in fp32."""
     upcast: int = 0
-    """Elements of fp32 copies of tensors in the compute dtype. If the compute dtype is fp32, there
-    is no copy."""
+    """Elements of tensors in the compute dtype of which autograd saves an fp32 copy. If the compute
+    dtype is fp32, there is no copy."""
 
     def bytes(self, width: int) -> int:
         """Returns the bytes per token, with `width` bytes per element of the compute dtype."""
@@ -151,8 +151,9 @@ def sink_scores(c: ModelConfig) -> Scores:
     dtype, and the column is cut off (2).
 
     A compiled layer saves the scores with this column, and the softmax. For its temporary elements
-    in the backward pass, the number of eager layers is used. A smaller one was counted (2), but
-    with that the memory of a step of six layers of gpt-oss-20b on an H200 is predicted too small.
+    in the backward pass, the number of eager layers is used. A count gave fewer elements (2), but
+    with this count, the predicted memory of a step of six layers of gpt-oss-20b on an H200 is too
+    small.
     """
     heads = c.heads
     return Scores(

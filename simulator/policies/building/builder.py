@@ -172,7 +172,7 @@ class Builder:
         return slot
 
     def release(self, slot: str) -> None:
-        """Frees `slot`. The last op so far that reads or writes it releases it in the schedule."""
+        """Frees `slot`. In the schedule, the last op so far that uses the slot releases it."""
         self._releases.setdefault(self._order.last(slot), []).append(slot)
         self._queue[slot].append(slot)
 

@@ -168,7 +168,8 @@ def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command:
     Path("x.txt").write_text("some text. " * 100)
     refused = command("train", "new.toml", "--data", "x.txt", "--steps", "1", "--out", "run")
     assert refused.status == 2
-    assert "ranks: found 1; allowed: 2, the GPUs of the plan; fix: start it with" in refused.err
+    error = "ranks: found 1; allowed: 2, the GPUs of the plan; fix: start the command with"
+    assert error in refused.err
     one = command("plan", "--from", "new.toml", "--out", "one.toml", "--set", "gpus=1")
     assert one.status == 0
     assert Plan.load(Path("one.toml")).gpus == 1

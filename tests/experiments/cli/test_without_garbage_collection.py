@@ -1,6 +1,6 @@
 """Tests of `without_garbage_collection`: it pauses the garbage collector during a plan search.
 
-Afterwards the collector is on or off as before, also after an exception.
+Afterwards the collector is on or off as before, even after an exception.
 """
 
 from __future__ import annotations

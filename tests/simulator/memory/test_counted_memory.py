@@ -141,7 +141,7 @@ def test_the_memory_of_a_layer_with_a_mask_is_predicted(family: str) -> None:
 
 
 def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
-    """The full layers of Gemma 4 have heads of 512 elements.
+    """The layers of Gemma 4 with full attention have heads of 512 elements.
 
     transformers copies their keys and values even without a mask.
     """

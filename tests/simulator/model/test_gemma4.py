@@ -24,8 +24,8 @@ SIZES = {"global_head_dim": 32, "num_global_key_value_heads": 2}
 def test_both_forms_of_the_config_give_one_model() -> None:
     """The published config.json and that of transformers describe the same model.
 
-    The published one gives the sizes of full layers once, and transformers writes them layer by
-    layer.
+    The published one gives the sizes of layers with full attention once, and transformers writes
+    them layer by layer.
     """
     written, published = (
         ModelSpec.from_config(config, "config.json", "gemma4")
