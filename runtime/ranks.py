@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -42,10 +43,14 @@ _LOOK_EVERY_S = 0.5
 _LONGEST_PAUSE_S = 0.005
 _BETWEEN_TIMEOUT = timedelta(days=30)
 """Time limit of a collective between steps. Rank 0 may be writing a large model meanwhile."""
+_NCCL_TIMEOUT = timedelta(hours=2)
+"""Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
+enqueued, which can be a whole step before it runs.
+"""
 _START = "torchrun --standalone --nproc-per-node {count} -m megatrain train PLAN --out RUN ..."
 
 
-_all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
+_all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the second name is from before PyTorch 2.13
 
@@ -78,6 +83,8 @@ class Ranks:
         self.rank, self.count, self._processes = rank, count, processes
         self._boards = boards or [Board() for _ in range(count)]
         self._timeout_s = timeout_s
+        self._within: Any = None
+        """The group of the collectives in steps, or None for the default group."""
         self._between: Any = None
         """The group of the collectives between steps, or None for the default group."""
 
@@ -103,11 +110,11 @@ class Ranks:
         """Sends row q of `sent` [count, part] to rank q, and writes the row from rank q to row q of
         `received` [count, part] (all-to-all).
         """
-        dist.all_to_all_single(_bytes(received), _bytes(sent))
+        dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._within)
 
     def gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
         """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather)."""
-        _all_gather(_bytes(received), _bytes(own))
+        _all_gather(_bytes(received), _bytes(own), group=self._within)
 
     # ---- between steps ----
 
@@ -239,12 +246,15 @@ class Ranks:
 
     @contextlib.contextmanager
     def watched(self, device: torch.device) -> Iterator[None]:
-        """Aborts the collectives of the block when another rank is gone, and then raises RankLost.
+        """Aborts the collectives of the block when another rank has ended, and then raises
+        RankLost. If a rank is stopped or hangs, prints the error and ends this process.
 
         A collective of NCCL waits for a rank forever, even if the process of the rank has ended. So
-        a thread checks the other processes and aborts the collectives. A collective of gloo fails
-        by itself, so without CUDA there is no such thread. A rank that is only stopped is left to
-        NCCL's time limit, because an abort waits for such a rank.
+        a thread checks the other ranks. It aborts the collectives if a process has ended. An abort
+        would wait for a rank that is stopped or hangs, and so would the end of the block. So the
+        thread ends this process in that case. The run folder is usable after any such end.
+
+        A collective of gloo fails by itself, so without CUDA there is no such thread.
         """
         if device.type != "cuda":
             yield
@@ -275,14 +285,29 @@ class Ranks:
         return self._reported() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
 
     def _watch(self, over: threading.Event, errors: list[RankLost]) -> None:
-        """Aborts the collectives when a rank is lost, and appends the error to `errors`."""
+        """Aborts the collectives when a rank has ended, and appends the error to `errors`. Ends
+        this process when a rank has been stopped or late for the time limit.
+        """
+        silent: dict[int, tuple[object, float]] = {}  # what a rank showed, and since when
         while not over.wait(_LOOK_EVERY_S):
             error = self._ended_or_reported()
             if error is not None:
                 errors.append(error)
-                assert dist.group.WORLD is not None
-                dist.group.WORLD.abort()
+                self._within.abort()
                 return
+            now = time.monotonic()
+            for rank, (board, process) in enumerate(
+                zip(self._boards, self._processes, strict=True)
+            ):
+                shown = (board.collectives, board.activity, state := _state(process))
+                waits = state or board.collectives < self.board.collectives
+                if rank == self.rank or not waits or silent.get(rank, ("", 0.0))[0] != shown:
+                    silent[rank] = (shown, now)
+                elif now - silent[rank][1] > self._timeout_s:
+                    where = f"rank {self.rank}, {self.board.activity}"
+                    state = state or "hangs"
+                    _end_process(RankLost(f"{where}: {self._name(rank)} {state}, {board.activity}"))
+                    return
 
     def stopping(self, error: BaseException) -> None:
         """Shows the other ranks that this rank stops because of `error`."""
@@ -343,6 +368,14 @@ class Ranks:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor as a vector, since collectives only move bytes."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _end_process(error: RunError) -> None:
+    """Prints `error` as every program of this package does, and ends this process at once."""
+    with contextlib.suppress(OSError):  # the terminal may have been closed
+        sys.stderr.write(f"megatrain: {error}\n")
+        sys.stderr.flush()
+    os._exit(error.status)
 
 
 def _never_release(group: object) -> None:
@@ -410,11 +443,10 @@ def joined(
         yield None
         return
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with _shared_file() as file:
         own = Board.make(file)
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
             peers: list[Any] = [None] * plan.gpus
             dist.all_gather_object(peers, (os.getpid(), str(file)))
             boards = [
@@ -422,6 +454,11 @@ def joined(
                 for rank, (_, path) in enumerate(peers)
             ]
             between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
+            within = (
+                dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
+                if device.type == "cuda"
+                else None
+            )
         except (RuntimeError, ValueError, OSError) as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -433,7 +470,7 @@ def joined(
                 fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
             ) from error
         ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
-        ranks._between = between
+        ranks._within, ranks._between = within, between
         try:
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file

@@ -360,13 +360,62 @@ def test_an_error_in_a_step_on_gpus_is_that_of_the_rank_that_ended(
         raise failure
 
 
-def test_the_collectives_of_a_step_on_gpus_are_aborted_when_a_rank_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_collectives_of_a_step_on_gpus_are_aborted_when_a_rank_has_ended() -> None:
     aborted = threading.Event()
-    group = SimpleNamespace(WORLD=SimpleNamespace(abort=aborted.set))
-    monkeypatch.setattr("megatrain.runtime.ranks.dist.group", group)
     ranks = Ranks(0, 2, [os.getpid(), 2**22 + 1])  # no such process
+    ranks._within = SimpleNamespace(abort=aborted.set)
     with pytest.raises(RankLost, match=r"rank 1 .* has ended"), ranks.watched(torch.device("cuda")):
         aborted.wait(20)  # as a collective that waits for the rank
     assert aborted.is_set()
+
+
+@pytest.mark.parametrize("state", ["is stopped", "hangs"])
+def test_a_step_on_gpus_ends_the_process_if_another_rank_is_stopped_or_hangs(
+    state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exception is not enough, because a collective of NCCL waits for the other rank forever."""
+    statuses, ended = list[int](), threading.Event()
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    monkeypatch.setattr("megatrain.runtime.ranks.os._exit", end)
+    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
+    boards = [Board(), Board()]
+    boards[0].begin("exchange", "GW1f.m0")
+    boards[1].begin("compute", "F1.m0")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            if state == "is stopped":
+                boards[1].begin("exchange", "GW1f.m0")  # the rank has reached the collective
+                other.send_signal(signal.SIGSTOP)
+            ranks = Ranks(0, 2, [os.getpid(), other.pid], boards, timeout_s=0.3)
+            with ranks.watched(torch.device("cuda")):
+                assert ended.wait(20)
+        finally:
+            other.kill()
+    assert statuses == [1]
+    assert capsys.readouterr().err == (
+        f"megatrain: rank 0, in GW1f.m0 on lane exchange: rank 1 (process {other.pid}) {state},"
+        " in F1.m0 on lane compute\n"
+    )
+
+
+def test_a_step_on_gpus_waits_for_a_rank_that_is_late_but_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = list[RankLost]()
+    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("megatrain.runtime.ranks._end_process", ended.append)
+    boards = [Board(), Board()]
+    boards[0].begin("exchange", "GW9f.m0")
+    ranks = Ranks(0, 2, [os.getpid(), os.getpid()], boards, timeout_s=0.3)
+    with ranks.watched(torch.device("cuda")):
+        for layer in range(9):
+            boards[1].begin("exchange", f"GW{layer}f.m0")
+            time.sleep(0.1)
+    boards[1].begin("exchange", "GW9f.m0")
+    with ranks.watched(torch.device("cuda")):  # both wait for the device
+        time.sleep(1.0)
+    assert not ended
