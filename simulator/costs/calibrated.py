@@ -9,7 +9,9 @@ The duration of a compute op is the first of these that is known:
 2. an interpolation between measured shapes of the same layer (`interpolation.py`)
 3. the duration of the same layer with other tokens, scaled by the tokens, with the time of its
    attention replaced, if the attention kernel was measured by itself (`Datasheet.scaled`)
-4. the duration of the nearest measured shape, scaled by FLOPs
+4. the duration of the nearest measured shape, scaled by FLOPs. In a decoder layer with another
+   sequence length, the time of attention comes from the rate of the attention kernel, and only
+   the rest is scaled, because the share of attention depends on the length
 
 If a recompute that skips attention was not measured, the time of the attention is subtracted from
 the duration of the full recompute. The time of attention per token is known if both kinds of
@@ -70,6 +72,7 @@ from megatrain.simulator.schedule import (
 )
 
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
+_HEADS = re.compile(r"-(\d+):\d+x(\d+)")
 
 
 class _MeasuredHead(NamedTuple):
@@ -399,7 +402,15 @@ class Calibrated(ContendedCosts):
                 )
         if not candidates:
             raise missing_measurement(self.table.measured_on, kind, shape, measured)
-        _, _, _, known_amount, duration = min(candidates)
+        _, _, known, known_amount, duration = min(candidates)
+        if self._datasheet and kind in LAYER_KINDS and not has_saved_attention(shape):
+            flops = _attention_flops(known) * (2 if kind == "backward" else 1)
+            sequence = _tokens(known)[1]
+            if sequence != _tokens(shape)[1] and 0 < flops < known_amount:
+                scaled = self._datasheet.from_other_layer(
+                    op, duration, known_amount - flops, flops, sequence
+                )
+                return scaled, True
         return -(-duration * amount // known_amount), True
 
     def _scaled(self, op: Op, points: list[Point]) -> int:
@@ -599,6 +610,14 @@ def _tokens(shape: str) -> tuple[int, int]:
     """
     match = _SHAPE.search(shape)
     return (int(match[1]) * int(match[2]), int(match[2])) if match else (0, 0)
+
+
+def _attention_flops(shape: str) -> int:
+    """Returns the FLOPs of the forward pass of causal attention in a shape, or 0 if the shape does
+    not say the heads as `HEADS:KEY_HEADSxSIZE`.
+    """
+    heads, (tokens, sequence) = _HEADS.search(_layer(shape)), _tokens(shape)
+    return 2 * tokens * sequence * int(heads[1]) * int(heads[2]) if heads else 0
 
 
 def _layer(shape: str) -> str:

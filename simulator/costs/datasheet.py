@@ -146,12 +146,8 @@ class Datasheet(EstimatedCosts):
         self._products_per_ns = products * 1e3 * hardware.linear_efficiency
         """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
         self._fp8_speed = fp8_speed(hardware) if workload.fp8 else 1.0
-        self._attention_flops_per_ns = (
-            flops_per_ns
-            * attention.efficiency
-            * workload.sequence
-            / (workload.sequence + attention.half_tokens)
-        )
+        self._attention = attention
+        self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
         self._computed: dict[tuple[str, str, bool], int] = {}
         self._curves = {
@@ -232,7 +228,12 @@ class Datasheet(EstimatedCosts):
         if self._row and (share := self.model.share_of_row(layer, self.workload)):
             return computed * share * self._row[kind == "backward"]
         backward = _ATTENTION_BACKWARD if kind == "backward" else 1
-        return computed * backward * flops / self._attention_flops_per_ns
+        return computed * backward * flops / self._attention_rate(self.workload.sequence)
+
+    def _attention_rate(self, sequence: int) -> float:
+        """Returns the FLOPs per ns of causal attention on sequences of `sequence` tokens."""
+        rate = self._attention
+        return self._flops_per_ns * rate.efficiency * sequence / (sequence + rate.half_tokens)
 
     def scaled(self, op: Op, workload: Workload, duration: int) -> float:
         """Returns the duration of a decoder layer's `op` in ns, from `duration`, the measured time
@@ -248,6 +249,28 @@ class Datasheet(EstimatedCosts):
         # The attention kernel and the op were measured separately, so the difference may be too
         # small.
         return max(duration - before, _LEAST_OTHER_WORK * duration) * more + now
+
+    def from_other_layer(
+        self, op: Op, duration: int, linear_flops: int, attention_flops: int, sequence: int
+    ) -> int:
+        """Returns the duration of a decoder layer's `op` in ns, from the measured time of the same
+        kind of op of another layer.
+
+        The time without attention is scaled by FLOPs, and the time of attention is added.
+
+        Args:
+            op: an op with attention, `forward`, `recompute` or `backward`.
+            duration: the time of the other layer's op, in ns.
+            linear_flops: FLOPs of the other op without attention.
+            attention_flops: FLOPs of the other op's attention.
+            sequence: length of the other op's sequences, in tokens.
+        """
+        work = self.model.work(_work_of(op), op.layer, self.workload)
+        rate = self._attention_rate(sequence)
+        backward = _ATTENTION_BACKWARD if op.kind == "backward" else 1
+        other = max(duration - backward * attention_flops / rate, _LEAST_OTHER_WORK * duration)
+        linear = (op.amount - work.attention_flops) / linear_flops
+        return math.ceil(other * linear + self.attention_ns(op.kind, op.layer))
 
     def extrapolated(self, op: Op) -> bool:
         return (op.kind in COPY_KINDS and self._copy(op)[1]) or (
