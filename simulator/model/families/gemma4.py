@@ -86,10 +86,9 @@ def gemma4_config(config: dict[str, Any], where: str) -> dict[str, Any]:
             fix="correct config.json",
         )
     named = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    sizes = {
-        "global_head_dim": config.get("head_dim", GEMMA4_DEFAULTS["head_dim"]),
-        **{named[key]: value for key, value in first.items()},
-    }
+    # With per_layer_config, transformers ignores the sizes of the published form.
+    usual = {key: config.get(key, GEMMA4_DEFAULTS[key]) for key in ("head_dim", *heads)}
+    sizes = {named[key]: value for key, value in {**usual, **first}.items()}
     return {**{key: value for key, value in config.items() if key != _PER_LAYER}, **sizes}
 
 

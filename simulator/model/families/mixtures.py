@@ -89,7 +89,14 @@ def minimax_layers(c: ModelConfig) -> list[str]:
 
 
 def interleaved_latent_attention(c: ModelConfig, kind: Kind) -> Parts:
-    """Returns latent attention with interleaved rotary positions in fp32."""
+    """Returns latent attention with interleaved rotary positions in fp32.
+
+    Pairs of rotated elements become complex numbers, so the rows that contain them must have an
+    even number of elements.
+    """
+    for key in ("qk_nope_head_dim", "kv_lora_rank"):
+        if c.size(key) % 2:
+            raise c.wrong(key, "an even number")
     rotated = (c.heads + 1) * c.size("qk_rope_head_dim")
     return (*latent_attention(c, kind), interleaved(rotated))
 

@@ -19,6 +19,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("bloom", {"pretraining_tp": 2, "slow_but_exact": True}, "slow_but_exact", "false"),
     ("codegen", {"num_attention_heads": 2, "n_head": 2}, "n_head", "a multiple of 4"),
     ("cohere2_moe", {"rms_norm_eps": 1e-6}, "rms_norm_eps", "null"),
+    ("deepseek_v2", {"kv_lora_rank": 33}, "kv_lora_rank", "an even number"),
+    ("deepseek_v2", {"qk_nope_head_dim": 17}, "qk_nope_head_dim", "an even number"),
     ("falcon", {"alibi": True}, "alibi", "false"),
     ("falcon", {"output_attentions": True}, "output_attentions", "false"),
     (

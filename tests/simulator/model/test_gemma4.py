@@ -50,6 +50,14 @@ def test_full_layers_may_have_the_sizes_of_the_others() -> None:
     assert spec.parameters == sum(parameter.numel() for parameter in whole.parameters())
 
 
+def test_sizes_of_the_published_form_are_ignored_beside_per_layer_sizes() -> None:
+    """transformers ignores them too, even if no layer has sizes of its own."""
+    config = {**TINY, **SIZES, "num_global_key_value_heads": 1, "per_layer_config": {}}
+    spec = ModelSpec.from_config(config, "config.json")
+    assert spec.config["global_head_dim"] == TINY["head_dim"]
+    assert spec.config["num_global_key_value_heads"] == TINY["num_key_value_heads"]
+
+
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """A model with fewer layers is transformers' model, whose last layer is always full."""
