@@ -85,7 +85,7 @@ def largest(words: list[str]) -> str:
             device_limit_bytes=hardware.device_bytes,
             host_limit_bytes=host,
         )
-        footprints = least_memory_plans(plan, cost_model(hardware, model, work), names)
+        footprints = list(least_memory_plans(plan, cost_model(hardware, model, work), names))
         if any(largest_batch(footprints, chunks) for chunks in least_chunks(work, hardware)):
             return model.name
     return "none"

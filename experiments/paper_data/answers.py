@@ -166,9 +166,8 @@ def ours(
         if found and found[0].batch * found[0].accumulation > size * accumulation:
             break
         split = msgspec.structs.replace(work, batch=size, accumulation=accumulation)
-        least = least_memory_plans(
-            _plan(names[0], model, hardware, split), cost_model(hardware, model, split), names
-        )
+        plan = _plan(names[0], model, hardware, split)
+        least = list(least_memory_plans(plan, cost_model(hardware, model, split), names))
         if any(footprint.account().fits for footprint in least):
             found.append(answer(candidates(model, hardware, split, policies=policies)[0], hardware))
         if len(found) == 2:

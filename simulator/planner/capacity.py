@@ -254,25 +254,25 @@ def resized(buffer: Buffer, factor: float) -> Buffer:
     return msgspec.structs.replace(buffer, bytes=-int(-buffer.bytes * factor // 1))
 
 
-def least_memory_plans(plan: Plan, costs: CostModel, names: Iterable[str]) -> list[MemoryFootprint]:
-    """Returns the footprints of the plans that need the least memory, for each policy of `names`.
+def least_memory_plans(
+    plan: Plan, costs: CostModel, names: Iterable[str]
+) -> Iterator[MemoryFootprint]:
+    """Yields the footprints of the plans that need the least memory, for each policy of `names`.
 
     Model, workload and limits are those of `plan`. Policies of other systems are left out, because
     they have no knobs. A policy is also left out if a policy of `names` dominates it, because it
     needs no less memory.
     """
     chosen = [name for name in names if not policy_library.find(name).prediction_only]
-    footprints = []
     for name in chosen:
         if policy_library.find(name).dominated_by not in chosen:
-            footprints += list(_footprints(msgspec.structs.replace(plan, policy=name), costs))
-    return footprints
+            yield from _footprints(msgspec.structs.replace(plan, policy=name), costs)
 
 
 def usable(
     plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]
-) -> list[MemoryFootprint]:
-    """Returns the `least_memory_plans` that make sense on this machine.
+) -> Iterator[MemoryFootprint]:
+    """Yields the `least_memory_plans` that make sense on this machine.
 
     On a machine with one unified memory, these are the plans that neither copy nor offload
     anything, because a copy would not free any memory there.
@@ -281,11 +281,9 @@ def usable(
     footprints = least_memory_plans(
         plan, costs, policy_library.sensible(names, unified=hardware.unified)
     )
-    return [
-        footprint
-        for footprint in footprints
-        if not (hardware.unified and footprint.plan.knobs.placement.offloaded_inputs)
-    ]
+    for footprint in footprints:
+        if not (hardware.unified and footprint.plan.knobs.placement.offloaded_inputs):
+            yield footprint
 
 
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:

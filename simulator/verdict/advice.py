@@ -96,7 +96,7 @@ class Adviser:
         """Returns the plans that need the least memory for another workload or other limits."""
         plan = msgspec.structs.replace(self.plan, workload=work, **limits)
         costs = self.costs if work == self.work else cost_model(self.hardware, plan.model, work)
-        return usable(plan, self.hardware, costs, self.names)
+        return list(usable(plan, self.hardware, costs, self.names))
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """Returns the suggestions, the best first. At most five keep the state format. Those that

@@ -586,7 +586,7 @@ def _footprints(
     """Returns the footprints of the plans of the policies `names` that need the least memory, and
     of `choice` if it fits.
     """
-    footprints = usable(choice.plan, hardware, costs, names)
+    footprints = list(usable(choice.plan, hardware, costs, names))
     if choice.feasible and footprints:
         # The chosen plan may need less memory than the others, because state on the device needs
         # no slots.

@@ -112,5 +112,5 @@ def test_pieces_allow_longer_contexts() -> None:
             host_limit_bytes=512 * 2**30,
         )
         costs = cost_model(hardware, SEVEN, work)
-        longest[piece] = longest_context(usable(plan, hardware, costs, ["overlapped"]), work)
+        longest[piece] = longest_context(list(usable(plan, hardware, costs, ["overlapped"])), work)
     assert longest[None] < 524_288 < longest[2048]

@@ -65,7 +65,7 @@ def test_the_largest_batch_that_fits(
         host_limit_bytes=int(shares[1] * hardware.host_bytes),
     )
     costs = cost_model(hardware, model, work)
-    assert largest_batch(usable(plan, hardware, costs, ["overlapped"]), work) == most
+    assert largest_batch(list(usable(plan, hardware, costs, ["overlapped"])), work) == most
     wide = msgspec.structs.replace(plan, workload=msgspec.structs.replace(work, batch=most))
     fitting = [
         footprint

@@ -65,7 +65,7 @@ def test_a_plan_fits_wherever_one_fits_with_the_smallest_chunk(tokens: int, batc
         fits = []
         for small in least_chunks(work, H200):
             (plan,) = plans_of(HALF, H200, small, device_limit=size, policies=["overlapped"])
-            footprints = usable(plan, H200, cost_model(H200, HALF, small), ["overlapped"])
+            footprints = list(usable(plan, H200, cost_model(H200, HALF, small), ["overlapped"]))
             fits += [footprint.account().fits for footprint in footprints]
         chosen = with_loss_chunk(HALF, H200, work, device_limit=size, policies=["overlapped"])
         found = candidates(HALF, H200, chosen, device_limit=size, policies=["overlapped"])[0]

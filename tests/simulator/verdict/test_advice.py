@@ -280,7 +280,7 @@ def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
     hardware, small = HardwareSpec.load(machine), make_model(hidden=128)
     choice = candidates(small, hardware, WORK)[0]
     costs, names = cost_model(hardware, small, WORK), [choice.plan.policy]
-    least = usable(choice.plan, hardware, costs, names)
+    least = list(usable(choice.plan, hardware, costs, names))
     return Adviser(choice, hardware, costs, names, lambda *_, **__: None, least)
 
 

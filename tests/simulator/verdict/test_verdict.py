@@ -230,7 +230,7 @@ def test_state_that_the_host_cannot_hold_is_placed_on_the_device() -> None:
         model=SMALL,
         workload=WORK,
     )
-    footprint = least_memory_plans(plan, cost_model(H200, SMALL, WORK), ["overlapped"])[0]
+    footprint = next(least_memory_plans(plan, cost_model(H200, SMALL, WORK), ["overlapped"]))
     placed = footprint.placed()
     assert footprint.account().fits
     assert plan_account(placed, outline(placed), footprint.costs).fits
