@@ -28,9 +28,10 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import group_sizes, plan_account, with_knobs
-from megatrain.simulator.planner.filling import CLASSES, ranges
+from megatrain.simulator.planner.filling import CLASSES, classes_of, ranges
 from megatrain.simulator.planner.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule.arithmetic import layer_state
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 PASSING = ("weights", "gradients")
@@ -284,6 +285,26 @@ def usable(
     for footprint in footprints:
         if not (hardware.unified and footprint.plan.knobs.placement.offloaded_inputs):
             yield footprint
+
+
+def fitting(
+    plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]
+) -> MemoryFootprint | None:
+    """Returns the first of the `usable` plans that fits, or None if none fits."""
+    if _least_state_bytes(plan) > plan.device_limit_bytes + plan.host_limit_bytes:
+        return None  # all of them would be too large, and building them takes time
+    footprints = usable(plan, hardware, costs, names)
+    return next((footprint for footprint in footprints if footprint.account().fits), None)
+
+
+def _least_state_bytes(plan: Plan) -> float:
+    """Returns the bytes of weights, masters and moments, which exist during the whole step."""
+    return sum(
+        layer_state(plan, layer)[name].whole(spec.elements)
+        for layer, spec in plan.model.stack.items()
+        for name in classes_of(plan)
+        if name != "gradients"
+    )
 
 
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:

@@ -37,7 +37,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import group_sizes, with_knobs
-from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.planner.slot_search import SlotSearch
@@ -187,8 +187,7 @@ class _ChunkSearch:
         costs = cost_model(self._hardware, first.model, work)
         names = [plan.policy for plan in self._plans]
         plan = msgspec.structs.replace(first, workload=work)
-        footprints = usable(plan, self._hardware, costs, names)
-        return any(footprint.account().fits for footprint in footprints)
+        return fitting(plan, self._hardware, costs, names) is not None
 
 
 def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:

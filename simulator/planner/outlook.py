@@ -19,7 +19,7 @@ from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, group_sizes, plan_account, with_knobs
-from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of, rank
@@ -59,9 +59,8 @@ def outlook(
     if any(policy_library.find(name).prediction_only for name in names):
         return None
     costs = cost_model(hardware, model, workload)
-    for footprint in usable(plans[0], hardware, costs, names):
-        if (memory := footprint.account()).fits:
-            return _choice(footprint.plan, memory, costs)
+    if footprint := fitting(plans[0], hardware, costs, names):
+        return _choice(footprint.plan, footprint.account(), costs)
     misses = []
     for plan in plans:
         if policy_library.find(plan.policy).places_state:

@@ -37,7 +37,7 @@ from megatrain.simulator.planner.assessment import (
     plan_account,
     with_knobs,
 )
-from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.slot_search import (
     GRADIENT_SLOTS,
@@ -337,9 +337,8 @@ def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str
 
     `names` are the policies. Model, workload and limits are those of `plan`.
     """
-    footprints = usable(plan, hardware, costs, names)
-    fitting = (footprint for footprint in footprints if footprint.account().fits)
-    return footprint.placed() if (footprint := next(fitting, None)) else None
+    footprint = fitting(plan, hardware, costs, names)
+    return footprint.placed() if footprint else None
 
 
 def _with_runner_up(found: list[_Found], bounded: list[RunnerUp]) -> _Found:

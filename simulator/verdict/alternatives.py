@@ -17,7 +17,7 @@ from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.specs import library as model_library
 from megatrain.simulator.planner.assessment import Estimate
-from megatrain.simulator.planner.capacity import usable
+from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.search import best_estimate
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.suggestion import Suggestion
@@ -43,7 +43,7 @@ def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
     device, host = hardware.memory_limits(plan.device_limit_bytes, plan.host_limit_bytes)
     plan = msgspec.structs.replace(plan, device_limit_bytes=device, host_limit_bytes=host)
     costs = cost_model(hardware, plan.model, plan.workload)
-    return any(footprint.account().fits for footprint in usable(plan, hardware, costs, names))
+    return fitting(plan, hardware, costs, names) is not None
 
 
 def library_models() -> list[ModelSpec]:
