@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -35,12 +36,15 @@ _ONE_LINE = 10**6
 
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields three parts (name, data): `outlook`, `verdict` and `advice`.
+    """Yields four parts (name, data): `outlook`, `first`, `verdict` and `advice`.
 
-    The outlook takes a fraction of a second. It has what is known before plans are searched, in the
-    page's form, or it is None. The verdict is about the best plan, and the advice is the same
-    verdict with the gains of other plans. Both have the verdict in the form of `check --json` and
-    in the page's form. Raises UserError as `check` does.
+    The first two take a fraction of a second. The outlook has what is known before plans are
+    searched, in the page's form, or it is None. The part `first` is the verdict about a plan that
+    is probably a few percent slower than the best, or it is None.
+
+    The part `verdict` is about the best plan, and the advice is the same verdict with the gains of
+    other plans. The last three have the verdict in the form of `check --json` and in the page's
+    form. Raises UserError as `check` does.
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
     with without_garbage_collection():
@@ -50,15 +54,27 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
             "outlook",
             _expected(from_options.outlook_verdict(fitted, known, hardware)) if known else None,
         )
-        best = _best(fitted, known, question, model, hardware)
-        verdict = from_options.explained(
+        first = (
+            from_options.first_plan(fitted, hardware, _source(question, model), model)
+            if known and known.feasible
+            else None
+        )
+        described = functools.partial(
+            from_options.explained,
             fitted,
-            best,
-            hardware,
+            hardware=hardware,
             batch_chosen=chosen,
             chunk_chosen=args.loss_chunk is None,
             explore=False,
         )
+        yield (
+            "first",
+            _told(described(choice=first)) | {"timeline": _timeline(first, hardware)}
+            if first
+            else None,
+        )
+        best = _best(fitted, known, question, model, hardware)
+        verdict = described(choice=best)
         yield (
             "verdict",
             _told(verdict)

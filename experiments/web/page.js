@@ -41,9 +41,10 @@ async function refresh() {
     at("error").textContent = error.message;
     at("error").hidden = false;
     at("advice-section").hidden = true;
+    if (at("answer").classList.contains("first")) sayOfFirst("the search for better ones failed");
     if (at("answer").classList.contains("stale")) {  // otherwise, what is shown stays
       at("answer").hidden = at("keep").hidden = true;
-      at("answer").classList.remove("planning", "stale");
+      at("answer").classList.remove("planning", "first", "stale");
       answer = null;
     }
     at("answer").setAttribute("aria-busy", "false");
@@ -67,24 +68,27 @@ async function refresh() {
   }
 }
 
-/** Shows what is known without a plan, if the verdict takes longer than `PATIENCE`. */
+/** Shows what is known without a plan, if the verdict takes longer than `PATIENCE`, and then the
+    verdict about a first plan, which is probably not the best. */
 async function expect(question, now) {
+  const waits = new Promise((resolve) => setTimeout(resolve, PATIENCE));
   try {
-    const [found] = await Promise.all([ask("outlook", question, now),
-      new Promise((resolve) => setTimeout(resolve, PATIENCE))]);
-    const planning = now === turn && at("answer").getAttribute("aria-busy") === "true";
-    if (!planning || !found) return;
-    at("error").hidden = true;
-    at("answer").hidden = false;
-    at("keep").hidden = true;
-    answer = null;
-    showOutlook(found);
+    for (const [part, put] of [["outlook", showOutlook], ["first", showFirst]]) {
+      const [found] = await Promise.all([ask(part, question, now), waits]);
+      if (now !== turn || at("answer").getAttribute("aria-busy") !== "true") return;
+      if (!found) continue;
+      at("error").hidden = true;
+      at("answer").hidden = false;
+      at("keep").hidden = true;
+      answer = null;
+      put(found, parseCount(state.tokens));
+    }
   } catch { /* the verdict fails in the same way */ }
 }
 
 function show(first) {
   answer = first;
-  at("answer").classList.remove("planning", "stale");
+  at("answer").classList.remove("planning", "first", "stale");
   // A link has names of the library. Of a config, it has only the keys that are read.
   if (first.config && state.config) state.config = JSON.stringify(first.config);
   if (state.hardware) state.hardware = first.machine.name;

@@ -5,9 +5,9 @@ const source = {
 
   async library() { return (await fetch("api/library")).json(); },
 
-  /** Returns one part of an answer: `outlook`, `verdict`, `advice` or `policies`. Throws an
-      AbortError if the page has asked another question in the meantime, and an Error with one line
-      for any other failure. */
+  /** Returns one part of an answer: `outlook`, `first`, `verdict`, `advice` or `policies`. Throws
+      an AbortError if the page has asked another question in the meantime, and an Error with one
+      line for any other failure. */
   async ask(part, question, turn, signal) {
     const body = JSON.stringify({ ...question, tab: this.tab, turn });
     const headers = { "Content-Type": "application/json" };

@@ -26,7 +26,13 @@ from megatrain.simulator.base.errors import RunError, UserError
 ADDRESS, USUAL_PORT = "127.0.0.1", 8765
 _NAMES = (ADDRESS, "localhost")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_PARTS = {"outlook": "answer", "verdict": "answer", "advice": "answer", "policies": "compared"}
+_PARTS = {
+    "outlook": "answer",
+    "first": "answer",
+    "verdict": "answer",
+    "advice": "answer",
+    "policies": "compared",
+}
 """Part of an answer, as the page asks for it -> the kind of job that computes it."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"

@@ -30,7 +30,7 @@ function showAnswer(shown) {
 /** Shows whether the model fits, with only those numbers that are the same for every plan. */
 function showOutlook({ shown }) {
   at("answer").classList.add("planning");
-  at("answer").classList.remove("stale");
+  at("answer").classList.remove("first", "stale");
   showAnswer(shown);
   at("figures").hidden = !shown.speed;
   at("figures").replaceChildren(figure("Speed", shown.speed ? `${shown.speed} tokens/s` : "",
@@ -39,6 +39,20 @@ function showOutlook({ shown }) {
   at("memory").replaceChildren(...(shown.memory || []).map(placeOf));
   at("room").textContent = "";
   showTrying({ verdict: { feasible: shown.answer === "YES" } });
+}
+
+/** Shows the verdict about a plan while better ones are searched. */
+function showFirst(found, tokens) {
+  at("answer").classList.add("first");
+  at("answer").classList.remove("planning", "stale");
+  showVerdict(found, tokens);
+  showTimeline(found.timeline);
+  sayOfFirst("better ones are being searched");
+}
+
+/** Says what happens after the first plan, which is shown. */
+function sayOfFirst(text) {
+  at("speed").querySelector("small").textContent = `the first plan found; ${text}`;
 }
 
 function showVerdict({ verdict, shown }, tokens) {

@@ -5,6 +5,9 @@ alone. So the outlook takes a fraction of the time of a search:
 
 * If any plan fits, the outlook is one that fits, with a lower bound of every plan's step time.
 * If no plan fits, the outlook is the plan that `candidates` would report, with its memory.
+
+`first_plan` takes little more time, and returns a plan that is probably a few percent slower than
+the best.
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, group_sizes, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    assess,
+    group_sizes,
+    plan_account,
+    with_knobs,
+)
 from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.placement_search import PlacementSearch
@@ -78,6 +87,42 @@ def outlook(
         memory = plan_account(missed, policy_library.outline(missed), costs)
         misses.append(_choice(missed, memory, costs))
     return min(misses, key=rank)
+
+
+def first_plan(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    device_limit: int | None = None,
+    host_limit: int | None = None,
+    policies: list[str] | None = None,
+) -> Choice | None:
+    """Returns a plan that fits, which was chosen by lower bounds of step times. Only this plan is
+    simulated.
+
+    Returns None if no such plan was found, and if no policy places state. The arguments are those
+    of `candidates`. Raises UserError as `candidates` does.
+    """
+    plans = plans_of(
+        model,
+        hardware,
+        workload,
+        device_limit=device_limit,
+        host_limit=host_limit,
+        policies=policies,
+    )
+    costs = cost_model(hardware, model, workload)
+    found = [
+        entry
+        for plan in plans
+        if policy_library.find(plan.policy).places_state
+        for size in group_sizes(plan)
+        if (entry := PlacementSearch(with_knobs(plan, micro_batch_group=size), costs).likely())
+    ]
+    if not found:
+        return None
+    return assess(min(found, key=lambda entry: entry[0])[1], costs)
 
 
 def _choice(plan: Plan, memory: Account, costs: CostModel) -> Choice:

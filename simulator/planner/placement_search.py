@@ -221,6 +221,16 @@ class PlacementSearch:
             default=math.inf,
         )
 
+    def likely(self) -> tuple[float, Plan] | None:
+        """Returns a plan that fits and is probably fast, and a lower bound of its step time in ns.
+
+        It has the lowest bound of the plans that `best` begins with. No plan is lowered. Returns
+        None if none of them fits.
+        """
+        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
+        return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
+
     def first_ns(self, limit_ns: float = math.inf) -> float:
         """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
         infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.

@@ -128,6 +128,31 @@ def outlook(
     return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, source=source))
 
 
+def first_plan(
+    args: argparse.Namespace, hardware: HardwareSpec, source: str, model: ModelSpec
+) -> Choice | None:
+    """Returns a plan that fits and is probably a few percent slower than the best, or None if none
+    was found. This takes a fraction of the time of `choices`.
+
+    Arguments and errors are the same as in `choices`.
+    """
+    import msgspec
+
+    from megatrain.simulator.planner.outlook import first_plan as first_plan_by_bounds
+
+    choice = first_plan_by_bounds(
+        model,
+        hardware,
+        options.workload(args, model, quiet=True),
+        device_limit=options.device_limit(args.device_memory, hardware),
+        host_limit=args.host_memory,
+        policies=policies(args.policy),
+    )
+    if choice is None:
+        return None
+    return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, source=source))
+
+
 def outlook_verdict(args: argparse.Namespace, choice: Choice, hardware: HardwareSpec) -> Verdict:
     """Returns the verdict on the result of `outlook`, which says which of the numbers are valid."""
     from megatrain.simulator.verdict.verdict import summarize

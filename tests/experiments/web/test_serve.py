@@ -118,6 +118,21 @@ def test_the_outlook_agrees_with_the_verdict(ask: Ask, host: str) -> None:
 
 def test_there_is_no_outlook_of_another_system(ask: Ask) -> None:
     assert ask("outlook", {**SMALL, "policy": "zero3_offload"}).json is None
+    assert ask("first", {**SMALL, "policy": "zero3_offload"}).json is None
+
+
+def test_the_first_plan_fits_and_is_nearly_as_fast_as_the_best(ask: Ask) -> None:
+    question = {**SMALL, "model": "llama-3.2-3b", "host-memory": "64GiB"}
+    first, full = ask("first", question).json, ask("verdict", question).json
+    assert first["verdict"]["feasible"]
+    assert first["shown"]["memory"][0]["peak_bytes"] <= first["shown"]["memory"][0]["limit_bytes"]
+    assert first["timeline"]["end"]
+    speeds = [answer["verdict"]["tokens_per_second"] for answer in (first, full)]
+    assert 0.9 * speeds[1] <= speeds[0] <= speeds[1]
+
+
+def test_a_model_that_does_not_fit_has_no_first_plan(ask: Ask) -> None:
+    assert ask("first", {**SMALL, "model": "llama-3.2-3b", "host-memory": "16GiB"}).json is None
 
 
 def test_a_long_context_is_computed_in_pieces_as_check_does(
@@ -129,7 +144,9 @@ def test_a_long_context_is_computed_in_pieces_as_check_does(
     parts = answer(Question.read(values))
     name, outlook = next(parts)
     assert (name, outlook and outlook["shown"]["answer"]) == ("outlook", "YES")
-    _, full = next(parts)
+    name, full = next(parts)
+    while name != "verdict":
+        name, full = next(parts)
     assert full
     # An unfinished answer keeps the garbage collector off, also for later tests.
     parts.close()  # type: ignore[attr-defined]

@@ -195,20 +195,47 @@ def test_link_command_and_json_have_all_choices(
     assert training == pytest.approx(same)
 
 
+def hold(page: Page, *parts: str) -> None:
+    """Makes these parts of an answer wait until the page's `allow` is called."""
+    page.evaluate(
+        """(held) => {
+          const asked = source.ask.bind(source);
+          const allowed = new Promise((resolve) => { window.allow = resolve; });
+          source.ask = async (part, ...rest) => {
+            if (held.includes(part)) await allowed;
+            return asked(part, ...rest);
+          };
+        }""",
+        list(parts),
+    )
+
+
+def test_a_first_plan_is_shown_until_the_verdict_is_there(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("body[data-ready]").wait_for()
+    hold(page, "verdict")
+    page.select_option("#clipping", "none")
+    page.locator("#answer.first").wait_for()
+    assert "better ones are being searched" in page.inner_text("#speed")
+    shown = ("#memory-section", "#step-section", "#timeline", "#time")
+    assert [name for name in shown if not page.locator(name).is_visible()] == []
+    assert not page.locator("#keep").is_visible(), "its command and link are not known yet"
+    first = float(page.inner_text("#speed").split(" ", 1)[0].replace(",", ""))
+    page.evaluate("window.allow()")
+    page.locator("#answer:not(.first)[aria-busy=false]").wait_for()
+    best = float(page.inner_text("#speed").split(" ", 1)[0].replace(",", ""))
+    assert 0.9 * best <= first <= best
+    assert "searched" not in page.inner_text("#speed")
+
+
 def test_the_outlook_is_shown_until_the_verdict_is_there(
     open_page: Callable[..., Page], address: str
 ) -> None:
     page = open_page(f"{address}?{urlencode(SMALL)}")
     page.locator("body[data-ready]").wait_for()
-    # the verdict comes when the test says so
-    page.evaluate("""() => {
-      const asked = source.ask.bind(source);
-      const allowed = new Promise((resolve) => { window.allow = resolve; });
-      source.ask = async (part, ...rest) => {
-        if (part === "verdict") await allowed;
-        return asked(part, ...rest);
-      };
-    }""")
+    hold(page, "first", "verdict")
     page.select_option("#state", "master24")
     page.locator("#answer.planning").wait_for()
     assert page.inner_text("#yes") == "YES"
@@ -230,7 +257,7 @@ def test_the_outlook_is_shown_until_the_verdict_is_there(
 
 
 @pytest.mark.parametrize("missing", ["verdict", "advice"])
-def test_the_outlook_remains_if_the_verdict_takes_too_long(
+def test_what_is_known_remains_if_the_rest_takes_too_long(
     open_page: Callable[..., Page], address: str, missing: str
 ) -> None:
     page = open_page(f"{address}?{urlencode(SMALL)}")
@@ -247,14 +274,15 @@ def test_the_outlook_remains_if_the_verdict_takes_too_long(
         missing,
     )
     page.select_option("#state", "bf16-sr")
-    planning = ".planning" if missing == "verdict" else ":not(.planning)"
-    page.locator(f"#answer{planning}:not(.stale)").wait_for()
+    known = ".first" if missing == "verdict" else ":not(.planning, .first)"
+    page.locator(f"#answer{known}:not(.stale)").wait_for()
     page.evaluate("window.fail()")
     page.locator("#error", has_text="took too long").wait_for()
     assert page.inner_text("#yes") == "YES"
     assert "stochastic rounding" in page.inner_text("#sentence")
     assert page.locator("#trying").is_hidden()
     assert page.locator("#keep").is_visible() == (missing == "advice")
+    assert ("search for better ones failed" in page.inner_text("#speed")) == (missing == "verdict")
 
 
 def test_a_mistake_gives_a_one_line_error_and_the_next_answer_replaces_it(
