@@ -361,7 +361,7 @@ def add_workload(
         metavar="N",
         help="number of tokens that the MLP of a layer computes at one time, for long contexts"
         " (default: all; `check`, `plan` and `train MODEL` choose a number if the model does not"
-        " fit otherwise)",
+        " fit otherwise, or if a long sequence is faster with it)",
     )
     group.add_argument(
         "--compile",

@@ -15,14 +15,22 @@ if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.planner.search import Choice
+    from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import Verdict
 
 BATCHES = (32, 16, 8, 4, 2, 1)
 """Micro-batches to try if `--batch` is not given. Larger ones are seldom faster, and need more
 memory."""
 PIECES = tuple(2**power for power in range(11, 17))
-"""Values of `--token-piece` to try if it is not given and the model does not fit without pieces.
-Smaller pieces take more time, and larger ones seldom take less."""
+"""Values of `--token-piece` to try if it is not given (`with_fitting_piece`). Smaller pieces take
+more time, and larger ones seldom take less."""
+_LONG = 2**16
+"""Tokens of a sequence from which pieces are tried even if the model fits without them."""
+_LARGER = 2
+"""How many of the largest pieces are tried then."""
+_WORTH = 1.02
+"""How many times as long as with pieces a step must take without them, if it fits, before pieces
+are used."""
 
 
 def policies(named: str) -> list[str]:
@@ -220,16 +228,29 @@ def with_loss_chunk(
 def with_fitting_piece(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with the `--token-piece` of the fastest plan, if the model fits only with
-    pieces and `--token-piece` is not given. If a piece is chosen and `--batch` is not given, the
-    micro-batch has one sequence.
+    """Returns `args` with the `--token-piece` of the fastest plan, if `--token-piece` is not given,
+    and if the model fits only with pieces or is faster with them. If a piece is chosen and
+    `--batch` is not given, the micro-batch has one sequence.
+
+    If the model fits without pieces, the larger ones are tried for sequences of at least `_LONG`
+    tokens if some layers compute their attention twice. With pieces, layers need less memory, so
+    more of them can save their attention, which takes most of the time of a long sequence.
     """
     one_row = options.replaced(args, batch=1)
     sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
     obstacle = model.pieces_obstacle(compiled=args.compile)
     able = not (args.dtype == options.FP8 or obstacle)
-    if args.token_piece or not (able and sizes) or _fitting(one_row, hardware, model, (1,))[0]:
+    if args.token_piece or not (able and sizes):
         return args
+    without_pieces = options.replaced(args, batch=args.batch or 1)
+    whole: Choice | None = None
+    if _fitting(one_row, hardware, model, (1,))[0]:
+        if args.seq < _LONG:
+            return args
+        whole = choices(without_pieces, hardware, model.name, hardware.name, model)[0]
+        if whole.feasible and not _recomputes_attention(whole.plan):
+            return args
+        sizes = sizes[-_LARGER:]
     by_seconds: dict[float, argparse.Namespace] = {}
     for piece in sizes:
         candidate = options.replaced(args, batch=args.batch or 1, token_piece=piece)
@@ -240,9 +261,17 @@ def with_fitting_piece(
     if not by_seconds:
         return args
     # The search may find a plan that fits without pieces although `_fitting` does not.
-    without_pieces = options.replaced(args, batch=args.batch or 1)
-    fits = choices(without_pieces, hardware, model.name, hardware.name, model)[0].feasible
-    return args if fits else by_seconds[min(by_seconds)]
+    whole = whole or choices(without_pieces, hardware, model.name, hardware.name, model)[0]
+    least = min(by_seconds)
+    if whole.feasible and whole.step_seconds < _WORTH * least:
+        return args
+    return by_seconds[least]
+
+
+def _recomputes_attention(plan: Plan) -> bool:
+    """Returns whether some decoder layers compute their attention again in the backward pass."""
+    saved = plan.placed("saved_activations") | plan.placed("saved_attention")
+    return any(layer.name not in saved for layer in plan.model.decoders)
 
 
 def with_fitting_batch(

@@ -65,7 +65,7 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
     assert models[0] == models[1]
 
 
-def test_pieces_are_chosen_only_if_one_sequence_does_not_fit(command: Command) -> None:
+def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Command) -> None:
     short, long, named = (
         json.loads(good(command(*LONG, "--json", "--seq", *words)))
         for words in ((131072,), (524288,), (131072, "--batch", 1, "--token-piece", 4096))
@@ -77,6 +77,20 @@ def test_pieces_are_chosen_only_if_one_sequence_does_not_fit(command: Command) -
     assert named["longest_context"] > 524288 > short["longest_context"]
     text = good(command(*LONG, "--seq", 524288))
     assert text.replace("\\\n", "").count(f"--token-piece {long['workload']['token_piece']}") == 2
+
+
+def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model fits without pieces, but then some layers compute their attention twice."""
+    words = ("check", "qwen2.5-0.5b", "--hardware", "rtx4090", "--seq", 262144, "--json")
+    chosen = json.loads(good(command(*words)))
+    monkeypatch.setattr("megatrain.experiments.cli.verdict.from_options._LONG", 2**30)
+    whole = json.loads(good(command(*words)))
+    assert (whole["feasible"], whole["workload"]["token_piece"]) == (True, None)
+    assert chosen["workload"]["token_piece"] >= 2048
+    assert chosen["workload"]["batch"] == whole["workload"]["batch"] == 1
+    assert 1.1 * chosen["step_seconds"] < whole["step_seconds"]
 
 
 def test_the_micro_batch_of_pieces_is_the_fastest(
