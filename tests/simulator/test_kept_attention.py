@@ -16,6 +16,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
+from megatrain.simulator.planner.capacity import MemoryFootprint
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op
 from megatrain.simulator.schedule.arithmetic import cost_keys
@@ -111,6 +112,17 @@ def test_offloaded_attention_stays_in_host_memory_until_recompute(
     kept = [buffer for buffer in schedule.buffers if buffer.data == "attention"]
     assert sum(buffer.place == "host" for buffer in kept) == 3
     assert sum(buffer.place == "device" for buffer in kept) == slots
+
+
+def test_offloaded_attention_grows_with_the_tokens(make_plan: Callable[..., Plan]) -> None:
+    """The memory of a larger micro-batch, which gives the room in a verdict, includes it."""
+    plan = make_plan(placement=Placement(saved_attention="0-3", offloaded_attention="0,2-3"))
+    costs = cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
+    work = msgspec.structs.replace(plan.workload, batch=4 * plan.workload.batch)
+    larger = msgspec.structs.replace(plan, workload=work)
+    found = MemoryFootprint(plan, costs).account(work).pools["host.offloaded_attention"]
+    expected = MemoryFootprint(larger, costs).account().pools["host.offloaded_attention"]
+    assert found == expected > 0
 
 
 def test_saved_attention_changes_only_the_recompute_op(make_plan: Callable[..., Plan]) -> None:

@@ -182,6 +182,7 @@ def test_a_saved_dataset_is_its_arrow_files_in_their_order(tmp_path: Path) -> No
     ]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert len(read(tmp_path)) == 3
+    assert (find(tmp_path).split, find(tmp_path).left_out) == ("train", "split test")
     assert [row.value for row in rows(find(tmp_path, splits=("test",)))] == [{"text": "x"}]
     with pytest.raises(
         UserError, match="split: found 'validation'; allowed: train, test; fix: name one of these"

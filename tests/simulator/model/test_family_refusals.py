@@ -37,6 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("gpt_bigcode", {"add_cross_attention": True}, "multi_query", "true, without cross-attention"),
     ("jetmoe", {"output_router_logits": True}, "output_router_logits", "false"),
     ("jetmoe", {"num_experts_per_tok": 3}, "num_experts_per_tok", "at most 2"),
+    ("jetmoe", {"num_key_value_heads": "4"}, "num_key_value_heads", "a whole number"),
     ("laguna", {"gating": "per-row"}, "gating", "true, per-head or per-element"),
     ("mimo_v2_flash", {"num_key_value_heads": 8}, "num_key_value_heads", "a divisor of half"),
     ("minimax", {"sliding_window": 16}, "sliding_window", "none"),

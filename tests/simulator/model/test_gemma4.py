@@ -58,6 +58,14 @@ def test_sizes_of_the_published_form_are_ignored_beside_per_layer_sizes() -> Non
     assert spec.config["num_global_key_value_heads"] == TINY["num_key_value_heads"]
 
 
+def test_the_size_of_full_heads_has_the_default_of_transformers() -> None:
+    config = {key: value for key, value in TINY.items() if key != "head_dim"}
+    spec = ModelSpec.from_config(config, "config.json")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert spec.parameters == sum(parameter.numel() for parameter in whole.parameters())
+
+
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_a_model_with_fewer_layers_is_that_of_transformers(layers: int) -> None:
     """A model with fewer layers is transformers' model, whose last layer is always full."""

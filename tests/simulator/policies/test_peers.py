@@ -9,6 +9,7 @@ norm of the published code, whose time comes from this step.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -283,6 +284,17 @@ def test_a_norm_is_bound_by_a_core_and_not_by_its_memory() -> None:
     times = [cost_model(hardware, SEVEN, WORK).duration_ns(norm) for hardware in (B, faster)]
     assert times[0] == times[1]
     assert times[0] / 1e9 == pytest.approx(2.2 - 0.18, rel=0.01)  # clipping without scaling
+
+
+def test_clipping_adds_a_norm_on_one_thread_and_a_pass_that_scales() -> None:
+    """The published code needs both only for clipping by the global norm."""
+    plan = choice("megatrain_code", SEVEN, A).plan
+    kinds = []
+    for clipping in ("global", "none"):
+        work = msgspec.structs.replace(plan.workload, clipping=clipping)
+        schedule = policies.lower(msgspec.structs.replace(plan, workload=work, digest=""))
+        kinds.append(Counter(op.kind for op in schedule.ops if op.lane == "cpu"))
+    assert kinds[0] - kinds[1] == Counter({"thread_pass": 1, "host_pass": 1})
 
 
 def test_fsdp2_does_not_clip() -> None:
