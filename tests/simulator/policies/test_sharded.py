@@ -18,6 +18,7 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import link_share
 from megatrain.simulator.engine.discrete_event import makespan_ns, play, simulate
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -218,6 +219,14 @@ def test_unsupported_plans_for_several_gpus_are_refused_by_name(
         policies.lower(
             make_plan(**{"policy": "overlapped", "gpus": 2, "accumulation": 4, **changes})
         )
+
+
+def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Make) -> None:
+    plan = make_plan("overlapped", gpus=2, accumulation=2, weight_slots=4)
+    schedule = policies.lower(plan)
+    whole = account(schedule, 2**40, 2**40, None, 0)
+    short = account(schedule, whole.device_peak_bytes - 1, 2**40, None, 0)
+    assert short.advice.startswith("weight_slots = 3 would save ")
 
 
 def test_experts_are_refused(make_plan: Make) -> None:
