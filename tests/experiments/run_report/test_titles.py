@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ from megatrain.experiments.run_report import pictures
     ("parameters", "text"), [(188_992, "189 k"), (11_400_000, "11 M"), (7_615_616_512, "7,616 M")]
 )
 def test_the_title_counts_the_parameters_of_a_tiny_model(parameters: int, text: str) -> None:
-    plan = SimpleNamespace(
-        model=SimpleNamespace(name="tiny", parameters=parameters), policy="overlapped"
-    )
-    assert pictures._what(plan) == f"tiny, {text} parameters, policy overlapped"  # type: ignore[arg-type]
+    model = SimpleNamespace(name="tiny", parameters=parameters)
+    plan: Any = SimpleNamespace(model=model, policy="overlapped")
+    assert pictures._what(plan) == f"tiny, {text} parameters, policy overlapped"
