@@ -10,6 +10,7 @@ or with its own option. An option overrides --set, which overrides the file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
@@ -126,7 +127,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="RUN",
-        help="a new folder for plan, config, metrics, checkpoints, timeline, pictures and model",
+        help="a new folder for plan, config, metrics, checkpoints, timeline, pictures and model"
+        " (default MODEL-run in the current folder, with a number if there is one)",
     )
     parser.add_argument(
         "--resume",
@@ -179,7 +181,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
             groups[section] = parser.add_argument_group(f"[{section}]")
         arguments = _arguments(key, field)
         no_default = (
-            key in ("training.steps", "training.epochs")  # one of the two must be given
+            key in ("training.steps", "training.epochs")  # one of the two replaces the default
             or "action" in arguments
             or field.default in (msgspec.NODEFAULT, None, "", ())
         )
@@ -245,8 +247,10 @@ def _absolute(path: str) -> str:
 def config_of(args: argparse.Namespace) -> Config:
     """Returns the config of `--config` or of the resumed run, changed by `--set` and the options.
 
+    A new run without a number of steps or epochs has one epoch.
+
     Raises UserError for an unknown field, a value that its field does not allow, and a missing
-    `--steps`, `--epochs` or `--data`.
+    `--data`.
     """
     overrides: dict[str, Any] = {}
     for key, value in options.assignments(args.set, "FIELD=VALUE", "rate=3e-4"):
@@ -262,16 +266,18 @@ def config_of(args: argparse.Namespace) -> Config:
             overrides[key] = absolute[0] if len(absolute) == 1 else absolute
     file = args.config or (args.resume and args.resume / "config.toml")
     counted = {"training.steps", "training.epochs"} & overrides.keys()
-    if file is None and not counted and prepare.names_model(args):
+    if file is None and not counted:
         overrides["training.epochs"] = 1.0
-    elif file is None and not counted:
-        raise UserError(
-            "train",
-            found="neither --epochs nor --steps",
-            allowed="one of the two, or steps in [training] of a --config file",
-            fix="pass --epochs 1 to train on all of the data once",
-        )
-    config = Config.load(file, overrides)
+    try:
+        config = Config.load(file, overrides)
+    except UserError as error:
+        # A value that an option gave is named as the option.
+        key = error.where.rpartition(": ")[2]
+        if vars(args).get(key) is None or key not in fields():
+            raise
+        allowed = str(error.allowed).replace("`float`", "a number").replace("`int`", "a number")
+        fix = f"correct this value, or leave {option_of(key)} out for the default"
+        raise UserError(option_of(key), found=error.found, allowed=allowed, fix=fix) from None
     if not config.data.data:
         raise UserError(
             "train",
@@ -287,11 +293,10 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
 
     Raises UserError if the options contradict each other.
     """
-    if (args.out is None) == (args.resume is None):
-        found = "neither" if args.out is None else "both"
+    if args.out is not None and args.resume is not None:
         raise UserError(
             "train: --out, --resume",
-            found=found,
+            found="both",
             allowed="--out for a new run, or --resume to continue one",
             fix="give one of the two",
         )
@@ -325,7 +330,29 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
         raise no_checkpoint(args.resume)  # the trainer also checks this, but after slow imports
     if args.from_step:
         steps_to_export(args.resume, args.from_step)
-    return args.plan or args.resume / "plan.toml", args.out or args.resume
+    return args.plan or args.resume / "plan.toml", args.out or args.resume or new_run(args.plan)
+
+
+def new_run(model: Path) -> Path:
+    """Returns the folder of a run without `--out`, such as `qwen2.5-7b-run` in the current folder.
+
+    If it exists, its name has a number, such as `qwen2.5-7b-run-2`. Raises UserError if there may
+    be several ranks, which could choose different folders.
+
+    Args:
+        model: the model or the plan, as in the command.
+    """
+    if "WORLD_SIZE" in os.environ:
+        raise UserError(
+            "train",
+            found="no --out, and WORLD_SIZE, which torchrun sets",
+            allowed="one folder for all ranks",
+            fix="pass --out RUN",
+        )
+    name = model.stem if model.suffix in (".toml", ".json") else model.name.partition("@")[0]
+    name = f"{name or 'model'}-run"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(Path(each) for each in names if not os.path.lexists(each))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -377,6 +404,8 @@ def _lead(
         lock.refuse_taken()
     if not os.path.exists(folder):
         options.check_writable(folder)
+    if args.out is None and args.resume is None:
+        print(f"run folder: {folder}", flush=True)
     with lock:  # taken before slow imports, so a second run is refused at once
         if plan_file is not None:
             check_training(plan_file, args.model, config)

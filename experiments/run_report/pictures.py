@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.step_record import StepRecord
+from megatrain.simulator.base.units import format_count
 from megatrain.simulator.memory.account import WORKSPACE, kinds_of, usage
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.planner.assessment import activations_bytes, plan_account
@@ -69,9 +70,9 @@ def draw_loss(folder: Path, record: StepRecord, plan: Plan) -> None:
 
 
 def _what(plan: Plan) -> str:
-    return (
-        f"{plan.model.name}, {plan.model.parameters / 1e6:,.0f} M parameters, policy {plan.policy}"
-    )
+    parameters = plan.model.parameters
+    count = f"{parameters / 1e6:,.0f} M" if parameters >= 1e6 else format_count(parameters)
+    return f"{plan.model.name}, {count} parameters, policy {plan.policy}"
 
 
 def _where(record: StepRecord, plan: Plan) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 2048
 """The number of tokens that are decoded, from the document's beginning."""
-_RUN, _ROW, _ROWS = 180, 100, 5
+_RUN, _ROW, _ROWS = 180, 70, 7
 """The maximum characters of a run of text with or without loss, the characters per line, and the
 maximum number of lines."""
 _CUT = " [...] "

@@ -188,9 +188,9 @@ class Logging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of a training run. Only the number of steps, or of epochs, has no default."""
+    """All settings of a training run. Without a number of steps or epochs, it has one epoch."""
 
-    training: TrainingSettings
+    training: TrainingSettings = TrainingSettings(epochs=1.0)
     """Number of steps, seed and initial weights."""
     optimizer: AdamW = AdamW()
     """Hyperparameters of AdamW."""

@@ -135,7 +135,7 @@ class Trainer(TrainingRun):
             model: a Hugging Face folder or a name on the hub, or None for the model in the plan.
             data: the path of the training data, any object with a method
                 `step(number) -> list[Batch]` (`BatchSource`), or None for the path in the config.
-            config: all other settings. It is required, because the number of steps has no default.
+            config: all other settings, or None for the defaults and one epoch.
             out: the run folder, its lock if the caller already holds it, or None for no run folder.
                 The folder must be new or empty, unless `resume` is given.
             resume: continues the run in `out`, from its newest checkpoint ("newest") or from the
@@ -152,13 +152,7 @@ class Trainer(TrainingRun):
 
         Raises UserError if the plan, the config or `out` cannot be used.
         """
-        if config is None:
-            raise UserError(
-                "Trainer: config",
-                found="none",
-                allowed="a Config, which has the number of steps",
-                fix="pass config=Config(training=TrainingSettings(steps=100))",
-            )
+        config = Config() if config is None else config
         self.plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         self.config = checked(
             config if not isinstance(data, Path | str) else with_data(config, str(data))

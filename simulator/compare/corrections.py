@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ def corrections(
     """Returns the factors of `HardwareSpec.corrections` that turn `predicted` into `measured`.
 
     A factor is the measured time of all ops of a kind on a lane, divided by their predicted time.
+    The measured time is the median of the steps, so one slow step does not change the factors.
     Kinds whose measured or predicted time is 0 have no factor.
 
     Args:
@@ -27,13 +29,15 @@ def corrections(
 
 
 def durations(timelines: Sequence[Timeline], schedule: Schedule) -> dict[str, float]:
-    """Returns the total duration of ops in a step, in ns, as the mean of the timelines.
+    """Returns the total duration of ops in a step, in ns, as the median of the timelines.
 
     The keys are `KIND@LANE`, the lanes, and `all`.
     """
-    totals: Counter[str] = Counter()
+    steps = []
     for timeline in timelines:
+        totals: Counter[str] = Counter()
         for op in schedule.ops:
             for key in (f"{op.kind}@{op.lane}", op.lane, "all"):
                 totals[key] += timeline.by_op[op.id].duration_ns
-    return {key: total / len(timelines) for key, total in totals.items()}
+        steps.append(totals)
+    return {key: float(statistics.median(step[key] for step in steps)) for key in steps[0]}

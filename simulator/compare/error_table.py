@@ -125,7 +125,8 @@ def _steps(report: ErrorReport) -> list[str]:
         )
         times = format_times(steps.predicted_seconds, steps.median_seconds)
         lines += [
-            f"{steps.count} steady steps' wall time: predicted {times[0]}, median {times[1]}",
+            f"wall time of {steps.count} steady step{'s' if steps.count != 1 else ''}: predicted"
+            f" {times[0]}, median {times[1]}",
             f"a step's wall time: median {median}, P95 |error| {p95}, worst {worst} ({number})",
         ]
     return lines

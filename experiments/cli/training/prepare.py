@@ -365,7 +365,6 @@ def _hardware(
 def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     """Prints the verdict on a training of `steps` steps, and which layers are not compiled."""
     from megatrain.experiments.cli.verdict.text import step_tokens
-    from megatrain.runtime.training.progress import format_duration
     from megatrain.simulator.verdict.verdict import summarize
 
     verdict = summarize(best, hardware)
@@ -393,9 +392,16 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
     print(fitted(f"memory: {', '.join(sizes)}"))
     if best.feasible:
         plural = "s" if steps > 1 else ""
-        print(f"time: {format_duration(steps * seconds)} for {steps:,} step{plural}", flush=True)
+        print(f"time: {planned_time(steps * seconds)} for {steps:,} step{plural}", flush=True)
     if verdict.eager:
         print(f"note: {verdict.eager}", flush=True)
+
+
+def planned_time(seconds: float) -> str:
+    """Returns the predicted time of a training as text."""
+    from megatrain.runtime.training.progress import format_duration
+
+    return format_duration(seconds) if seconds >= 1 else "less than 1 s"
 
 
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:

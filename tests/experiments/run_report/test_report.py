@@ -562,6 +562,25 @@ def test_a_phone_shows_the_report_without_scrolling_sideways(
     assert cut == []
 
 
+@pytest.mark.parametrize("width", [1280, 1000])
+def test_both_columns_of_the_data_are_visible(page: Page, trained: Trained, width: int) -> None:
+    """The name of a row is broken, so its numbers are not cut off beside another table."""
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(trained.page.as_uri())
+    cut = page.evaluate(
+        """() => {
+            const row = [...document.querySelectorAll("tr")]
+                .find((each) => each.textContent.startsWith("documents cut at"));
+            row.cells[0].textContent = "documents left out, whose answer begins after 2,048 tokens";
+            row.insertCell().textContent = "33 (1,399 tokens)";
+            const table = row.closest(".wide");
+            return table.scrollWidth - table.clientWidth;
+        }"""
+    )
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    assert cut <= 0
+
+
 @pytest.mark.parametrize("width", [1000, 420, 340])
 def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page(
     page: Page, width: int

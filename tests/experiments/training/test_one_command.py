@@ -14,6 +14,8 @@ import pytest
 
 from megatrain.experiments.cli.training import prepare
 from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
+from megatrain.experiments.commands import train
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -278,3 +280,38 @@ def test_a_note_names_layers_that_are_not_compiled(
     prepare._show(best, hardware, 1)
     said = "note: 3 of 4 layers are not compiled, since layers with linear attention always run"
     assert (said in capsys.readouterr().out) == compiled
+
+
+def test_without_out_the_run_is_in_a_new_folder_named_after_the_model(
+    place: Path, command: Any
+) -> None:
+    words = [*TRAIN[:4], *TRAIN[6:], *HARDWARE, "--steps", "1"]
+    for name in ("tiny-run", "tiny-run-2"):
+        outcome = command(*words)
+        assert (outcome.status, outcome.err) == (0, "")
+        assert outcome.out.startswith(f"run folder: {name}\n")
+        assert f"wrote {name}; see" in outcome.out
+        assert (place / name / "model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [("org/name@v1", "name-run"), ("plans/fast.toml", "fast-run"), ("./tiny", "tiny-run")],
+)
+def test_the_folder_of_a_run_is_named_after_the_last_part_of_the_model(
+    model: str, folder: str
+) -> None:
+    assert train.new_run(Path(model)) == Path(folder)
+
+
+def test_ranks_need_a_named_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="found no --out, and WORLD_SIZE"):
+        train.new_run(Path("plan.toml"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.3, "less than 1 s"), (12.4, "12 s"), (7200, "2.0 h")]
+)
+def test_a_short_training_is_not_predicted_to_take_no_time(seconds: float, text: str) -> None:
+    assert prepare.planned_time(seconds) == text

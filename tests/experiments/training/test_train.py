@@ -164,7 +164,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (("--set", "rate=fast"), r"config: schedule.rate: found `str`; allowed: `float`"),
         (
             ("--schedule.kind", "cosin"),
-            r"config: schedule.kind: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
+            r"--schedule: found 'cosin'; allowed: 'constant', 'linear', 'cosine', 'wsd'",
         ),
         (
             ("--set", "warm_up_steps=10"),
@@ -215,7 +215,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
                 r" and a file or split"
             ),
         ),
-        (("--columns", "csv"), r"config: data.columns: found 'csv'; allowed: 'auto', 'text', "),
+        (("--columns", "csv"), r"--columns: found 'csv'; allowed: 'auto', 'text', "),
         (
             ("--from-step", "2"),
             (
@@ -258,13 +258,32 @@ def test_a_mistake_in_the_config_gives_a_one_line_error_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("workplace")
-def test_steps_or_epochs_are_required(command: Any) -> None:
-    outcome = command("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "new")
-    assert (
-        outcome.err == "megatrain: train: found neither --epochs nor --steps; allowed: one of the"
-        " two, or steps in [training] of a --config file; fix: pass --epochs 1 to train on all of"
-        " the data once\n"
+def test_a_plan_without_a_number_of_steps_is_trained_for_one_epoch(command: Any) -> None:
+    Path("short.txt").write_text("a few words " * 20)
+    outcome = command(
+        "train", "plan.toml", "--data", "short.txt", "--device", "cpu", "--out", "new"
     )
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "1.00 epochs" in outcome.out
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("option", "value", "rest"),
+    [
+        ("--schedule", "foo", "found 'foo'; allowed: 'constant', 'linear', 'cosine', 'wsd'"),
+        ("--loss", "most", "found 'most'; allowed: 'assistant', 'last', 'all'"),
+        ("--evaluation-fraction", "2", "found 2.0; allowed: a number < 1.0"),
+        ("--tracker", "paper", "found 'paper'; allowed: '', 'wandb', 'trackio'"),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_named_by_the_option(
+    command: Any, option: str, value: str, rest: str
+) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--steps", "1", "--out", "new")
+    outcome = command(*words, option, value)
+    fix = f"correct this value, or leave {option} out for the default"
+    assert outcome.err == f"megatrain: {option}: {rest}; fix: {fix}\n"
 
 
 @pytest.mark.usefixtures("workplace")

@@ -119,13 +119,13 @@ def test_each_remark_is_made_where_it_applies(
 def test_the_first_document_is_shown_with_what_has_loss(
     said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder
 ) -> None:
-    shown = said(jsonl([CHAT, *[{"messages": []}] * 3, CHAT]), tokenizer_folder("marked"))[-2:]
+    shown = said(jsonl([CHAT, *[{"messages": []}] * 3, CHAT]), tokenizer_folder("marked"))[-3:]
     assert shown[0].startswith("  the first document, ")
     assert shown[0].endswith(" tokens, loss on text between « and »:")
-    assert (
-        shown[1] == "     "
-        " <|im_start|>user\\nhello\\nyou<|im_end|>\\n<|im_start|>assistant\\n«world<|im_end|>»\\n"
-    )
+    assert shown[1:] == [
+        "      <|im_start|>user\\nhello\\nyou<|im_end|>\\n<|im_start|>assistant\\n«world<",
+        "      |im_end|>»\\n",
+    ]
 
     text = said(jsonl([{"text": "hello\x1b[2J\nworld"}] * 20), tokenizer_folder())[-2:]
     assert text == [
@@ -144,8 +144,8 @@ def test_a_long_document_is_shown_only_around_the_beginning_of_loss(
     rows = [{"prompt": "the words " * 60, "completion": "hello world " * 5000}] * 80
     notes = said(jsonl(rows), tokenizer_folder(), packing="plain")
     shown = [note.removeprefix("      ") for note in notes if note.startswith("      ")]
-    assert 1 < len(shown) <= 5
-    assert max(map(len, shown)) <= 100
+    assert 1 < len(shown) <= 7
+    assert max(map(len, shown)) <= 74, "a line of 80 columns with its indentation"
     text = "".join(shown)
     assert text.count(" [...] ") == 3
     assert text.startswith("the words the words")

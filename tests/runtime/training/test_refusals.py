@@ -37,12 +37,11 @@ def test_checkpoints_need_a_run_folder(place: Path, prepare: Any) -> None:
         prepare(place, None, **{"saving.every_steps": 2})
 
 
-def test_a_config_is_needed_and_a_model_is_not(place: Path) -> None:
-    plan, config = place / "plan.toml", Config(training=TrainingSettings(steps=2))
-    trainer = Trainer(plan, data=place / "corpus", config=config, device=torch.device("cpu"))
+def test_neither_a_config_nor_a_model_is_needed(place: Path) -> None:
+    plan = place / "plan.toml"
+    trainer = Trainer(plan, data=place / "corpus", device=torch.device("cpu"))
     assert trainer.source == str(place / "small")
-    with pytest.raises(UserError, match=r"Trainer: config: found none; .*TrainingSettings"):
-        Trainer(plan, data=place / "corpus")
+    assert trainer.config.training == Config().training == TrainingSettings(epochs=1.0)
 
 
 def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(

@@ -7,6 +7,7 @@ import pytest
 
 from megatrain.simulator.compare import error_table
 from megatrain.simulator.compare.compare import compare
+from megatrain.simulator.compare.corrections import corrections
 from megatrain.simulator.compare.error_report import ErrorReport, peak_error
 from megatrain.simulator.compare.error_table import format_report, signed_percent
 from megatrain.simulator.costs import Replayed
@@ -314,7 +315,7 @@ def test_report_as_text_is_aligned_and_signed() -> None:
         "cost model 90.000 ms 93.000 ms -3.00 % effect of wrong durations on the step",
     ]
     assert words[4] == "one op's duration: median +0.0 %, P95 |error| 25.0 %, worst +25.0 % (W0f)"
-    assert words[5] == "1 steady steps' wall time: predicted 90.000 ms, median 100.000 ms"
+    assert words[5] == "wall time of 1 steady step: predicted 90.000 ms, median 100.000 ms"
     assert (
         words[6] == "a step's wall time: median -10.0 %, P95 |error| 10.0 %, worst -10.0 % (step 7)"
     )
@@ -356,8 +357,18 @@ def test_signs_are_always_shown(error: float | None, text: str) -> None:
 
 @pytest.mark.parametrize("width", range(20, 70))
 def test_a_number_stays_with_its_unit(width: int) -> None:
-    line = "10 steady steps' wall time: predicted 2.190 s, median 2.611 s; 38.31 MiB, 20.0 us"
+    line = "wall time of 10 steady steps: predicted 2.190 s, median 2.611 s; 38.31 MiB, 20.0 us"
     lines = error_table._wrapped([line], width)
     assert max(map(len, lines)) <= width
     for number in ("2.190 s", "2.611 s", "38.31 MiB", "20.0 us"):
         assert any(number in each for each in lines)
+
+
+def test_one_slow_step_does_not_change_the_corrections() -> None:
+    """A program that runs for a moment can make one of three steps ten times as slow."""
+    slow = {op: (10 * start, 10 * end) for op, (start, end) in MEASURED.items()}
+    steps = [timeline(f"step {number}", each) for number, each in enumerate((MEASURED, slow))]
+    three = [steps[0], *steps]
+    assert corrections(timeline("predicted", PREDICTED), three, SCHEDULE) == corrections(
+        timeline("predicted", PREDICTED), steps[:1], SCHEDULE
+    )
