@@ -222,7 +222,8 @@ def test_unsupported_plans_for_several_gpus_are_refused_by_name(
 
 
 def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Make) -> None:
-    plan = make_plan("overlapped", gpus=2, accumulation=2, weight_slots=4)
+    slots = {"weight_slots": 4, "gradient_slots": 1, "state_slots": 1}
+    plan = make_plan("overlapped", gpus=2, accumulation=2, **slots)
     schedule = policies.lower(plan)
     whole = account(schedule, 2**40, 2**40, None, 0)
     short = account(schedule, whole.device_peak_bytes - 1, 2**40, None, 0)
