@@ -348,6 +348,18 @@ def test_a_rank_that_has_not_reached_a_collective_is_named(monkeypatch: pytest.M
     )
 
 
+def test_a_failure_between_steps_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.0)
+    ranks = Ranks(0, 2, [os.getpid(), os.getpid()])
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer\nException raised from read")
+
+    with pytest.raises(RankLost) as lost:
+        ranks._finish(SimpleNamespace(is_completed=lambda: True, wait=fail))
+    assert str(lost.value) == "rank 0, between steps: Connection closed by peer"
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("aborted")])
 def test_an_error_in_a_step_on_gpus_is_that_of_the_rank_that_ended(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.data import long_text
+from megatrain.runtime.data.chat.chat_template import _misplaced
+from megatrain.runtime.data.chat.marks import Rendering, TextSpan
 from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation
 from megatrain.runtime.data.documents import TARGET
@@ -515,3 +517,13 @@ def test_a_long_conversation_has_the_targets_of_its_whole_text(
     assert not isinstance(whole, str)
     assert not isinstance(found, str)
     assert found.tolist() == whole.tolist()
+
+
+def test_a_text_at_the_start_of_the_output_is_not_misplaced() -> None:
+    """A template may write nothing before the first message."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text = "Hi\nHello"
+    spans = {1: [TextSpan(3, 8)]}
+    assert not _misplaced(messages, Rendering(text, spans, generated=[], last_loop=""))
+    messages[0]["content"] = "ello"
+    assert _misplaced(messages, Rendering(text, spans, generated=[], last_loop=""))
