@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli import options
@@ -119,21 +120,9 @@ def outlook(
 
     Arguments and errors are the same as in `choices`.
     """
-    import msgspec
+    from megatrain.simulator.planner.outlook import outlook as by_memory
 
-    from megatrain.simulator.planner.outlook import outlook as outlook_by_memory
-
-    choice = outlook_by_memory(
-        model,
-        hardware,
-        options.workload(args, model, quiet=True),
-        device_limit=options.device_limit(args.device_memory, hardware),
-        host_limit=args.host_memory,
-        policies=policies(args.policy),
-    )
-    if choice is None:
-        return None
-    return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, source=source))
+    return _found(by_memory, args, hardware, source, model)
 
 
 def first_plan(
@@ -144,11 +133,22 @@ def first_plan(
 
     Arguments and errors are the same as in `choices`.
     """
+    from megatrain.simulator.planner.outlook import first_plan as by_bounds
+
+    return _found(by_bounds, args, hardware, source, model)
+
+
+def _found(
+    search: Callable[..., Choice | None],
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    source: str,
+    model: ModelSpec,
+) -> Choice | None:
+    """Returns the result of `search` for the options of `args`. Its plan names `source`."""
     import msgspec
 
-    from megatrain.simulator.planner.outlook import first_plan as first_plan_by_bounds
-
-    choice = first_plan_by_bounds(
+    choice = search(
         model,
         hardware,
         options.workload(args, model, quiet=True),
