@@ -36,42 +36,41 @@ _ONE_LINE = 10**6
 
 
 def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields four parts (name, data): `outlook`, `first`, `verdict` and `advice`.
+    """Yields four parts (name, data): `first`, `outlook`, `verdict` and `advice`.
 
-    The first two take a fraction of a second. The outlook has what is known before plans are
-    searched, in the page's form, or it is None. The part `first` is the verdict about a plan that
-    is probably a few percent slower than the best, or it is None.
+    The first two take a fraction of a second. The part `first` is the verdict about a plan that is
+    probably a few percent slower than the best. It is None if no such plan was found. The outlook
+    has what is known before plans are searched, in the page's form, or it is None.
 
     The part `verdict` is about the best plan, and the advice is the same verdict with the gains of
-    other plans. The last three have the verdict in the form of `check --json` and in the page's
+    other plans. They and `first` have the verdict in the form of `check --json` and in the page's
     form. Raises UserError as `check` does.
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
+    args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
+    source = _source(question, model)
     with without_garbage_collection():
-        fitted, chosen = _fitted(args, hardware, model)
-        known = from_options.outlook(fitted, hardware, _source(question, model), model)
-        yield (
-            "outlook",
-            _expected(from_options.outlook_verdict(fitted, known, hardware)) if known else None,
-        )
-        first = (
-            from_options.first_plan(fitted, hardware, _source(question, model), model)
-            if known and known.feasible
-            else None
-        )
+        sized, chosen = from_options.with_fitting_size(args, hardware, model)
         described = functools.partial(
             from_options.explained,
-            fitted,
+            sized,
             hardware=hardware,
             batch_chosen=chosen,
             chunk_chosen=args.loss_chunk is None,
             explore=False,
         )
+        first = from_options.first_plan(sized, hardware, source, model)
         yield (
             "first",
             _told(described(choice=first)) | {"timeline": _timeline(first, hardware)}
             if first
             else None,
+        )
+        fitted = from_options.with_loss_chunk(sized, hardware, model)
+        known = from_options.outlook(fitted, hardware, source, model)
+        yield (
+            "outlook",
+            _expected(from_options.outlook_verdict(fitted, known, hardware)) if known else None,
         )
         best = _best(fitted, known, question, model, hardware)
         verdict = described(choice=best)

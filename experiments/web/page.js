@@ -68,22 +68,24 @@ async function refresh() {
   }
 }
 
-/** Shows what is known without a plan, if the verdict takes longer than `PATIENCE`, and then the
-    verdict about a first plan, which is probably not the best. */
+/** Shows the verdict about a first plan, which is probably not the best, if the verdict takes longer
+    than `PATIENCE`. Without such a plan, shows what is known without one. */
 async function expect(question, now) {
   const waits = new Promise((resolve) => setTimeout(resolve, PATIENCE));
-  try {
-    for (const [part, put] of [["outlook", showOutlook], ["first", showFirst]]) {
-      const [found] = await Promise.all([ask(part, question, now), waits]);
-      if (now !== turn || at("answer").getAttribute("aria-busy") !== "true") return;
-      if (!found) continue;
-      at("error").hidden = true;
-      at("answer").hidden = false;
-      at("keep").hidden = true;
-      answer = null;
-      put(found, parseCount(state.tokens));
-    }
-  } catch { /* the verdict fails in the same way */ }
+  let hasPlan = false;
+  const expectPart = async (part, put) => {
+    const [found] = await Promise.all([ask(part, question, now), waits]);
+    const planning = now === turn && at("answer").getAttribute("aria-busy") === "true";
+    if (!planning || !found || hasPlan) return;
+    hasPlan = part === "first";
+    at("error").hidden = true;
+    at("answer").hidden = false;
+    at("keep").hidden = true;
+    answer = null;
+    put(found, parseCount(state.tokens));
+  };
+  // If one fails, the verdict fails in the same way.
+  await Promise.allSettled([expectPart("first", showFirst), expectPart("outlook", showOutlook)]);
 }
 
 function show(first) {

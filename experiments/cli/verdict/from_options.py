@@ -296,6 +296,16 @@ def with_fitting_workload(
 ) -> tuple[argparse.Namespace, bool]:
     """Returns `args` with a token piece, a micro-batch and a loss chunk where they are not given,
     and whether `with_fitting_batch` chose the micro-batch.
+    """
+    args, chosen = with_fitting_size(args, hardware, model)
+    return with_loss_chunk(args, hardware, model), chosen
+
+
+def with_fitting_size(
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+) -> tuple[argparse.Namespace, bool]:
+    """Returns `args` with a token piece and a micro-batch where they are not given, and whether
+    `with_fitting_batch` chose the micro-batch.
 
     If a token piece was chosen, the micro-batch has one sequence.
     """
@@ -303,8 +313,7 @@ def with_fitting_workload(
     chosen = args.batch is None and args.tokens_per_step is None
     if chosen:
         args = with_fitting_batch(args, hardware, model)
-    args = options.replaced(args, batch=args.batch or 1)
-    return with_loss_chunk(args, hardware, model), chosen
+    return options.replaced(args, batch=args.batch or 1), chosen
 
 
 def _fastest(
