@@ -46,11 +46,11 @@ _MEASURED = {
     "double_buffer": "paper_schedule",
 }
 _ASIDE = 0.83
-"""Stars with another batch, less device memory or one long sequence are drawn left of their model's
-size, at the size times this factor.
+"""Stars with another batch or less device memory are drawn left of their model's size, at the size
+times this factor.
 """
-
-
+_LONGEST = 8192
+"""Tokens of a sequence above which a step is left out. Table 7 has the long contexts."""
 _NEAR = 30
 """TFLOPS between stars whose labels would overlap."""
 
@@ -69,7 +69,7 @@ class Star(NamedTuple):
     date: str
     """Day of the measurement."""
     limit: str = ""
-    """The label of a step with less device memory, other clipping or a long context."""
+    """The label of a step with less device memory or other clipping."""
     where: str = ""
     """The run's folder or the benchmark's file."""
 
@@ -81,11 +81,13 @@ class Star(NamedTuple):
 
 def stars(results: Results) -> list[Star]:
     """Returns the measured steps of every stored run and benchmark of the models that are drawn.
-    Ceilings, fp8 products and optimizers other than AdamW are left out.
+    Ceilings, fp8 products, optimizers other than AdamW and long contexts are left out.
     """
     found = []
     for name, run in results.runs().items():
         work, model = run.plan.workload, run.plan.model
+        if work.sequence > _LONGEST:
+            continue
         speed = tflops_6n(model, work, run.measured.makespan_ns / 1e9)
         system, tokens = _MEASURED.get(run.plan.policy, "ours"), f"{work.batch} x {work.sequence}"
         found.append(
@@ -95,18 +97,18 @@ def stars(results: Results) -> list[Star]:
                 tokens,
                 speed,
                 run.date,
-                _limit(work.sequence, run.plan.device_limit_bytes, work.clipping),
+                _limit(run.plan.device_limit_bytes, work.clipping),
                 name,
             )
         )
     for path, file in results.usual_benchmarks().items():
         work, device = file["plan"]["workload"], file["arguments"]["device_memory"]
-        for record in file["systems"]:
+        for record in file["systems"] if work["sequence"] <= _LONGEST else ():
             if record["system"] in _MEASURED and not record["failure"]:
                 several = f"{work['accumulation']} x " if work["accumulation"] > 1 else ""
                 tokens, limit = (
                     f"{several}{work['batch']} x {work['sequence']}",
-                    _limit(work["sequence"], device, work["clipping"]),
+                    _limit(device, work["clipping"]),
                 )
                 found.append(
                     Star(
@@ -122,9 +124,7 @@ def stars(results: Results) -> list[Star]:
     return [star for star in found if star.model in SIZES or star.model == "qwen2.5-3b"]
 
 
-def _limit(sequence: int, device_bytes: int | None, clipping: str) -> str:
-    if sequence > 8192:
-        return f"{sequence // 1024}K row"
+def _limit(device_bytes: int | None, clipping: str) -> str:
     less = f"{device_bytes / 2**30:.0f} GiB" if device_bytes and device_bytes < 100e9 else ""
     return less + (f",\nby {clipping}" if less and clipping != "global" else "")
 
@@ -175,8 +175,7 @@ def draw(results: Results) -> Drawn:
         f" Measured {min(star.date for star in measured)} to {max(star.date for star in measured)}"
         " on H200 machines with 128 to 512 GiB of host memory, 32 x 1,024 tokens unless labelled:"
         " ours with compiled layers, others with eager ones. Stars left of a size have another"
-        " batch, less device memory (by update: how gradients are clipped), or one long row (64K:"
-        " 65,536 tokens)."
+        " batch or less device memory (by update: how gradients are clipped)."
     )
     return _drawn(records, sizes, measured, figure, caption)
 

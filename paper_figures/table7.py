@@ -113,9 +113,10 @@ def draw(results: Results) -> Drawn:
         4,
     )
     run = ", ".join(f"{context.batch} x {context.sequence:,}" for context in found.values())
+    days = sorted({context.date for context in found.values()})
     caption = (
         f"Predictions of {date} from the library's GH200; a black cross exceeds its memory."
-        f" Measured {max(context.date for context in found.values())} on one H200: ours,"
+        f" Measured {' and '.join(days)} on one H200: ours,"
         " accumulation 1,"
         f" {run} tokens per step, scaled to the paper's number of tokens."
     )
@@ -257,7 +258,7 @@ def _rates(
 
 
 def measured(results: Results) -> dict[str, Context]:
-    """Returns context -> our measured step on an H200: two stored benchmarks, and two more if
+    """Returns context -> our measured step on an H200: three stored benchmarks, and two more if
     `experiments/paper_data/measure.py` was run.
     """
     files = {
@@ -265,6 +266,7 @@ def measured(results: Results) -> dict[str, Context]:
         "8K": results.measured("table7-8k"),
         "32K": results.measured("table7-32k"),
         "128K": results.benchmark(f"{STORED}/1x131072.json"),
+        "256K": results.benchmark("h200-long-context/l262.json"),
     }
     found = {}
     for name, file in files.items():
