@@ -26,7 +26,7 @@ FOLDERS = {
     "experiments": "megatrain/experiments",
     "paper_figures": "megatrain/paper_figures",
 }
-_MOST_BYTES = 1_500_000
+_MOST_BYTES = 1_600_000
 
 
 class Installed(NamedTuple):
