@@ -298,13 +298,16 @@ def fitting(
 
 
 def _least_state_bytes(plan: Plan) -> float:
-    """Returns the bytes of weights, masters and moments, which exist during the whole step."""
-    return sum(
+    """Returns the bytes of weights, masters and moments of a rank. They exist during the whole
+    step.
+    """
+    whole = sum(
         layer_state(plan, layer)[name].whole(spec.elements)
         for layer, spec in plan.model.stack.items()
         for name in classes_of(plan)
         if name != "gradients"
     )
+    return whole / plan.gpus
 
 
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
