@@ -15,6 +15,7 @@ from megatrain.experiments.cli.without_garbage_collection import without_garbage
 from megatrain.experiments.web.question import Question
 from megatrain.experiments.web.timeline_data import timeline_data
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.planner.assessment import assess
@@ -59,7 +60,10 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
             chunk_chosen=args.loss_chunk is None,
             explore=False,
         )
-        first = from_options.first_plan(sized, hardware, source, model)
+        try:
+            first = from_options.first_plan(sized, hardware, source, model)
+        except UserError:  # the search raises it again, or leaves the policy out
+            first = None
         yield (
             "first",
             _told(described(choice=first)) | {"timeline": _timeline(first, hardware)}

@@ -132,6 +132,18 @@ def test_the_first_plan_fits_and_is_nearly_as_fast_as_the_best(ask: Ask) -> None
     assert 0.9 * speeds[1] <= speeds[0] <= speeds[1]
 
 
+def test_an_error_of_the_first_plan_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search leaves out a policy that refuses the model, if another one accepts it."""
+
+    def refuse(*_: object) -> None:
+        raise UserError("policy overlapped", found="no", allowed="yes", fix="none")
+
+    monkeypatch.setattr(from_options, "first_plan", refuse)
+    parts = dict(answer(Question.read(SMALL)))
+    assert parts["first"] is None
+    assert parts["verdict"]
+
+
 def test_a_model_that_does_not_fit_has_no_first_plan(ask: Ask) -> None:
     assert ask("first", {**SMALL, "model": "llama-3.2-3b", "host-memory": "16GiB"}).json is None
 
