@@ -99,3 +99,32 @@ def test_a_schedule_that_streams_no_weights_is_refused(make_plan: Callable[..., 
         ),
     ):
         forward_only(plan, msgspec.structs.replace(schedule, ops=others))
+
+
+@pytest.mark.parametrize(
+    ("missing", "found"),
+    [
+        ("host.weights:0", "the weights of 0"),
+        ("device.tokens:1", "the tokens of 1"),
+        ("device.losses:0", "the losses of 0"),
+    ],
+)
+def test_a_schedule_that_keeps_no_weights_tokens_or_losses_is_refused(
+    make_plan: Callable[..., Plan], missing: str, found: str
+) -> None:
+    """A policy from outside the package may keep this data in buffers that are not persistent."""
+    plan = make_plan("k_buffer", accumulation=2)
+    schedule = policies.lower(plan)
+    buffers = [
+        msgspec.structs.replace(buffer, persistent=buffer.persistent and buffer.id != missing)
+        for buffer in schedule.buffers
+    ]
+    assert missing in schedule.buffer
+    with pytest.raises(
+        UserError,
+        match=(
+            f"^policy k_buffer: evaluation: found no persistent buffer of {found}; allowed: one for"
+            " each layer's weights, each micro-batch's tokens and loss; fix: train without"
+        ),
+    ):
+        forward_only(plan, msgspec.structs.replace(schedule, buffers=tuple(buffers)))
