@@ -28,7 +28,7 @@ from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 from megatrain.simulator.verdict.multi_gpu import MOST_GPUS
-from megatrain.simulator.verdict.verdict import Verdict, _eager, judge
+from megatrain.simulator.verdict.verdict import Verdict, _eager, judge, summarize
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
@@ -476,15 +476,21 @@ def test_a_policy_that_the_search_leaves_out_is_not_faster() -> None:
 
 
 def test_extrapolated_ops_are_counted() -> None:
+    """`summarize`, whose verdicts `check --policy all` prints, names their kinds with the number 0,
+    which says that they were not counted.
+    """
     far = msgspec.structs.replace(
         H200, h2d_curve=((2**18, 17.0), (2**20, 38.4)), d2h_curve=(), duplex_curve=()
     )
-    verdict = small(hardware=far, policies=["k_buffer"], device_limit=4 * GIB)
+    limits: dict[str, Any] = {"policies": ["k_buffer"], "device_limit": 4 * GIB}
+    verdict = small(hardware=far, **limits)
     schedule: Schedule = lower(Plan(**_plan_fields(verdict)))
     beyond: list[Op] = [
         op for op in schedule.ops if op.kind == "load_weights" and not 2**18 <= op.bytes <= 2**20
     ]
     assert verdict.extrapolated["load_weights"] == len(beyond) > 0
+    uncounted = summarize(candidates(SMALL, far, WORK, **limits)[0], far).extrapolated
+    assert uncounted == dict.fromkeys(verdict.extrapolated, 0)
 
 
 def _plan_fields(verdict: Verdict) -> dict[str, Any]:
