@@ -23,7 +23,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import slot_search
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
-from megatrain.simulator.planner.batch_splits import splits
+from megatrain.simulator.planner.batch_splits import _quick, splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
 from megatrain.simulator.planner.filling import (
     CLASSES,
@@ -33,7 +33,7 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.placement_search import _TIE, PlacementSearch
 from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.planner.slot_search import (
     CHUNK_BYTES,
@@ -41,6 +41,7 @@ from megatrain.simulator.planner.slot_search import (
     GRADIENT_STAGING,
     WEIGHT_SLOTS,
     SlotSearch,
+    intervals,
 )
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -209,6 +210,15 @@ def test_splits_are_all_that_make_up_the_tokens(rows: int) -> None:
     ]
     for split in splits(work, 32 * rows):
         assert msgspec.structs.replace(split, batch=3, accumulation=5) == work
+
+
+def test_a_split_is_timed_once_for_each_checkpoint_interval(make_plan: MakePlan) -> None:
+    """Plans with one weight slot fit too, but are not timed where two slots fit."""
+    plan = make_plan("k_buffer", layers=6, device_limit_bytes=2**40)
+    found = _quick(plan, cost_model(H200, plan.model, plan.workload))
+    assert [(quick.knobs.checkpoint_interval, quick.knobs.weight_slots) for quick in found] == [
+        (interval, 2) for interval in intervals(6)
+    ]
 
 
 @pytest.mark.parametrize("layers", [None, 2, 9])
@@ -559,6 +569,55 @@ def test_another_slot_is_taken_only_if_it_is_faster(make_plan: MakePlan) -> None
     assert search.lower_bound.step_ns(other) < 0.99 * time
     assert search._with_another_slot(2 * time, plan) == (time, other)
     assert search._with_another_slot(time, plan) is None
+    # A plan that is faster by exactly the factor of a tie counts as equally fast.
+    assert search._with_another_slot(_TIE * time, plan) is None
+    assert search._with_another_slot(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
+
+
+def test_another_size_of_copies_is_taken_only_if_it_is_faster(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan, chunk_bytes=2**26)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    monkeypatch.setattr(search, "_with_host_updates", lambda *unchanged: unchanged)
+    monkeypatch.setattr(search, "_coarse", lambda _: SimpleNamespace(step_ns=math.inf))
+    other = with_knobs(plan, chunk_bytes=2**24)
+    time = search.time(other)
+    # A plan that is faster by exactly the factor of a tie counts as equally fast.
+    assert search._refined(_TIE * time, plan) == (_TIE * time, plan)
+    assert search._refined(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
+
+
+def test_whole_layers_stay_on_the_device_where_no_activations_fit(make_plan: MakePlan) -> None:
+    """The plan is found although it saves the activations of no layer. One byte less is too few."""
+    plan = streaming(make_plan)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    whole = search.filling.whole(plan, 2)
+    assert whole.placed("host_updated") == {"2", "3", "4", "h"}
+    for spare, found in ((-1, None), (0, whole.knobs)):
+        tight = tightened(whole, search.filling, spare)
+        assert search.filling.most_saved(tight, tight.knobs.placement) == (0 if found else -1)
+        chosen = search._whole_layers_plan(tight, 2, math.inf)
+        assert (chosen and chosen.knobs) == found
+
+
+def test_numbers_of_whole_layers_are_from_none_to_all(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer layers are faster here, so the search ends at none of them."""
+    plan, tried = streaming(make_plan), list[int]()
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+
+    def whole(_: Plan, count: int, _limit_ns: float) -> Plan:
+        tried.append(count)
+        return with_knobs(plan, weight_slots=count + 1)
+
+    monkeypatch.setattr(search, "_whole_layers_plan", whole)
+    monkeypatch.setattr(search.lower_bound, "step_ns", lambda _: 0)
+    monkeypatch.setattr(search, "time", lambda other: other.knobs.weight_slots)
+    found = search._fastest_whole(math.inf, plan)
+    assert found == (1, with_knobs(plan, weight_slots=1))
+    assert sorted(tried) == list(range(plan.model.layers + 1))
 
 
 def test_a_search_moves_on_as_long_as_a_neighbour_is_a_little_faster(
