@@ -69,6 +69,18 @@ def test_waiting_for_the_returned_conflicts_is_waiting_for_all(program: Program)
 
 
 @given(programs())
+def test_conflicts_that_the_lane_already_waits_for_are_left_out(program: Program) -> None:
+    order, last = VectorClocks(), dict[str, int]()
+    for index, (lane, _, reads, writes) in enumerate(program):
+        found = order.touch(lane, reads, writes)
+        if lane in last:
+            before = last[lane]
+            assert not [op for op in found if op == before or order.precedes(op, before)]
+        order.add(lane, found)
+        last[lane] = index
+
+
+@given(programs())
 def test_a_race_is_a_conflict_that_is_not_waited_for(program: Program) -> None:
     """A conflict that an op does not wait for is found as a race.
 

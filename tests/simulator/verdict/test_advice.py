@@ -245,6 +245,7 @@ def test_advice_names_the_state_format_in_which_a_model_fits(host: int, wanted: 
     assert entry.fits is bool(wanted)
     assert (entry.bytes_missing > 2**30) is not entry.fits
     assert entry.bytes_saved > 2**30
+    assert entry.compressed
     assert [other.compressed for other in verdict.advice if other.fits] == sorted(
         other.compressed for other in verdict.advice if other.fits
     )

@@ -132,6 +132,7 @@ def test_another_policy_may_come_second() -> None:
         WORK,
         Workload(batch=4, sequence=512),
         Workload(batch=2, sequence=256, accumulation=2, clipping="none"),
+        Workload(batch=32, sequence=1024, accumulation=2),
         Workload(batch=2, sequence=256, accumulation=7),
         Workload(batch=32, sequence=1024, accumulation=5, clipping="layer"),
     ],
