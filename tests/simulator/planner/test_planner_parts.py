@@ -588,6 +588,27 @@ def test_another_size_of_copies_is_taken_only_if_it_is_faster(
     assert search._refined(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
 
 
+def test_weight_slots_take_the_memory_of_saved_activations() -> None:
+    """As many slots as fit are tried at once, and kept if they are faster."""
+    model = ModelSpec.load("qwen2.5-1.5b").with_layers(8)
+    work = Workload(batch=1, sequence=512, accumulation=2, clipping="none", loss_chunk=512)
+    (plan,) = plans_of(model, H200, work, policies=["overlapped"], device_limit=4_051_755_161)
+    search = PlacementSearch(plan, cost_model(H200, model, work))
+    saving = placed(
+        search.plan, weights="e,0-2", gradients="e,0-1", saved_activations="7", host_updated="3-7"
+    )
+    assert search.filling.account(saving).fits
+    time, found = search._with_many_slots(search.time(saving), saving)
+    assert time == search.time(found) < 0.99 * search.time(saving)
+    assert search.filling.account(found).fits
+    slots = found.knobs.weight_slots
+    assert slots > saving.knobs.weight_slots
+    assert not search.filling.account(with_knobs(found, weight_slots=slots + 1)).fits
+    assert found.knobs.placement == msgspec.structs.replace(
+        saving.knobs.placement, saved_activations=""
+    )
+
+
 def test_whole_layers_stay_on_the_device_where_no_activations_fit(make_plan: MakePlan) -> None:
     """The plan is found although it saves the activations of no layer. One byte less is too few."""
     plan = streaming(make_plan)

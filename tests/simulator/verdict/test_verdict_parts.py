@@ -296,10 +296,12 @@ def test_the_cores_of_a_host_are_shared_by_its_gpus(
 def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan) -> None:
     plan = make_plan("k_buffer")
     assert PROCESS == "host.process"
-    few, more = (
-        estimated(plan, H200, 4, host_process=size).host_peak_bytes for size in (1000, 3000)
+    assert PROCESS not in chosen(plan).account.pools  # the datasheet does not know its size
+    none, few, more = (
+        estimated(plan, H200, 4, **extra).host_peak_bytes
+        for extra in ({}, {"host_process": 1000}, {"host_process": 3000})
     )
-    assert more - few == 4 * 2000
+    assert (few - none, more - few) == (4 * 1000, 4 * 2000)
 
 
 # ---- advice
