@@ -229,6 +229,21 @@ def test_a_head_that_was_measured_with_two_chunks_needs_no_datasheet_for_them() 
     assert cost_model(hardware, model, other).workspace(model, other) is None
 
 
+def test_a_smaller_head_with_another_chunk_never_has_fewer_than_no_bytes() -> None:
+    """Another chunk saves 200 bytes of the large micro-batch. The small one has only 100."""
+    model = ModelSpec.load("qwen2.5-3b")
+    large, small = (f"{model.shape}/{batch}x1024-bf16" for batch in (8, 4))
+    measured = table(
+        compute={"head": {large: (80, 1_000_000)}},
+        workspace={large: Workspace(layer=1, head=500), small: Workspace(layer=1, head=100)},
+        heads={large: ((2048, 800_000, 300),)},
+        loss_chunk=1024,
+    )
+    for batch, head in ((8, 300), (4, 0)):
+        work = Workload(batch=batch, sequence=1024, loss_chunk=2048)
+        assert Calibrated(measured).workspace(model, work) == Workspace(layer=1, head=head)
+
+
 @pytest.mark.parametrize(
     ("points", "found"), [(((0, 1, 1),), "0; allowed"), (((2, 1, 0), (2, 1, 0)), "2 after 2")]
 )
@@ -491,6 +506,18 @@ def test_a_shape_that_was_not_measured_is_refused_with_a_fix(op: Op) -> None:
     with pytest.raises(UserError, match=r"; fix: .*`megatrain calibrate") as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
+
+
+def test_matrix_products_of_an_update_need_a_datasheet() -> None:
+    """The curve of an update has no products, so a table alone does not predict them."""
+    costs = Calibrated(table(curves={"update": ((4, 100),)}))
+    elementwise = Op(id="U0", lane="update", parameters=4)
+    assert costs.duration_ns(elementwise) == 100
+    with pytest.raises(
+        UserError,
+        match=r"^costs of here: U0: found an update with matrix products, and no peak rate for",
+    ):
+        costs.duration_ns(msgspec.structs.replace(elementwise, flops=1, parameters=5))
 
 
 def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:

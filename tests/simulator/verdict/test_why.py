@@ -183,6 +183,28 @@ def test_one_more_gib_of_host_memory_helps_only_where_the_host_is_full() -> None
     )
 
 
+def test_one_more_gib_of_host_memory_gains_by_plans_that_need_it() -> None:
+    """One GiB more holds what the host needs to update all streamed layers."""
+    model, machine = HALF.with_layers(8), HardwareSpec.load("rtx4090")
+    work = Workload(batch=1, sequence=512, clipping="none", loss_chunk=512)
+
+    def best(host_limit: int) -> Choice:
+        return candidates(
+            model,
+            machine,
+            work,
+            policies=["overlapped"],
+            device_limit=2 * GIB,
+            host_limit=host_limit,
+        )[0]
+
+    tight, roomy = best(3 * GIB), best(4 * GIB)
+    _, host = one_more_gib(tight, machine, cost_model(machine, model, work))
+    assert host.place == "host"
+    assert host.gain == pytest.approx(tight.step_seconds / roomy.step_seconds - 1, abs=0.1)
+    assert host.gain > 0.4
+
+
 def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short() -> None:
     """A policy without placements gains nothing by one more GiB if its memory is not short."""
     choice = candidates(SMALL, H200, WORK, device_limit=round(6.3 * GIB), policies=["k_buffer"])[0]
