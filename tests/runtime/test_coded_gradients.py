@@ -19,6 +19,7 @@ from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.optimizer import coded_gradients
 from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.runtime.optimizer.blockwise import records
 from megatrain.runtime.optimizer.coded_gradients import decoded, encode
@@ -174,6 +175,28 @@ def test_the_first_update_is_near_that_of_exact_gradients(
     assert found[0][:2] == found[1][:2]
     difference = (found[0][2] - found[1][2]).norm() / found[1][2].norm()
     assert 0 < difference < 0.05
+
+
+def test_an_update_decodes_few_elements_at_a_time(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded gradients are in no pool of the plan, so their memory does not grow with a layer."""
+    counts: list[int] = []
+
+    def counted(stored: torch.Tensor) -> torch.Tensor:
+        found = decoded(stored)
+        counts.append(found.numel())
+        return found
+
+    monkeypatch.setattr(coded_gradients, "CPU_BLOCK", 2**10)
+    monkeypatch.setattr(coded_gradients, "decoded", counted)
+    plan = planned(executable, KNOBS[2])
+    assert max(layer.elements for layer in plan.model.decoders) > 2**12
+    with session(plan) as running:
+        running.step(1)
+        running.executor.flush_update()
+    assert max(counts) == 2**10
+    assert sum(counts) >= sum(layer.elements for layer in plan.model.stack.values())
 
 
 def test_a_run_resumes_under_another_plan(
