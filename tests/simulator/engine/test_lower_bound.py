@@ -20,6 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.planner.lower_bound import LowerBound, _EarliestTimes
+from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 MODEL = ModelSpec.load("qwen2.5-1.5b")
@@ -144,6 +145,32 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     demands = [(costs.demand(op), costs.duration_ns(op)) for op in ops]
     traffic = sum(demand.traffic * time for demand, time in demands if demand)
     assert flow.host == pytest.approx(traffic / costs.sharing.capacity)
+
+
+@pytest.mark.parametrize("offloaded", [("0-2", 3), ("1", 1), ("", 0)])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_the_inputs_of_offloading_layers_are_copied_without_a_gap(
+    make_plan: Callable[..., Plan], group: int, offloaded: tuple[str, int]
+) -> None:
+    """With a slow link, only the copy of the first input may wait for a computation."""
+    layers, count = offloaded
+    found = make_plan(
+        "overlapped",
+        layers=3,
+        accumulation=group,
+        micro_batch_group=group,
+        clipping="none",
+        placement=Placement(offloaded_inputs=layers, gradients="all"),
+    )
+    slow = msgspec.structs.replace(HardwareSpec.load("h200"), d2h_curve=(), d2h_gb_per_s=1e-3)
+    costs = cost_model(slow, found.model, found.workload)
+    flow = _EarliestTimes(LowerBound(found, costs), found, 1)
+    copy_ns = flow.inputs[1][0]
+    flow._forward(blocks_of(found))
+    assert flow.compute < copy_ns
+    gaps = flow.stores - count * group * copy_ns
+    assert 0 <= gaps < flow.compute
+    assert gaps == 0 or group == 1
 
 
 @pytest.mark.parametrize("clipping", ["global", "none"])

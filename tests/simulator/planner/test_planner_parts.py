@@ -639,6 +639,7 @@ def test_numbers_of_whole_layers_are_from_none_to_all(
     found = search._fastest_whole(math.inf, plan)
     assert found == (1, with_knobs(plan, weight_slots=1))
     assert sorted(tried) == list(range(plan.model.layers + 1))
+    assert search._fastest_whole(1, plan) is None  # one that takes as long as the limit is no gain
 
 
 def test_a_search_moves_on_as_long_as_a_neighbour_is_a_little_faster(

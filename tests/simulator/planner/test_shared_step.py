@@ -69,5 +69,8 @@ def test_a_step_with_too_many_micro_batches_is_estimated_or_refused(one: Plan) -
     many = msgspec.structs.replace(one, workload=work, digest="")
     assert shares(many, 2)
     assert not shares(many, 4)
-    with pytest.raises(UserError, match="found 300 micro-batches on each of 4 GPUs; allowed: 256"):
+    with pytest.raises(
+        UserError,
+        match="found 300 micro-batches on each of 4 GPUs; allowed: 256, which is 1,024 in a step;",
+    ):
         shared_step(many, H200, 4)

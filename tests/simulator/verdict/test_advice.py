@@ -340,6 +340,22 @@ def test_the_memory_to_add_is_that_missing_in_both_limits(
     assert len(entry.options) == options
     assert entry.change.endswith(", 1.00 GiB more")
     assert not some._memory({"device": some.hardware.device_bytes + 1})
+    if not some.hardware.unified:
+        (entry,) = some._memory({"host": 2**31, "device": 2**20}, choice=some.choice)
+        assert entry.change.endswith(", 1.00 GiB more")
+
+
+def test_no_more_micro_batches_are_suggested_than_a_step_may_have(
+    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, tried = adviser(make_model, "h200"), list[int]()
+    monkeypatch.setattr(some, "_searched", lambda _, work: tried.append(work.accumulation))
+    monkeypatch.setattr(some, "_resident", lambda: None)
+    for accumulation, doubled in ((512, {512, 1024}), (513, {513})):
+        some.work = msgspec.structs.replace(WORK, accumulation=accumulation)
+        tried.clear()
+        some._faster()
+        assert set(tried) == doubled
 
 
 def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(

@@ -409,9 +409,12 @@ def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
     assert verdict.multi_gpu.speedup == pytest.approx(4)
 
 
-def test_more_gpus_than_the_host_has_are_refused() -> None:
-    with pytest.raises(UserError, match=f"allowed: 1 to {MOST_GPUS}"):
-        small(gpus=MOST_GPUS + 1)
+@pytest.mark.parametrize("device_limit", [4 * GIB, None], ids=["shared", "resident"])
+def test_more_gpus_than_the_host_has_are_refused(device_limit: int | None) -> None:
+    """The error names the option, also if the GPUs could share the step."""
+    allowed = f"^--gpus: found {MOST_GPUS + 1}; allowed: 1 to {MOST_GPUS}, on one host;"
+    with pytest.raises(UserError, match=allowed):
+        small(gpus=MOST_GPUS + 1, device_limit=device_limit)
     with pytest.raises(UserError, match="one memory"):
         judge(SMALL, HardwareSpec.load("dgx-spark"), WORK, gpus=2)
 

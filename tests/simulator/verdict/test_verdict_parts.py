@@ -360,6 +360,12 @@ def test_another_machine_has_the_least_memory_that_suffices(
     assert not list(library._another_machine(plan, small))
 
 
+def test_a_machine_without_costs_for_the_workload_is_not_suggested(make_plan: MakePlan) -> None:
+    plan = make_plan("overlapped")
+    assert library._fits(plan, H200)
+    assert not library._fits(plan, msgspec.structs.replace(H200, peak_tflops={"fp32": 60.0}))
+
+
 def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
