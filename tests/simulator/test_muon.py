@@ -23,7 +23,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import BLOCK
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess
-from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.lower_bound import LowerBound, _EarliestTimes
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule import ScheduleError, op
 from megatrain.simulator.schedule.arithmetic import kept_moments, layer_state
@@ -270,6 +270,18 @@ def test_the_lower_bound_is_no_more_than_the_time(
             bound = LowerBound(plan, costs).step_ns(plan)
             assert 0 < bound <= uncontended_makespan_ns(schedule, costs)
             assert bound <= makespan_ns(schedule, costs)
+
+
+def test_a_lower_bound_stores_no_matrix_before_it_is_updated(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """With slow products, the store of a layer ends when its update does, or later."""
+    plan = make_plan("overlapped", optimizer="muon", hidden=512, intermediate=2048, head_dim=64)
+    slow = msgspec.structs.replace(H200, peak_tflops={"bf16": 1.0})
+    flow = _EarliestTimes(LowerBound(plan, cost_model(slow, plan.model, plan.workload)), plan, 1)
+    flow._update("0")
+    assert "0" in flow.matrices
+    assert flow.loads < flow.updates <= flow.stores
 
 
 def test_a_search_updates_no_decoder_layer_on_the_host(make_plan: Callable[..., Plan]) -> None:
