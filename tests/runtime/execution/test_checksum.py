@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.runtime.execution import checksum as checksums
 from megatrain.simulator import policies
@@ -27,6 +28,20 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
+
+
+class Largest(TorchDispatchMode):
+    """Counts the bytes of the largest tensor that an op returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.bytes = max(self.bytes, found.nbytes)
+        return found
 
 
 @pytest.fixture
@@ -118,3 +133,12 @@ def test_the_checksum_is_that_of_its_definition_with_any_chunk(
     for chunk in (1, 64, 999, 1000, 2**17):
         monkeypatch.setattr(checksums, "_CPU_WORDS", chunk)
         assert int(checksums._mixed_sum(words)) & mask == wanted & mask
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_checksum_takes_little_memory_for_a_layer_of_any_size(device: str) -> None:
+    """It is in no pool of the plan. Every device except a CPU is read in the chunks of a GPU."""
+    words = torch.zeros(2**24, dtype=torch.int64, device=device)
+    with Largest() as largest:
+        checksums._mixed_sum(words)
+    assert 0 < largest.bytes <= words.nbytes / 4

@@ -310,6 +310,24 @@ def test_a_wrong_key_gives_a_one_line_error_that_names_it(
 
 
 @pytest.mark.parametrize(
+    ("knob", "least"),
+    [
+        ("weight_slots", 1),
+        ("gradient_slots", 1),
+        ("gradient_staging", 0),
+        ("chunk_bytes", 4096),
+        ("checkpoint_interval", 1),
+        ("state_slots", 1),
+        ("micro_batch_group", 1),
+    ],
+)
+def test_a_knob_below_its_least_value_is_refused(knob: str, least: int) -> None:
+    assert getattr(Knobs(**{knob: least}), knob) == least
+    with pytest.raises(UserError, match=f"^knobs: {knob}: found {least - 1}; allowed: {least} to "):
+        Knobs(**{knob: least - 1})
+
+
+@pytest.mark.parametrize(
     "content",
     [
         b"",

@@ -345,17 +345,36 @@ def test_the_memory_to_add_is_that_missing_in_both_limits(
         assert entry.change.endswith(", 1.00 GiB more")
 
 
-def test_no_more_micro_batches_are_suggested_than_a_step_may_have(
-    make_model: Callable[..., ModelSpec], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fields", "tried"),
+    [
+        ({}, {"batch": 16, "accumulation": 2, "clipping": "none"}),
+        ({"clipping": "none"}, {"batch": 16, "accumulation": 2}),
+        ({"accumulation": 512}, {"batch": 16, "accumulation": 1024, "clipping": "none"}),
+        ({"accumulation": 513}, {"batch": 16, "clipping": "none"}),  # 1,026 is more than allowed
+        ({"gradients": "8bit"}, {"batch": 16}),
+        ({"batch": 2**20}, {"accumulation": 2, "clipping": "none"}),
+    ],
+    ids=str,
+)
+def test_only_workloads_that_a_plan_may_have_are_tried(
+    make_model: Callable[..., ModelSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    tried: dict[str, object],
 ) -> None:
-    some, tried = adviser(make_model, "h200"), list[int]()
-    monkeypatch.setattr(some, "_searched", lambda _, work: tried.append(work.accumulation))
+    some, found = adviser(make_model, "h200"), dict[str, object]()
+    some.work = msgspec.structs.replace(WORK, **fields)
+
+    def searched(options: dict[str, str], work: Workload) -> None:
+        ((name, value),) = options.items()
+        assert str(getattr(work, name)) == value
+        found[name] = getattr(work, name)
+
+    monkeypatch.setattr(some, "_searched", searched)
     monkeypatch.setattr(some, "_resident", lambda: None)
-    for accumulation, doubled in ((512, {512, 1024}), (513, {513})):
-        some.work = msgspec.structs.replace(WORK, accumulation=accumulation)
-        tried.clear()
-        some._faster()
-        assert set(tried) == doubled
+    assert some._faster() == []
+    assert found == tried
 
 
 def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
