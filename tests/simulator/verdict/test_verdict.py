@@ -415,6 +415,9 @@ def test_more_gpus_than_the_host_has_are_refused(device_limit: int | None) -> No
     allowed = f"^--gpus: found {MOST_GPUS + 1}; allowed: 1 to {MOST_GPUS}, on one host;"
     with pytest.raises(UserError, match=allowed):
         small(gpus=MOST_GPUS + 1, device_limit=device_limit)
+
+
+def test_several_gpus_are_refused_where_cpu_and_gpu_share_a_memory() -> None:
     with pytest.raises(UserError, match="one memory"):
         judge(SMALL, HardwareSpec.load("dgx-spark"), WORK, gpus=2)
 
