@@ -8,9 +8,10 @@
    attention output of as many recomputed layers as fit. If attention takes at least half, and layer
    inputs are offloaded, a third variant offloads the attention outputs that do not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
-   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
-   weights and gradients first. Layers come front to back, because the updates of the first layers
-   are due first. The state of later layers can stream in during the forward pass.
+   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer,
+   weights and gradients first, or the gradient of a tied embedding first. Layers come front to
+   back, because the updates of the first layers are due first. The state of later layers can
+   stream in during the forward pass.
 4. State that stays on the device needs no slots. So compute the memory again, and fill the memory
    that has become free.
 5. Drop the plans that do not fit in device or host memory.
@@ -31,6 +32,7 @@ from megatrain.simulator.planner.assessment import activations_bytes, plan_accou
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     StateClass,
+    contributions,
     cost_keys,
     layer_state,
     state_bytes,
@@ -150,6 +152,10 @@ class Filling:
             + [(name, layer) for layer in layers for name in rest],
         ]
         """The orders in which (class, layer) pairs receive memory."""
+        if contributions(plan, EMBEDDING) > contributions(plan, "0"):
+            # The head adds to the gradient of a tied embedding, so each byte of it that stays on
+            # the device saves a load and a store more than the gradient of another layer.
+            self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
         if not self.defers_update:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
