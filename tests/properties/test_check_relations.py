@@ -88,14 +88,16 @@ class Case(msgspec.Struct, frozen=True):
 
 
 workloads = st.builds(
-    Workload,
+    lambda numbers, **fields: Workload(**fields, dtype=numbers[0], state=numbers[1]),
+    numbers=st.sampled_from(
+        [("bf16", "exact"), ("bf16", "exact"), ("fp32", "exact")]
+        + [("bf16", "master24"), ("bf16", "bf16-sr")]
+    ),
     batch=st.sampled_from([1, 2, 4, 8, 16]),
     sequence=st.sampled_from([256, 512, 1024, 2048, 4096, 8192]),
     accumulation=st.sampled_from([1, 2, 3, 4]),
     clipping=st.sampled_from(["global", "layer", "update", "none"]),
-    dtype=st.sampled_from(["bf16", "bf16", "fp32"]),
     loss_chunk=st.sampled_from([256, 1024, 4096]),
-    state=st.sampled_from(["exact", "exact", "exact", "master24", "bf16-sr"]),
     documents=st.booleans(),
 )
 
