@@ -269,13 +269,45 @@ class Filling:
             first, chosen = self._added(empty, order, room)
             # State that stays on the device needs no slots, so there may be room for more.
             filled, chosen = self._added(first, order, self.room(first), chosen)
-            updated = updated_like(filled, plan)
-            # Layers updated on the host need no state slots. The freed memory goes to layers whose
-            # weights stay on the device, because the device updates these.
-            if updated.knobs.placement.host_updated:
-                resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
-                updated, _ = self._added(updated, resident, self.room(updated), chosen)
-            yield updated
+            variants = [(filled, chosen)]
+            if completed := self._completed(filled, chosen):
+                variants.append(
+                    self._added(completed[0], order, self.room(completed[0]), completed[1])
+                )
+            for filled, chosen in variants:
+                updated = updated_like(filled, plan)
+                # Layers updated on the host need no state slots. The freed memory goes to layers
+                # whose weights stay on the device, because the device updates these.
+                if updated.knobs.placement.host_updated:
+                    resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
+                    updated, _ = self._added(updated, resident, self.room(updated), chosen)
+                yield updated
+
+    def _completed(
+        self, plan: Plan, chosen: dict[StateClass, set[str]]
+    ) -> tuple[Plan, dict[StateClass, set[str]]] | None:
+        """Returns `plan` with the weights or gradients of all layers on the device, or None if that
+        does not fit or changes nothing.
+
+        The memory comes from the slots, which are then not needed. So a class is completed only if
+        it lacks at most as many layers as it has slots. `chosen` is as in `_added`, and the result
+        as there.
+        """
+        completed, held = None, dict(chosen)
+        for name, slots in (
+            ("weights", plan.knobs.weight_slots),
+            ("gradients", plan.knobs.gradient_slots),
+        ):
+            every = {layer for layer in plan.model.stack if (name, layer) in self._sizes}
+            if 0 < len(every - held[name]) <= slots:
+                text = {name: ranges(list(plan.model.stack), every)}
+                other = with_knobs(
+                    plan, placement=msgspec.structs.replace(plan.knobs.placement, **text)
+                )
+                if self.room(other) >= 0:
+                    held[name] = every
+                    completed = plan = other
+        return (completed, held) if completed else None
 
     def _added(
         self,
