@@ -8,9 +8,10 @@
    attention output of as many recomputed layers as fit. If attention takes at least half, and layer
    inputs are offloaded, a third variant offloads the attention outputs that do not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
-   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
-   weights and gradients first. Layers come front to back, because the updates of the first layers
-   are due first. The state of later layers can stream in during the forward pass.
+   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer,
+   weights and gradients first, or the gradient of a tied embedding first. Layers come front to
+   back, because the updates of the first layers are due first. The state of later layers can
+   stream in during the forward pass.
 4. State that stays on the device needs no slots. So compute the memory again, and fill the memory
    that has become free.
 5. Drop the plans that do not fit in device or host memory.
@@ -31,6 +32,7 @@ from megatrain.simulator.planner.assessment import activations_bytes, plan_accou
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
     StateClass,
+    contributions,
     cost_keys,
     layer_state,
     state_bytes,
@@ -150,6 +152,10 @@ class Filling:
             + [(name, layer) for layer in layers for name in rest],
         ]
         """The orders in which (class, layer) pairs receive memory."""
+        if contributions(plan, EMBEDDING) > contributions(plan, "0"):
+            # The head adds to the gradient of a tied embedding, so each byte of it that stays on
+            # the device saves a load and a store more than the gradient of another layer.
+            self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
         if not self.defers_update:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
@@ -263,13 +269,45 @@ class Filling:
             first, chosen = self._added(empty, order, room)
             # State that stays on the device needs no slots, so there may be room for more.
             filled, chosen = self._added(first, order, self.room(first), chosen)
-            updated = updated_like(filled, plan)
-            # Layers updated on the host need no state slots. The freed memory goes to layers whose
-            # weights stay on the device, because the device updates these.
-            if updated.knobs.placement.host_updated:
-                resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
-                updated, _ = self._added(updated, resident, self.room(updated), chosen)
-            yield updated
+            variants = [(filled, chosen)]
+            if completed := self._completed(filled, chosen):
+                variants.append(
+                    self._added(completed[0], order, self.room(completed[0]), completed[1])
+                )
+            for filled, chosen in variants:
+                updated = updated_like(filled, plan)
+                # Layers updated on the host need no state slots. The freed memory goes to layers
+                # whose weights stay on the device, because the device updates these.
+                if updated.knobs.placement.host_updated:
+                    resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
+                    updated, _ = self._added(updated, resident, self.room(updated), chosen)
+                yield updated
+
+    def _completed(
+        self, plan: Plan, chosen: dict[StateClass, set[str]]
+    ) -> tuple[Plan, dict[StateClass, set[str]]] | None:
+        """Returns `plan` with the weights or gradients of all layers on the device, or None if that
+        does not fit or changes nothing.
+
+        The memory comes from the slots, which are then not needed. So a class is completed only if
+        it lacks at most as many layers as it has slots. `chosen` is as in `_added`, and the result
+        as there.
+        """
+        completed, held = None, dict(chosen)
+        for name, slots in (
+            ("weights", plan.knobs.weight_slots),
+            ("gradients", plan.knobs.gradient_slots),
+        ):
+            every = {layer for layer in plan.model.stack if (name, layer) in self._sizes}
+            if 0 < len(every - held[name]) <= slots:
+                text = {name: ranges(list(plan.model.stack), every)}
+                other = with_knobs(
+                    plan, placement=msgspec.structs.replace(plan.knobs.placement, **text)
+                )
+                if self.room(other) >= 0:
+                    held[name] = every
+                    completed = plan = other
+        return (completed, held) if completed else None
 
     def _added(
         self,

@@ -31,6 +31,7 @@ and then improves the best one:
    climb.
 10. If the host updates all streamed layers, try every second one, and the reverse
     (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
+11. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
 
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The faster result is returned.
@@ -277,6 +278,7 @@ class PlacementSearch:
             self._with_fewer_slots,
             self._with_many_slots,
             self._with_other_share,
+            self._with_larger_copies,
         ):
             faster, other = improved(time, plan)
             if faster < time:
@@ -662,6 +664,21 @@ class PlacementSearch:
                 and self._is_faster(other, time)
             ):
                 time, plan = self.time(other), other
+        return time, plan
+
+    def _with_larger_copies(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the step time and the plan of the faster of two plans: `plan`, and `plan` with
+        copies of four times its size, or of twice its size if these do not fit.
+
+        Larger copies are tried only if `plan` is slower than with the large copies of the ranking.
+        `time` is the step time of `plan` in ns.
+        """
+        if self._coarse(plan).step_ns * _TIE >= time:
+            return time, plan
+        for factor in (4, 2):
+            other = with_knobs(plan, chunk_bytes=factor * plan.knobs.chunk_bytes)
+            if other.knobs.chunk_bytes <= self.coarse and self.filling.account(other).fits:
+                return (self.time(other), other) if self._is_faster(other, time) else (time, plan)
         return time, plan
 
     def with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:

@@ -88,12 +88,15 @@ class Case(msgspec.Struct, frozen=True):
 
 
 workloads = st.builds(
-    Workload,
+    lambda numbers, **fields: Workload(**fields, dtype=numbers[0], state=numbers[1]),
+    numbers=st.sampled_from(
+        [("bf16", "exact"), ("bf16", "exact"), ("fp32", "exact")]
+        + [("bf16", "master24"), ("bf16", "bf16-sr")]
+    ),
     batch=st.sampled_from([1, 2, 4, 8, 16]),
     sequence=st.sampled_from([256, 512, 1024, 2048, 4096, 8192]),
     accumulation=st.sampled_from([1, 2, 3, 4]),
     clipping=st.sampled_from(["global", "layer", "update", "none"]),
-    dtype=st.sampled_from(["bf16", "bf16", "fp32"]),
     loss_chunk=st.sampled_from([256, 1024, 4096]),
     documents=st.booleans(),
 )
@@ -202,6 +205,21 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
     assert more <= SLOWER * less
 
 
+@pytest.mark.parametrize("gib", [5.0, 5.3, 5.5])
+def test_more_device_memory_is_no_slower_with_a_tied_embedding(gib: float) -> None:
+    """Regression test: a search with 5.6 GiB gave a plan that was 41 % slower than with 5.5 GiB.
+
+    The best plans keep the gradient of the embedding on the device, before any weights.
+    """
+    work = Workload(batch=2, sequence=256, clipping="layer", state="bf16-sr")
+    case = Case("qwen3-4b", "h200", work, 1.0, 1.0, layers=8)
+    less, more = (
+        case.judged(device_limit=int(limit * GIB)).step_seconds for limit in (gib, gib + 0.1)
+    )
+    assert more <= SLOWER * less
+    assert less < 0.080
+
+
 @related(few=2)
 def test_advice_is_correct(data: st.DataObject, case: Case) -> None:
     """A plan that should fit by the advice does fit, and its gain is within one percentage point.
@@ -298,7 +316,9 @@ def test_the_choice_is_the_best_of_the_listed_plans(data: st.DataObject, case: C
     for margin in before.one_more_gib:
         assert margin.step_seconds <= before.step_seconds
     if not before.unified:
-        other = case.judged(policies=[data.draw(st.sampled_from(policies.names()))])
+        exact = case.work.state == "exact"  # other systems have no other format
+        names = policies.names() if exact else policies.contenders()
+        other = case.judged(policies=[data.draw(st.sampled_from(names))])
         assert not other.feasible or SLOWER * other.step_seconds >= before.step_seconds
 
 
@@ -308,13 +328,14 @@ def test_other_systems_do_not_change_the_choice(data: st.DataObject, case: Case)
 
     The choice is still the fastest policy that the runtime can execute.
     """
+    work = msgspec.structs.replace(case.work, state="exact")  # other systems have no other format
     hardware, model = HardwareSpec.load(case.machine), case.spec
     own, peer = (
         data.draw(st.sampled_from(policies.contenders())),
         data.draw(st.sampled_from(policies.peers())),
     )
-    alone = candidates(model, hardware, case.work, policies=[own], **case.limits)[0]
-    found = candidates(model, hardware, case.work, policies=[own, peer], **case.limits)
+    alone = candidates(model, hardware, work, policies=[own], **case.limits)[0]
+    found = candidates(model, hardware, work, policies=[own, peer], **case.limits)
     assert sorted(choice.plan.policy for choice in found) == sorted([own, peer])
     ours, other = sorted(found, key=lambda choice: choice.plan.policy != own)
     assert (ours.plan, ours.step_seconds) == (alone.plan, alone.step_seconds)
@@ -336,7 +357,10 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
     first.
     """
     work = msgspec.structs.replace(
-        case.work, clipping="global", accumulation=data.draw(st.sampled_from([1, 2, 5]))
+        case.work,
+        clipping="global",
+        state="exact",
+        accumulation=data.draw(st.sampled_from([1, 2, 5])),
     )
     case = msgspec.structs.replace(case, work=work)
     verdict = case.judged(policies=["overlapped"])
