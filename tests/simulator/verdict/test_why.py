@@ -194,7 +194,7 @@ def test_one_more_gib_of_host_memory_gains_by_plans_that_need_it() -> None:
             machine,
             work,
             policies=["overlapped"],
-            device_limit=2 * GIB,
+            device_limit=round(1.8 * GIB),
             host_limit=host_limit,
         )[0]
 
@@ -202,7 +202,7 @@ def test_one_more_gib_of_host_memory_gains_by_plans_that_need_it() -> None:
     _, host = one_more_gib(tight, machine, cost_model(machine, model, work))
     assert host.place == "host"
     assert host.gain == pytest.approx(tight.step_seconds / roomy.step_seconds - 1, abs=0.1)
-    assert host.gain > 0.4
+    assert host.gain > 0.3
 
 
 def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short() -> None:
