@@ -520,6 +520,18 @@ def test_matrix_products_of_an_update_need_a_datasheet() -> None:
         costs.duration_ns(msgspec.structs.replace(elementwise, flops=1, parameters=5))
 
 
+def test_only_a_loss_that_was_not_measured_is_scaled_from_the_head() -> None:
+    shape = SHAPE.format(8)
+    loss = Op(id="HL.m0", lane="compute", flops=10, shape=shape)
+    head = {"head": {shape: (30, 900)}}
+    scaled = Calibrated(table(compute=head))
+    assert (scaled.duration_ns(loss), scaled.extrapolated(loss)) == (300, True)
+    measured = Calibrated(table(compute={**head, "loss": {shape: (10, 250)}}))
+    assert (measured.duration_ns(loss), measured.extrapolated(loss)) == (250, False)
+    with pytest.raises(UserError, match="backward"):
+        scaled.duration_ns(Op(id="B0.m0", lane="compute", flops=10, shape=shape))
+
+
 def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
     shape, tokens = SHAPE.format(8), 8 * 1024
     costs = Calibrated(

@@ -129,6 +129,24 @@ def test_a_calibrated_step_has_a_range(plan: Plan, machine: HardwareSpec) -> Non
     assert noisy.step_seconds_high > verdict.step_seconds_high
 
 
+def test_the_relative_range_of_any_number_of_micro_batches_is_that_of_two(
+    plan: Plan, machine: HardwareSpec
+) -> None:
+    ranges = []
+    for accumulation in (2, 4):
+        work = msgspec.structs.replace(plan.workload, accumulation=accumulation)
+        found = summarize(chosen(msgspec.structs.replace(plan, workload=work), machine), machine)
+        assert found.step_seconds_low is not None
+        assert found.step_seconds_high is not None
+        ranges.append(
+            (
+                found.step_seconds_low / found.step_seconds,
+                found.step_seconds_high / found.step_seconds,
+            )
+        )
+    assert ranges[0] == pytest.approx(ranges[1], rel=1e-12)
+
+
 def test_the_range_of_large_groups_is_that_of_the_whole_step(
     plan: Plan, machine: HardwareSpec
 ) -> None:

@@ -467,6 +467,24 @@ def test_pairs_are_compared_with_the_most_gradient_slots_and_staging_buffers(
     assert used == {tuple(max(sizes) for sizes in zip(*search.paths, strict=True))}
 
 
+def test_the_second_round_times_two_micro_batches(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one shows what a further micro-batch costs."""
+    plan, timed = make_plan("k_buffer", layers=6, accumulation=3), list[Plan]()
+    search = SlotSearch(plan, cost_model(H200, plan.model, plan.workload))
+    pair = search._first_round()[0]
+    timing = slot_search.schedule_to_time
+
+    def recorded(plan: Plan, costs: Any) -> Any:
+        timed.append(plan)
+        return timing(plan, costs)
+
+    monkeypatch.setattr(slot_search, "schedule_to_time", recorded)
+    search._second_round(*pair)
+    assert {each.workload.accumulation for each in timed} == {2}
+
+
 def test_limits_of_one_memory_are_the_lower_one() -> None:
     """A search without a verdict also applies it. With two memories, each has its own limit."""
     mac, own = HardwareSpec.load("apple-m4-max"), HardwareSpec.load("h200")
@@ -601,6 +619,46 @@ def test_another_size_of_copies_is_taken_only_if_it_is_faster(
     # A plan that is faster by exactly the factor of a tie counts as equally fast.
     assert search._refined(_TIE * time, plan) == (_TIE * time, plan)
     assert search._refined(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
+
+
+def test_slots_that_free_little_memory_are_given_up_together_with_others(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half of the state slots is too little here. With a gradient slot less, it is enough."""
+    plan = streaming(make_plan, state_slots=4, gradient_slots=3, weight_slots=3)
+    filling = a_filling(plan)
+    room, *rooms = (
+        filling.room(with_knobs(plan, **knobs))
+        for knobs in ({}, {"state_slots": 2}, {"state_slots": 2, "gradient_slots": 2})
+    )
+    less, enough = (other - room for other in rooms)
+    assert 0 < less < enough
+    plan = msgspec.structs.replace(plan, device_limit_bytes=64 * enough)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    tried: list[tuple[int, int, int]] = []
+
+    def wider(other: Plan) -> list[Plan]:
+        knobs = other.knobs
+        tried.append((knobs.state_slots, knobs.gradient_slots, knobs.weight_slots))
+        return []
+
+    monkeypatch.setattr(search.filling, "wider", wider)
+    assert search._with_fewer_slots(1.0, plan) == (1.0, plan)
+    assert tried == [(2, 2, 3), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(("ops", "timed"), [(1000, 2), (1001, 1)])
+def test_only_the_best_neighbour_of_a_plan_with_many_ops_is_timed(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, ops: int, timed: int
+) -> None:
+    plan, times = streaming(make_plan), list[Plan]()
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    others = [with_knobs(plan, weight_slots=slots) for slots in (3, 4, 5)]
+    monkeypatch.setattr(search, "_coarse", lambda _: SimpleNamespace(step_ns=1.0, ops=ops))
+    monkeypatch.setattr(search, "_ranked", lambda plans, _: plans)
+    monkeypatch.setattr(search, "time", lambda other: times.append(other) or 1.0)
+    assert search.faster(2.0, plan, others) == (1.0, others[0])
+    assert times == others[:timed]
 
 
 def test_weight_slots_take_the_memory_of_saved_activations() -> None:

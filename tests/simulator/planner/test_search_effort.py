@@ -146,6 +146,28 @@ def test_each_split_of_a_step_is_searched_once(
     assert len(works) == len(set(works)) == 2
 
 
+@pytest.mark.parametrize(("slower", "searched"), [(20, 1), (19, 2)])
+def test_a_second_split_is_searched_if_it_is_close_enough(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch, slower: int, searched: int
+) -> None:
+    """A split of exactly twice the best quick time is not closer than a factor of two."""
+    works: list[Workload] = []
+
+    def found(_model: ModelSpec, _hardware: HardwareSpec, work: Workload, **_: Any) -> list[int]:
+        works.append(work)
+        return [len(works)]
+
+    quick_times = iter([10, slower])
+    monkeypatch.setattr(batch_splits, "_CLOSE", 2.0)
+    monkeypatch.setattr(batch_splits, "_quick", lambda plan, _: [plan])
+    monkeypatch.setattr(batch_splits, "_time_ns", lambda *_: next(quick_times))
+    monkeypatch.setattr(batch_splits.LowerBound, "compute_ns", lambda *_: 0)
+    monkeypatch.setattr(batch_splits, "candidates", found)
+    monkeypatch.setattr(batch_splits, "rank", lambda choice: choice)
+    assert best_split(model, H200, WORK, 2 * WORK.sequence) == [1]
+    assert len(works) == searched
+
+
 def test_the_second_plan_is_tried_with_host_updates_of_its_own() -> None:
     """The best plan keeps all weights on the device, so the host updates none of its layers."""
     model = ModelSpec.load("qwen2.5-32b").with_layers(16)

@@ -276,6 +276,14 @@ def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelS
     assert bounds[0] == bounds[1] > 0
 
 
+def test_no_bound_is_known_for_a_policy_without_placements(model: ModelSpec) -> None:
+    """So no change of its plan is left out as too slow."""
+    choice = candidates(model, H200, WORK, policies=["k_buffer"])[0]
+    costs = cost_model(H200, model, WORK)
+    some = Adviser(choice, H200, costs, ["k_buffer"], lambda *_, **__: None, [])
+    assert some._least_seconds(WORK, choice.plan.device_limit_bytes, 2**40) == 0
+
+
 def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
     """Returns an adviser whose search finds nothing."""
     hardware, small = HardwareSpec.load(machine), make_model(hidden=128)
