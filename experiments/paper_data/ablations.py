@@ -7,10 +7,8 @@ without one of its optimizations, as in the paper's Table 4.
   activations are unchanged.
 * `no compile`: layers are eager, with their measured times (experiments/published/h200.csv). The
   time of the head is modelled with the library's rates, and the memory by formulas.
-* `no chunked loss`: all logits of a micro-batch exist at one time. They take 12 bytes per logit by
-  `formulas.workspace_estimate`, although a compiled head was measured to need 2
-  (`experiments/results/figures/README.md`). The head is assumed to take as long as the calibrated
-  one.
+* `no chunked loss`: all logits of a micro-batch exist at one time. They take 2 bytes per logit by
+  `formulas.workspace_estimate`. The head is assumed to take as long as the calibrated one.
 """
 
 from __future__ import annotations

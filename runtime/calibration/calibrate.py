@@ -402,6 +402,7 @@ def calibrate(
     ) or (ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS)
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
+    library = HardwareSpec.of_gpu(table.measured_on)
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name,
@@ -410,6 +411,7 @@ def calibrate(
             f" calibrate` on {table.date}"
         ),
         device_bytes=limits[0],
+        library_bytes=library.library_bytes if library else 0,
         host_bytes=limits[1],
         cores=machine.cores(),
         peak_tflops={

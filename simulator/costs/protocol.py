@@ -34,6 +34,12 @@ class CostModel(Protocol):
         pools, or 0 if it was not measured.
         """
 
+    @property
+    def library_bytes(self) -> int:
+        """Device memory in bytes that libraries for matrix products keep. A measured `workspace`
+        includes it.
+        """
+
     def sizes(self, schedule: Schedule) -> Sizes:
         """Returns the ops of the schedule grouped by cost. Simulators then ask for one duration for
         each size, not for each op.
@@ -75,7 +81,7 @@ class ContendedCosts(abc.ABC):
 
     sharing: ContentionModel
     """The resources that the lanes share."""
-    process_bytes = 0
+    process_bytes = library_bytes = 0
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return schedule.sizes

@@ -48,6 +48,7 @@ class ScaledCosts:
             costs.step_overhead_ns,
             costs.process_bytes,
         )
+        self.library_bytes = costs.library_bytes
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)

@@ -96,6 +96,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     the rate of the link to the host is used."""
     watts: float | None = None
     """Board power of the GPU, or of the whole package of a unified machine, in watts."""
+    library_bytes: int = 0
+    """GPU memory that libraries for matrix products keep, in bytes. A measured workspace includes
+    it."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
@@ -393,6 +396,7 @@ _RATES = ("device_gb_per_s", "h2d_gb_per_s", "d2h_gb_per_s", "host_gb_per_s", "t
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_RATES, (0.001, 1000000.0)),
     "device_bytes": (2**20, 2**60),
+    "library_bytes": (0, 2**40),
     "host_bytes": (2**20, 2**60),
     "h2d_gb_per_s": (0.001, 5000.0),
     "d2h_gb_per_s": (0.001, 5000.0),

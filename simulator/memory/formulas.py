@@ -107,15 +107,19 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
 
     * head: the sum of these parts.
 
-      * The larger of two numbers. The first is C V (4 + 4 + 2 b), for the logits of a chunk and
-        their gradient, each in fp32 and in the compute dtype. If the logits have a soft cap, which
-        saves its input, it is C V b more. The second is C V b + V d b, for the gradients of the
-        logits and of the matrix.
+      * Logits and gradients. In eager execution it is the larger of two numbers. The first is
+        C V (4 + 4 + 2 b), for the logits of a chunk and their gradient, each in fp32 and in the
+        compute dtype. If the logits have a soft cap, which saves its input, it is C V b more. The
+        second is C V b + V d b, for the gradients of the logits and of the matrix. A compiled head
+        makes no logits in fp32, and writes their gradient over them. So only the second number
+        remains, or 3 C V b with a soft cap if this is larger.
       * 4 V d + V d b if there are several chunks, for the fp32 sum of the matrix's gradients and
         the gradient of the last chunk.
-      * C d (16 + b), for the norm at most.
+      * C d (16 + b) for the norm at most, or 2 C d b if it is compiled.
       * (D - d) C b if a token carries D > d elements, for the gradient of a chunk of them.
-      * The bytes of the padded matrix, if it is padded (`ModelSpec.projected_rows`).
+      * The bytes of the padded matrix, if its rows are padded to a multiple of 8
+        (`ModelSpec.projected_rows`). A compiler pads by itself. It may hold padded copies of the
+        matrix, of its gradient, and of the gradient of the logits.
 
     * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes` and `fp8_temporary_bytes`,
       without the masks that layers save (`ModelSpec.added_mask_bytes`).
@@ -127,13 +131,18 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     matrix = model.vocabulary * model.hidden
     logits = chunk * model.vocabulary * width
     capped = logits if model.caps_logits else 0
-    head = (
-        max(chunk * model.vocabulary * (4 + 4 + 2 * width) + capped, logits + matrix * width)
-        + (matrix * (4 + width) if tokens > chunk else 0)
-        + chunk * model.hidden * (16 + width)
-        + (model.carried - model.hidden) * chunk * width
-    )
-    if (padded := model.projected_rows(workload)) > model.vocabulary:
+    gradients = logits + matrix * width
+    if workload.compiled:
+        head = max(gradients, 3 * capped) + 2 * chunk * model.hidden * width
+    else:
+        first = chunk * model.vocabulary * (4 + 4 + 2 * width) + capped
+        head = max(first, gradients) + chunk * model.hidden * (16 + width)
+    if tokens > chunk:
+        head += matrix * (4 + width)
+    head += (model.carried - model.hidden) * chunk * width
+    if workload.compiled and model.vocabulary % 8:
+        head += logits + 2 * matrix * width
+    elif (padded := model.projected_rows(workload)) > model.vocabulary:
         head += padded * model.hidden * width
     layer = (
         model.transient_bytes(

@@ -146,10 +146,11 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     activations = activations_bytes(plan.model, plan.workload, costs)
     schedule = _without_reused(plan, schedule)
-    op_workspace = costs.workspace(plan.model, plan.workload) or workspace_estimate(
-        plan.model, plan.workload
-    )
+    measured = costs.workspace(plan.model, plan.workload)
+    op_workspace = measured or workspace_estimate(plan.model, plan.workload)
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
+    if measured is None:
+        workspace += costs.library_bytes
     if plan.workload.documents:
         # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
         workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)

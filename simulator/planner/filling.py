@@ -279,7 +279,8 @@ class Filling:
                 # Layers updated on the host need no state slots. The freed memory goes to layers
                 # whose weights stay on the device, because the device updates these.
                 if updated.knobs.placement.host_updated:
-                    resident = [(name, layer) for name, layer in order if layer in chosen["weights"]]
+                    held = chosen["weights"]
+                    resident = [(name, layer) for name, layer in order if layer in held]
                     updated, _ = self._added(updated, resident, self.room(updated), chosen)
                 yield updated
 
@@ -294,10 +295,11 @@ class Filling:
         as there.
         """
         completed, held = None, dict(chosen)
-        for name, slots in (
-            ("weights", plan.knobs.weight_slots),
-            ("gradients", plan.knobs.gradient_slots),
-        ):
+        slots_of: dict[StateClass, int] = {
+            "weights": plan.knobs.weight_slots,
+            "gradients": plan.knobs.gradient_slots,
+        }
+        for name, slots in slots_of.items():
             every = {layer for layer in plan.model.stack if (name, layer) in self._sizes}
             if 0 < len(every - held[name]) <= slots:
                 text = {name: ranges(list(plan.model.stack), every)}

@@ -88,10 +88,15 @@ class Case(msgspec.Struct, frozen=True):
 
 
 workloads = st.builds(
-    lambda numbers, **fields: Workload(**fields, dtype=numbers[0], state=numbers[1]),
+    lambda numbers, **fields: Workload(**numbers, **fields),
     numbers=st.sampled_from(
-        [("bf16", "exact"), ("bf16", "exact"), ("fp32", "exact")]
-        + [("bf16", "master24"), ("bf16", "bf16-sr")]
+        [
+            {"dtype": "bf16"},
+            {"dtype": "bf16"},
+            {"dtype": "fp32"},
+            {"dtype": "bf16", "state": "master24"},
+            {"dtype": "bf16", "state": "bf16-sr"},
+        ]
     ),
     batch=st.sampled_from([1, 2, 4, 8, 16]),
     sequence=st.sampled_from([256, 512, 1024, 2048, 4096, 8192]),

@@ -22,6 +22,8 @@ from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 GIB = 2**30
 MODEL, H200 = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load("h200")
 LONG = Workload(batch=1, sequence=131072, compiled=True)

@@ -30,6 +30,8 @@ from megatrain.simulator.schedule.arithmetic import kept_moments, layer_state
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 H200 = HardwareSpec.load("h200")
 MIXTURE = ModelSpec.load("qwen3-30b-a3b")
 

@@ -296,7 +296,7 @@ MISTAKES = {
         (*PLAN, "--device-memory", "1KiB"),
         "no plan that fits",
         "1.00 KiB of device memory",
-        "--device-memory 65MiB would fit",
+        "--device-memory 193MiB would fit",
         status=3,
     ),
     "plan to a folder": Mistake(

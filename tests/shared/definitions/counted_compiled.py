@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.utils._triton
 from counted_memory import INSIDE, INSTEAD, Live, Peaks
@@ -300,3 +301,31 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
         del gradients, output
     torch._dynamo.reset()
     return Peaks(without, recompute, saved, peak)
+
+
+def counted_compiled_head(model: ModelSpec, workload: Workload) -> int:
+    """Returns the peak bytes of a compiled head in a forward and backward pass, without its
+    weights, its input and the gradient of its input.
+    """
+    torch._dynamo.reset()
+    eager = msgspec.structs.replace(workload, compiled=False)
+    layers = FunctionalLayers(model, eager, config_of(model), torch.device("cpu"))
+    dtype, live = TORCH_DTYPE[workload.dtype], Live()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_kernels():
+        layers._chunk_loss = _Counted(
+            torch.compile(layers._token_losses, dynamic=False, backend=_counts_in([live])), fake
+        )
+        weights = {
+            tensor.name: torch.empty(tensor.shape, dtype=dtype)
+            for tensor in model.stack[model.head].tensors
+        }
+        rows = (workload.batch, workload.sequence)
+        x, gradient = (torch.empty(*rows, model.carried, dtype=dtype) for _ in range(2))
+        labels = torch.empty(rows, dtype=torch.int64)
+        for leaf in (*weights.values(), x, gradient, labels):
+            live.add(leaf, given=True)
+        # A program for the CPU reads the loss's gradient as a number. On a GPU the kernel reads it.
+        with live, mock.patch.object(torch.Tensor, "item", return_value=1.0):
+            layers.head(weights, x, labels, 1.0, gradient)
+    torch._dynamo.reset()
+    return live.peak

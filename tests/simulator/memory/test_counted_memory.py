@@ -72,13 +72,13 @@ def test_half_of_the_peaks_are_predicted_within_10_percent() -> None:
     assert sum(share <= 110 for share in figures) >= len(figures) / 2
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "gemma-2-9b"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "gemma-2-9b", "granite-3.1-2b"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
-    """The head has one or several loss chunks, and may have a soft cap."""
+    """The head has one or several loss chunks, and may have a soft cap or a padded matrix."""
     model, work = ModelSpec.load(name).shortest(1), Workload(batch=batch, sequence=1024)
     share = workspace_estimate(model, work).head / counted_head(model, work)
-    assert 1 <= share <= 1.02
+    assert 1 <= share <= 1.03
 
 
 @pytest.mark.parametrize(

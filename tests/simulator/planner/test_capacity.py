@@ -18,6 +18,8 @@ from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.planner.capacity import largest_batch, usable
 from megatrain.simulator.schedule.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 CASES = (
     (
         "olmoe-1b-7b",

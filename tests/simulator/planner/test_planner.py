@@ -25,6 +25,8 @@ from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import Choice, assess, search
 from megatrain.simulator.planner.slot_search import intervals
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)

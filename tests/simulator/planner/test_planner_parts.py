@@ -46,6 +46,8 @@ from megatrain.simulator.planner.slot_search import (
 from megatrain.simulator.schedule import Buffer
 from megatrain.simulator.schedule.plan import Placement, Plan
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 MakePlan = Callable[..., Plan]
 
 

@@ -27,6 +27,8 @@ from megatrain.simulator.policies.overlapped import Overlapped
 from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 H200, MIB = HardwareSpec.load("h200"), 2**20
 LIMIT = 10 * MIB
 WORK = Workload(batch=2, sequence=64, accumulation=4, loss_chunk=64)

@@ -28,6 +28,8 @@ from megatrain.simulator.verdict.marginal_memory import one_more_gib
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import Verdict, judge
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 H200, MIB = HardwareSpec.load("h200"), 2**20
 WORK = Workload(batch=8, sequence=64, loss_chunk=512)
 FIELDS = {

@@ -32,6 +32,8 @@ from megatrain.simulator.verdict.verdict import (
     train_for,
 )
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 H200 = HardwareSpec.load("h200")
 MakePlan = Callable[..., Plan]
 

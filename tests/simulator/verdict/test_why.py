@@ -29,6 +29,8 @@ from megatrain.simulator.planner.search import _least_seconds, candidates, searc
 from megatrain.simulator.verdict.marginal_memory import GIB, MarginalMemory, one_more_gib
 from megatrain.simulator.verdict.verdict import explain
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=32, sequence=1024)
 HALF = ModelSpec.load("qwen2.5-0.5b")
