@@ -796,8 +796,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         If a token carries C elements more than the hidden size, all weight gradients and three
         gradients of these elements, 3 T C b, may exist before anything is freed. If scores are
-        written out, their temporary tensors are added to the largest of the four, because compiled
-        layers do not free in the order of these parts.
+        written out, their temporary tensors are added in attention. In a compiled layer they are
+        added to the largest of the four, because it does not free in the order of these parts.
 
         With pieces of p tokens, let P' be the parameters of the MLP and the norm before it. The
         peak is then at one of three points. In addition to the saved activations there are:
@@ -832,19 +832,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if compiled:
             early, freed = part.in_compiled.early, part.in_compiled.freed
             scores, longer = part.scores.compiled[1], 2 * tokens * self.hidden * width
-        written = sequence * scores.bytes(width)
+        written = tokens * sequence * scores.bytes(width)
         parts = [
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
             width * layer.elements + held(*part.late) - held(freed) + longer,
         ]
-        if carried or (written and not compiled):
-            parts.append(width * layer.elements + 3 * tokens * max(carried, layer.inner) * width)
+        if compiled:
+            parts = [part + written for part in parts]
+        else:
+            parts[3] += written
+        if carried:
+            parts.append(width * layer.elements + 3 * tokens * carried * width + written)
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled)
             + max(parts)
-            + tokens * written
             + 24 * sequence * self.heads.size
         )
 
