@@ -111,7 +111,7 @@ def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) ->
 
 
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, among=IN_PIECES))
-def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family: str) -> None:
+def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(family: str) -> None:
     spec = wide_model(family)
     work = Workload(batch=1, sequence=16384, token_piece=2048)
     if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work):
@@ -119,7 +119,8 @@ def test_the_peak_in_pieces_of_tokens_is_lower_and_not_predicted_too_low(family:
     plain, width = msgspec.structs.replace(work, token_piece=None), DTYPE_BYTES[work.dtype]
     for layer in different_layers(spec):
         found, whole = counted(spec, layer, work), counted(spec, layer, plain)
-        assert found.all < whole.all
+        assert found.saved < whole.saved
+        assert found.all <= whole.all  # equal where a mixer has the highest peak
         sizes = work.tokens, work.sequence, work.dtype, work.piece
         output = work.tokens * spec.carried * width
         saved = spec.saved_bytes(layer.name, *sizes) + output
