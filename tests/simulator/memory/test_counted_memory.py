@@ -126,7 +126,7 @@ def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(fami
         saved = spec.saved_bytes(layer.name, *sizes) + output
         peak = spec.backward_bytes(layer, *sizes) + output
         assert found.saved <= 1.15 * saved
-        assert found.all <= peak <= 1.4 * found.all
+        assert found.all <= peak <= 1.45 * found.all
 
 
 @pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
