@@ -400,21 +400,17 @@ class _OverlappedStore(ChunkedStore):
                 )
                 self.clipping.ratios(layer, gradient, moments, rows, chunk)
             self.clipping.clip_by(layer, rows)
-        for number, first, count in chunks:
-            homes = {
-                name: f"{self.home[name, layer]}#{number}"
-                for name in STATE
-                if (name, layer) in self.home
-            }
-            reads = [homes.pop("gradients"), self.clipping.factor(layer)]
-            self.builder.op(
-                OpId("cpu_update", layer, chunk=number),
-                "cpu",
-                reads,
-                homes.values(),
-                offset=first,
-                parameters=count,
-            )
+        homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
+        parted = tuple(homes.values())
+        self.builder.in_chunks(
+            OpId("cpu_update", layer),
+            "cpu",
+            [homes.pop("gradients"), self.clipping.factor(layer)],
+            homes.values(),
+            chunks,
+            parted,
+            "parameters",
+        )
 
     def emit_pending_update(self) -> None:
         """Emits the pending update, if there is one, and releases its gradient's slot."""
