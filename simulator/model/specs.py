@@ -946,7 +946,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             dict[str, int](),
             workload.batch * workload.sequence**2 * DTYPE_BYTES[workload.dtype],
         )
-        for layer in self.decoders:
+        for layer in self._attentions:
             if self._masked(layer, workload):
                 written = self._part(layer.name).scores.kept != Kept()
                 each_row = workload.documents or self._part(layer.name).chunked
@@ -992,8 +992,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns whether some layer has a fused attention kernel with a mask."""
         return any(
             self._masked(layer, workload) and self._part(layer.name).scores.kept == Kept()
-            for layer in self.decoders
+            for layer in self._attentions
         )
+
+    @functools.cached_property
+    def _attentions(self) -> tuple[LayerSpec, ...]:
+        """One decoder layer of each kind that `_masked` distinguishes, the last of its kind, in the
+        order of the layers.
+        """
+        kinds = dict[object, LayerSpec]()
+        for layer in self.decoders:
+            part = self._part(layer.name)
+            kind = layer.attention, part.window, part.chunked, part.scores.kept
+            kinds.pop(kind, None)
+            kinds[kind] = layer
+        return tuple(kinds.values())
 
     def with_layers(self, layers: int) -> ModelSpec:
         """Returns the model with only its first `layers` decoder layers."""

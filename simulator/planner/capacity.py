@@ -87,12 +87,30 @@ class MemoryFootprint:
             workload: Replaces the plan's workload. It may differ in tokens and loss chunk.
             host_limit: Replaces the plan's limit of host memory, in bytes.
         """
+        return self._moved(*self._unmoved(workload, host_limit))[1]
+
+    def fits(self, workload: Workload, host_limit: int | None = None) -> bool:
+        """Returns whether `account` fits, in less time.
+
+        The arguments are those of `account`. State that moves to the device frees no bytes there
+        except those of slots. So if all bytes without the slots exceed both limits together, no
+        move is tried.
+        """
+        plan, memory = self._unmoved(workload, host_limit)
+        lacking = memory.device_peak_bytes + memory.host_peak_bytes - self._slots
+        if lacking > memory.device_limit_bytes + memory.host_limit_bytes:
+            return False
+        return memory.fits or self._moved(plan, memory)[1].fits
+
+    def _unmoved(self, workload: Workload | None, host_limit: int | None) -> tuple[Plan, Account]:
+        """Returns the plan with another workload and limit, and its memory with all movable state
+        in host memory.
+        """
         old, new = self.plan.workload, workload or self.plan.workload
         plan = msgspec.structs.replace(
             self.plan, workload=new, host_limit_bytes=host_limit or self.plan.host_limit_bytes
         )
-        memory = plan_account(plan, self._outline(new.tokens / old.tokens), self.costs)
-        return self._moved(plan, memory)[1]
+        return plan, plan_account(plan, self._outline(new.tokens / old.tokens), self.costs)
 
     def _outline(self, factor: float) -> Schedule:
         """Returns a schedule with the merged buffers, for `factor` times the tokens of the plan's
@@ -375,6 +393,19 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
+def _any_fits(
+    footprints: list[MemoryFootprint], workload: Workload, host_limit: int | None = None
+) -> bool:
+    """Returns whether `workload` fits with any of the footprints. The one with which it fits moves
+    to the front, because a similar workload probably fits with the same one.
+    """
+    for index, footprint in enumerate(footprints):
+        if footprint.fits(workload, host_limit):
+            footprints.insert(0, footprints.pop(index))
+            return True
+    return False
+
+
 def largest_batch(
     footprints: list[MemoryFootprint], workload: Workload, host_limit: int | None = None
 ) -> int:
@@ -383,10 +414,10 @@ def largest_batch(
     The sequence length is that of `workload`. `host_limit` in bytes replaces the plan's limit.
     Returns 0 if one sequence does not fit.
     """
+    tried = list(footprints)
 
     def fits(count: int) -> bool:
-        work = msgspec.structs.replace(workload, batch=count)
-        return any(footprint.account(work, host_limit=host_limit).fits for footprint in footprints)
+        return _any_fits(tried, msgspec.structs.replace(workload, batch=count), host_limit)
 
     return _most(fits, 2**20)
 
@@ -396,9 +427,9 @@ def longest_context(footprints: list[MemoryFootprint], workload: Workload, batch
 
     A micro-batch has `batch` sequences. Returns 0 if one token does not fit.
     """
+    tried = list(footprints)
 
     def fits(count: int) -> bool:
-        work = msgspec.structs.replace(workload, batch=batch, sequence=count)
-        return any(footprint.account(work).fits for footprint in footprints)
+        return _any_fits(tried, msgspec.structs.replace(workload, batch=batch, sequence=count))
 
     return _most(fits, 2**24)

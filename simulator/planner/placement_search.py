@@ -741,15 +741,19 @@ class PlacementSearch:
         size = max(layers // _STEPS, 1)
         while size:
             near = (best[1] - size, best[1] + size) if best else range(0, layers + 1, size)
-            measured = [best] if best else []
-            for count in sorted(set(near) - tried):
-                tried.add(count)
-                other = (
-                    self._whole_layers_plan(base, count, limit_ns) if 0 <= count <= layers else None
-                )
-                if other and self.lower_bound.step_ns(other) < limit_ns:
-                    measured.append((self.time(other), count, other))
-            fastest = min(measured, default=None, key=lambda entry: entry[:2])
+            counts = sorted({count for count in near if 0 <= count <= layers} - tried)
+            tried.update(counts)
+            bounds = [
+                (self.lower_bound.step_ns(other), count, other)
+                for count in counts
+                if (other := self._whole_layers_plan(base, count, limit_ns))
+            ]
+            # With the lowest bounds first, fewer plans have to be simulated.
+            fastest = best
+            for bound, count, other in sorted(bounds, key=lambda entry: entry[:2]):
+                if bound < limit_ns and (fastest is None or bound <= fastest[0]):
+                    measured = (self.time(other), count, other)
+                    fastest = min(fastest or measured, measured, key=lambda entry: entry[:2])
             if fastest is None or fastest[0] >= limit_ns:
                 break
             if fastest is best:

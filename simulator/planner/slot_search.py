@@ -89,7 +89,7 @@ class SlotSearch:
         ]
         for plan in plans:
             with contextlib.suppress(UserError):
-                policy_library.lower(plan)
+                policy_library.lower_uncached(plan)
                 return plan
         return plans[0]  # the number of layers is not the problem, so the search raises the error
 
@@ -104,7 +104,7 @@ class SlotSearch:
         programs: dict[int, str] = {}
         for value in values:
             try:
-                programs[value] = policy_library.lower(
+                programs[value] = policy_library.lower_uncached(
                     with_knobs(self.tiny, **{**getattr(self, "least", {}), knob: value})
                 ).digest
             except UserError as error:

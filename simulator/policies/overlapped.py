@@ -65,6 +65,7 @@ from megatrain.simulator.schedule.arithmetic import (
     contributions,
     refuse_on_host,
     stack_state,
+    state_sizes,
     sums_on_device,
     whole_matrices,
 )
@@ -131,21 +132,15 @@ class _OverlappedStore(ChunkedStore):
             placed = resident | self.on_host
             may_be_temporary = name == "gradients" and not self.defers
             on_device, on_host, streamed = f"device.{name}", f"host.{name}", self.streamed[name]
-            for layer, spec in self.stack.items():
-                part = self.state[layer][name]
-                if not part.bytes or (
-                    may_be_temporary and layer not in placed and sums_on_device(plan, layer)
-                ):
+            for layer, size, dtype in state_sizes(plan)[name]:
+                if may_be_temporary and layer not in placed and sums_on_device(plan, layer):
                     continue
-                self.home[name, layer] = builder.persistent(
-                    on_device if layer in resident else on_host,
-                    layer,
-                    part.whole(spec.elements),
-                    name,
-                    part.dtype,
-                )
+                pool = on_device if layer in resident else on_host
+                self.home[name, layer] = builder.persistent(pool, layer, size, name, dtype)
                 if layer not in resident:
                     streamed.append(layer)
+        self.streaming = {name: frozenset(layers) for name, layers in self.streamed.items()}
+        """Class -> the layers that keep it in host memory, for look-ups."""
         self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
@@ -155,15 +150,18 @@ class _OverlappedStore(ChunkedStore):
 
     def _streams(self, name: StateClass, layer: str) -> bool:
         """Returns whether this class of the layer's data lives in host memory."""
-        return self.home.get((name, layer), "").startswith("host.")
+        return layer in self.streaming[name]
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
+        kinds = {
+            layer: (spec.kind, spec.elements, spec.signature) for layer, spec in self.stack.items()
+        }
         for name in STATE if self.defers else UPDATED:
+            # Layers of one kind need the same slots, so one of them is enough.
+            alike = {kinds[layer]: layer for layer in self.streaming[name] - self.on_host}
             streaming = {
-                (self.state[layer][name], self._longest_chunk(layer))
-                for layer in self.streamed[name]
-                if layer not in self.on_host
+                (self.state[layer][name], self._longest_chunk(layer)) for layer in alike.values()
             }
             dtypes = {part.dtype for part, _ in streaming}
             if streaming:
@@ -400,21 +398,17 @@ class _OverlappedStore(ChunkedStore):
                 )
                 self.clipping.ratios(layer, gradient, moments, rows, chunk)
             self.clipping.clip_by(layer, rows)
-        for number, first, count in chunks:
-            homes = {
-                name: f"{self.home[name, layer]}#{number}"
-                for name in STATE
-                if (name, layer) in self.home
-            }
-            reads = [homes.pop("gradients"), self.clipping.factor(layer)]
-            self.builder.op(
-                OpId("cpu_update", layer, chunk=number),
-                "cpu",
-                reads,
-                homes.values(),
-                offset=first,
-                parameters=count,
-            )
+        homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
+        parted = tuple(homes.values())
+        self.builder.in_chunks(
+            OpId("cpu_update", layer),
+            "cpu",
+            [homes.pop("gradients"), self.clipping.factor(layer)],
+            homes.values(),
+            chunks,
+            parted,
+            "parameters",
+        )
 
     def emit_pending_update(self) -> None:
         """Emits the pending update, if there is one, and releases its gradient's slot."""

@@ -127,6 +127,27 @@ def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass,
     return {layer: _layer_state(model, work, layer) for layer in model.stack}
 
 
+def state_sizes(plan: Plan) -> Mapping[StateClass, list[tuple[str, int, BufferDtype]]]:
+    """Returns class of state -> (layer, bytes, dtype) of each layer that has this class."""
+    return _state_sizes(plan.model, plan.workload)
+
+
+@functools.lru_cache(maxsize=4)
+def _state_sizes(
+    model: ModelSpec, work: Workload
+) -> dict[StateClass, list[tuple[str, int, BufferDtype]]]:
+    """Returns what `state_sizes` returns. Cached for the same reason as `_stack_state`."""
+    state = _stack_state(model, work)
+    return {
+        name: [
+            (layer, part.whole(spec.elements), part.dtype)
+            for layer, spec in model.stack.items()
+            if (part := state[layer][name]).bytes
+        ]
+        for name in STATE
+    }
+
+
 def _layer_state(model: ModelSpec, work: Workload, layer: str) -> dict[StateClass, StatePart]:
     spec, summed = model.stack[layer], _contributions(model, work, layer) > 1
     layout = update_layout(work.optimizer, spec)

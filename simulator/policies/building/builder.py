@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
@@ -204,6 +204,41 @@ class Builder:
         self._writes.append(writes)
         self._after.append(tuple(self._order.append(lane, reads, writes, also)))
         self._sizes.append(sizes)
+
+    def in_chunks(
+        self,
+        id: OpId,
+        lane: str,
+        reads: Collection[str],
+        writes: Collection[str],
+        chunks: Sequence[tuple[int, int, int]],
+        parted: Collection[str],
+        size: Literal["bytes", "parameters"],
+        width: float = 1,
+    ) -> None:
+        """Appends one op for each chunk of a layer.
+
+        Args:
+            id: The id of the ops, without the number of the chunk.
+            lane: As in `op`.
+            reads: As in `op`.
+            writes: As in `op`.
+            chunks: (number, first parameter, number of parameters) of each chunk.
+            parted: The buffers of `reads` and `writes` of which each op touches only the part that
+                belongs to its chunk. Each op touches the whole of the other buffers.
+            size: The field of `Op` with the size of a chunk.
+            width: Units of `size` and of `offset` per parameter.
+        """
+        for number, first, count in chunks:
+            part = {name: f"{name}#{number}" for name in parted}
+            self.op(
+                id._replace(chunk=number),
+                lane,
+                [part.get(name, name) for name in reads],
+                [part.get(name, name) for name in writes],
+                offset=int(width * first),
+                **{size: int(width * count)},
+            )
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""

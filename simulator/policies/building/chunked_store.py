@@ -46,14 +46,13 @@ class ChunkedStore:
         it waits only for ops on this chunk.
         """
         up = source.startswith("host.")
-        lane, add = "h2d" if up else "d2h", self.builder.op
-        for number, first, count in self._chunks(layer):
-            read, written = (f"{source}#{number}", target) if up else (source, f"{target}#{number}")
-            add(
-                OpId(kind, layer, phase, micro, number),
-                lane,
-                (read,),
-                (written,),
-                offset=int(width * first),
-                bytes=int(width * count),
-            )
+        self.builder.in_chunks(
+            OpId(kind, layer, phase, micro),
+            "h2d" if up else "d2h",
+            (source,),
+            (target,),
+            self._chunks(layer),
+            (source if up else target,),
+            "bytes",
+            width,
+        )

@@ -6,7 +6,7 @@ which does not change the times of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from megatrain.simulator.schedule import LANES
 
@@ -37,22 +37,34 @@ class LatestUses:
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
+        self._runs: dict[str, tuple[_Use, int]] = {}
+        """Buffer -> the use of all its parts by `append_chunks`, and the number of parts. Its
+        writer and readers are the ops on the last part. The ops on the other parts are just before
+        these."""
+        self._split_buffers: set[str] = set()
+        """Buffers of which parts are touched one by one."""
         self._lane_of: list[int] = []
         self._waited = [[_NEVER] * len(LANES) for _ in LANES]
         """Lane -> for each other lane, the last op that the lane has waited for."""
 
     def append(
-        self, lane: int, reads: Iterable[str], writes: Iterable[str], also: int | None = None
+        self,
+        lane: int,
+        reads: Iterable[str],
+        writes: Iterable[str],
+        also: int | None = None,
+        count: int = 1,
     ) -> tuple[int, ...]:
-        """Adds an op at the end of `lane`. Returns earlier ops that must end before it starts.
+        """Adds `count` ops at the end of `lane`, all of which touch the same buffers.
 
-        These are the writers of buffers that it reads, the readers and writers of buffers that it
-        writes, and the op `also`. Ops for which the lane has waited already are left out.
+        Returns earlier ops that must end before the first of them starts. These are the writers of
+        buffers that it reads, the readers and writers of buffers that it writes, and the op `also`.
+        Ops for which the lane has waited already are left out.
         """
         uses, lanes = self._uses, self._lane_of
-        op, waited = len(lanes), self._waited[lane]
+        op, waited = len(lanes) + count - 1, self._waited[lane]
         after: tuple[int, ...] = ()
-        lanes.append(lane)
+        lanes += [lane] * count
         waited[lane] = op
         if also is not None and waited[lanes[also]] < also:
             waited[lanes[also]] = also
@@ -86,12 +98,104 @@ class LatestUses:
             use.writer, use.readers = op, _NO_READERS
         return after
 
+    def append_chunks(
+        self,
+        lane: int,
+        reads: Collection[str],
+        writes: Collection[str],
+        parted: Collection[str],
+        count: int,
+    ) -> list[tuple[int, ...]]:
+        """Adds `count` ops at the end of `lane`, in much less time than `append` takes for each.
+
+        Op number i touches only part i of the buffers `parted`, and the whole of the others.
+        Returns what `append` returns for each op.
+        """
+        runs: list[tuple[_Use, bool]] = []
+        for name in parted:
+            run = self._run(name, count)
+            if run is None:
+                return [
+                    self.append(
+                        lane,
+                        [f"{name}#{number}" if name in parted else name for name in reads],
+                        [f"{name}#{number}" if name in parted else name for name in writes],
+                    )
+                    for number in range(count)
+                ]
+            runs.append((run, name in writes))
+        after = self.append(
+            lane,
+            [name for name in reads if name not in parted],
+            [name for name in writes if name not in parted],
+            count=count,
+        )
+        lanes, waited, op = self._lane_of, self._waited[lane], len(self._lane_of) - 1
+        last: dict[int, int] = {}
+        """Lane -> the op of an earlier run on that lane that the last of these ops waits for."""
+        for run, written in runs:
+            (whole,) = run.others
+            others = [run.writer]
+            if written:
+                others += run.readers.values()
+                run.writer, run.readers = op, _NO_READERS
+                for other in whole.readers.values():
+                    if waited[lanes[other]] < other:
+                        waited[lanes[other]] = other
+                        after += (other,)
+            elif run.readers:
+                run.readers[lane] = op
+            else:
+                run.readers = {lane: op}
+            other = whole.writer
+            if waited[lanes[other]] < other:
+                waited[lanes[other]] = other
+                after += (other,)
+            for other in others:
+                number = lanes[other]
+                if waited[number] < other > last.get(number, _NEVER):
+                    last[number] = other
+        every = [after]
+        every += [()] * (count - 1)
+        for number, other in last.items():
+            first = other - count + 1
+            for index in range(max(waited[number] - first + 1, 0), count):
+                every[index] += (first + index,)
+            waited[number] = other
+        return every
+
+    def _run(self, buffer: str, count: int) -> _Use | None:
+        """Returns the use of all `count` parts of a buffer. Returns None if its parts are touched
+        one by one, too.
+        """
+        run, parts = self._runs.get(buffer, (None, count))
+        if run is None and buffer not in self._split_buffers:
+            run = self._first_use(f"{buffer}#")
+            self._runs[buffer] = run, count
+        return run if parts == count else None
+
+    def _split(self, buffer: str) -> None:
+        """Replaces the use of all parts of a buffer by a use of each part."""
+        run, count = self._runs.pop(buffer)
+        (whole,) = run.others
+        whole.others.remove(run)
+        for number in range(count):
+            part, before = self._first_use(f"{buffer}#{number}"), count - 1 - number
+            part.writer = run.writer - before if run.writer != _NEVER else _NEVER
+            part.readers = {lane: op - before for lane, op in run.readers.items()}
+
     def _first_use(self, buffer: str) -> _Use:
         """Adds a buffer, or a part of one, and returns its use."""
+        whole, _, part = buffer.partition("#")
+        if part:
+            self._split_buffers.add(whole)
+            if whole in self._runs:
+                self._split(whole)
+                if buffer in self._uses:
+                    return self._uses[buffer]
         own = self._uses[buffer] = _Use()
         own.writer, own.readers, own.others = _NEVER, _NO_READERS, _NO_OTHERS
-        if "#" in buffer:
-            whole = buffer.partition("#")[0]
+        if whole != buffer:
             overlapping = self._uses.get(whole) or self._first_use(whole)
             own.others = [overlapping]
             if overlapping.others:

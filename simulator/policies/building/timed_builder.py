@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Unpack
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Unpack
 
 from megatrain.simulator.policies.building.builder import Builder, Traits
 from megatrain.simulator.policies.building.latest_uses import LatestUses
@@ -31,13 +31,17 @@ class TimedBuilder(Builder):
 
     def __init__(self, policy: str, *, serial: bool = False) -> None:
         super().__init__(policy, serial=serial)
-        self._append = LatestUses().append
+        self._uses = LatestUses()
+        self._append = self._uses.append
         self._last: dict[int, int] = {}
         """Micro-batch -> its last compute op so far."""
         self._indices: dict[tuple[object, ...], int] = {}
         """The values that make up the size of an op -> the index of that size."""
         self._which: list[int] = []
         """`Sizes.which` so far."""
+        self._chunk_sizes: dict[tuple[object, ...], tuple[Sequence[Any], list[int]]] = {}
+        """(kind, layer unless it is a decoder layer, width) -> the last chunks of `in_chunks` with
+        them, and the index of the size of each."""
         self._of_size: list[Op] = []
         """One op of each size."""
 
@@ -82,26 +86,65 @@ class TimedBuilder(Builder):
         offset: int = 0,
         **sizes: Any,
     ) -> None:
-        kind, layer, _, micro, _ = id
-        number, op = _LANES[lane], len(self._lanes)
+        micro, number, op = id[3], _LANES[lane], len(self._lanes)
         also = op - 1 if self._serial and op and self._lanes[-1] != number else None
         self._lanes.append(number)
         self._after.append(self._append(number, reads, writes, also))
         if number == _COMPUTE and micro is not None:
             self._last[micro] = op
+        self._which.append(self._size(id, lane, reads, writes, sizes))
+
+    def in_chunks(
+        self,
+        id: OpId,
+        lane: str,
+        reads: Collection[str],
+        writes: Collection[str],
+        chunks: Sequence[tuple[int, int, int]],
+        parted: Collection[str],
+        size: Literal["bytes", "parameters"],
+        width: float = 1,
+    ) -> None:
+        if self._serial or lane == "compute":
+            super().in_chunks(id, lane, reads, writes, chunks, parted, size, width)
+            return
+        kind, layer, _, _, _ = id
+        number = _LANES[lane]
+        self._lanes += [number] * len(chunks)
+        self._after += self._uses.append_chunks(number, reads, writes, parted, len(chunks))
+        key = kind, "" if layer.isdigit() else layer, width
+        known = self._chunk_sizes.get(key)
+        if known is None or known[0] is not chunks:
+            of_count = {
+                count: self._size(id, lane, reads, writes, {size: int(width * count)})
+                for _, _, count in chunks
+            }
+            known = chunks, [of_count[count] for _, _, count in chunks]
+            self._chunk_sizes[key] = known
+        self._which += known[1]
+
+    def _size(
+        self,
+        id: OpId,
+        lane: str,
+        reads: Collection[str],
+        writes: Collection[str],
+        sizes: dict[str, Any],
+    ) -> int:
+        """Returns the index of the size of an op in `Sizes.ops`."""
+        kind, layer, _, _, _ = id
         adds = False
         for buffer in writes:
             if buffer in reads:
                 adds = True
-        named = "" if layer.isdigit() else layer
-        key = (kind, named, number, adds, *sizes, *sizes.values())
-        size = self._indices.get(key)
-        if size is None:
-            size = self._indices[key] = len(self._of_size)
+        key = (kind, "" if layer.isdigit() else layer, lane, adds, *sizes, *sizes.values())
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = len(self._of_size)
             self._of_size.append(
                 Op(id=str(id), lane=lane, reads=tuple(reads), writes=tuple(writes), **sizes)
             )
-        self._which.append(size)
+        return index
 
     def build(self) -> Schedule:
         schedule = Schedule(policy=self._policy, buffers=(), ops=())

@@ -15,7 +15,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess
-from megatrain.simulator.planner.capacity import largest_batch, usable
+from megatrain.simulator.planner.capacity import MemoryFootprint, largest_batch, usable
 from megatrain.simulator.schedule.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("without_libraries")
@@ -77,3 +77,39 @@ def test_the_largest_batch_that_fits(
     assert fitting
     for footprint in fitting:
         assert assess(footprint.placed(), costs).feasible
+
+
+@pytest.mark.parametrize(("name", "machine", "work", "shares", "most"), CASES[:2])
+def test_whether_a_workload_fits_is_known_before_state_is_moved(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    machine: str,
+    work: Workload,
+    shares: tuple[float, float],
+    most: int,
+) -> None:
+    model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
+    plan = Plan(
+        policy="overlapped",
+        hardware=hardware.name,
+        source=name,
+        model=model,
+        workload=work,
+        device_limit_bytes=int(shares[0] * hardware.device_bytes),
+        host_limit_bytes=int(shares[1] * hardware.host_bytes),
+    )
+    footprints = list(usable(plan, hardware, cost_model(hardware, model, work), ["overlapped"]))
+    found = set[bool]()
+    for footprint in footprints:
+        for batch in (1, most // 2, most - 1, most, most + 1):
+            wide = msgspec.structs.replace(work, batch=batch)
+            for limit in (None, hardware.host_bytes):
+                fits = footprint.account(wide, limit).fits
+                assert footprint.fits(wide, limit) == fits
+                found.add(fits)
+    assert found == {False, True}
+    moved: list[object] = []
+    monkeypatch.setattr(MemoryFootprint, "_moved", lambda *arguments: moved.append(arguments))
+    huge = msgspec.structs.replace(work, batch=100 * most)
+    assert not any(footprint.fits(huge) for footprint in footprints)
+    assert not moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -255,3 +256,20 @@ def test_one_more_gib_is_only_searched_for_where_memory_is_short(
     searched = counted(monkeypatch, SlotSearch, "best")
     assert len(one_more_gib(choice, H200, cost_model(H200, model, WORK))) == 2
     assert len(searched) == searches
+
+
+def test_of_the_plans_with_whole_layers_few_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is that of simulating all of them."""
+    model, work = ModelSpec.load("qwen2.5-1.5b"), Workload(batch=8, sequence=1024)
+    (plan,) = plans_of(model, H200, work, policies=["overlapped"], device_limit=12 * 2**30)
+    found, effort = [], []
+    for bounded in (True, False):
+        search = PlacementSearch(plan, cost_model(H200, model, work))
+        if not bounded:
+            monkeypatch.setattr(search.lower_bound, "step_ns", lambda _: 0)
+        timed = counted(monkeypatch, search, "time")
+        found.append(search._fastest_whole(math.inf, search.plan))
+        effort.append(len(timed))
+    assert found[0] is not None
+    assert found[0] == found[1]
+    assert effort[0] < effort[1]
