@@ -8,10 +8,9 @@
    attention output of as many recomputed layers as fit. If attention takes at least half, and layer
    inputs are offloaded, a third variant offloads the attention outputs that do not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
-   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer,
-   weights and gradients first, or the gradient of a tied embedding first. Layers come front to
-   back, because the updates of the first layers are due first. The state of later layers can
-   stream in during the forward pass.
+   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
+   weights and gradients first. Layers come front to back, because the updates of the first layers
+   are due first. The state of later layers can stream in during the forward pass.
 4. State that stays on the device needs no slots. So compute the memory again, and fill the memory
    that has become free.
 5. Drop the plans that do not fit in device or host memory.
@@ -128,8 +127,12 @@ def classes_of(plan: Plan) -> list[StateClass]:
 class Filling:
     """Builds plans that fill the device's memory, for one model and workload."""
 
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
+    def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
+        """With `more`, plans are filled in additional ways: with the gradient of a tied embedding
+        first, and with all weights or gradients where the memory of their slots suffices.
+        """
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
+        self._more = more
         self._accounts: dict[tuple[Knobs, int, int], Account] = {}
         self.attention_layers = [
             layer.name
@@ -152,7 +155,7 @@ class Filling:
             + [(name, layer) for layer in layers for name in rest],
         ]
         """The orders in which (class, layer) pairs receive memory."""
-        if contributions(plan, EMBEDDING) > contributions(plan, "0"):
+        if more and contributions(plan, EMBEDDING) > contributions(plan, "0"):
             # The head adds to the gradient of a tied embedding, so each byte of it that stays on
             # the device saves a load and a store more than the gradient of another layer.
             self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
@@ -270,7 +273,7 @@ class Filling:
             # State that stays on the device needs no slots, so there may be room for more.
             filled, chosen = self._added(first, order, self.room(first), chosen)
             variants = [(filled, chosen)]
-            if completed := self._completed(filled, chosen):
+            if self._more and (completed := self._completed(filled, chosen)):
                 variants.append(
                     self._added(completed[0], order, self.room(completed[0]), completed[1])
                 )

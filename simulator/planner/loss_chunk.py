@@ -43,6 +43,10 @@ from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.schedule.plan import Plan
 
+_TIE = 1.003
+"""Plans whose times differ by less than this factor count as equally fast, because the compared
+plans are not refined. The smaller chunk is then chosen, since it leaves more memory. On a
+calibrated machine, a chunk that was measured is preferred instead."""
 _FIRST = 2048
 _USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
@@ -135,6 +139,8 @@ class _ChunkSearch:
         for step in (1, -1):
             while 0 <= index + step < len(chunks):
                 limit = self._time(chunks[index])
+                if not self._measured:
+                    limit *= _TIE if step < 0 else 1 / _TIE
                 if self._time(chunks[index + step], limit) >= limit:
                     break
                 index += step

@@ -33,8 +33,11 @@ and then improves the best one:
     (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
 11. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
 
+A second search begins with candidates that are filled in additional ways (`Filling`). It replaces
+nothing of the first one, because a climb from a better candidate may end at a worse plan.
+
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
-one with the usual slots. The faster result is returned.
+one with the usual slots. The fastest result is returned.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits with the fewest slots,
 there is no plan, and `nearest_miss` returns the one that exceeds its limits by the fewest bytes.
@@ -160,7 +163,8 @@ class _Run:
 class PlacementSearch:
     """Searches the placements and slots for one policy, model, workload and machine."""
 
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
+    def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
+        """`more` is an argument of the search's `Filling`."""
         layer = (
             max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
         )
@@ -187,7 +191,8 @@ class PlacementSearch:
         group = plan.knobs.micro_batch_group
         self.timing = InShortGroups(costs, group) if group > 2 else costs
         """The costs of shortened plans."""
-        self.filling, self.lower_bound = Filling(plan, costs), LowerBound(plan, costs)
+        self.filling = Filling(plan, costs, more=more)
+        self.lower_bound = LowerBound(plan, costs)
         self._runs: dict[Knobs, _Run] = {}
 
     def best(self, limit_ns: float = math.inf) -> Estimate | None:
@@ -196,13 +201,25 @@ class PlacementSearch:
         Plans that are slower than a step time of `limit_ns` by more than `_MOST_REFINED` are
         skipped.
         """
-        usual = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        usual = self._usual()
         estimates = [
             estimate
             for fitting in (*map(self._fitting, self._whole_layers()), usual)
             if (estimate := self._best_of(fitting, limit_ns))
         ]
+        if estimates:
+            limit_ns = min(limit_ns, *(estimate.step_seconds * 1e9 for estimate in estimates))
+            other = PlacementSearch(self.plan, self.costs, more=True)
+            other.lower_bound, other._runs = self.lower_bound, self._runs
+            known = set(usual)
+            candidates = [plan for plan in other._usual() if plan not in known]
+            if estimate := other._best_of(candidates, limit_ns):
+                estimates.append(estimate)
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
+
+    def _usual(self) -> list[Plan]:
+        """Returns the candidates that fit, with the most slots with which any fits."""
+        return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
@@ -228,7 +245,7 @@ class PlacementSearch:
         It has the lowest bound of the plans that `best` begins with. No plan is lowered. Returns
         None if none of them fits.
         """
-        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        fitting = self._usual()
         bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
         return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
 
@@ -236,7 +253,7 @@ class PlacementSearch:
         """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
         infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """
-        fitting = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        fitting = self._usual()
         ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
         return min(map(self.time, ranked), default=math.inf)
 
