@@ -23,6 +23,7 @@ import pytest
 import torch
 from reference_step import Reference
 from started_ranks import Driver
+from whole_models import model_of
 
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime.execution.executor import Executor
@@ -62,8 +63,23 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpoint_interval": 2,
         "placement": Placement(saved_activations="0", offloaded_inputs="all"),
     },
+    "experts and their loss": {
+        "model": model_of(
+            "mixtral", num_hidden_layers=2, output_router_logits=True, router_aux_loss_coef=0.7
+        ),
+        "accumulation": 4,
+        "dtype": "fp32",
+        "placement": Placement(saved_activations="0"),
+    },
+    "experts drawn at random": {
+        "model": model_of("phimoe", num_hidden_layers=2),
+        "accumulation": 8,
+        "sum_group": 2,
+        "micro_batch_group": 2,
+        "device_limit_bytes": 2**26,
+    },
 }
-FOR_ALL_COUNTS = ("in their order", "groups", "tied")
+FOR_ALL_COUNTS = ("in their order", "groups", "tied", "experts drawn at random")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +95,8 @@ def saved_plan(executable: Callable[..., Plan], tmp_path: Path) -> Callable[...,
 
     def make(name: str, **changes: Any) -> str:
         path = tmp_path / f"{name}.toml"
-        executable("overlapped", **{"layers": 3, **changes}).save(path)
+        layers = {} if "model" in changes else {"layers": 3}
+        executable("overlapped", **layers, **changes).save(path)
         return str(path)
 
     return make

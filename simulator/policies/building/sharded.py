@@ -53,8 +53,7 @@ _PLACED = ("weights", "master_low", "moments", "gradients", "host_updated")
 
 def refuse_sharded(plan: Plan) -> None:
     """Raises UserError if the plan has a setting that is not supported with several GPUs yet."""
-    work, knobs, model = plan.workload, plan.knobs, plan.model
-    routes = model.active_parameters != model.parameters
+    work, knobs = plan.workload, plan.knobs
     placed = [name for name in _PLACED if getattr(knobs.placement, name)]
     emptied = " ".join(f"--set {name}=" for name in placed)
     for where, found, only, fix in (
@@ -63,7 +62,6 @@ def refuse_sharded(plan: Plan) -> None:
         ("workload: state", work.state, "exact", "use state exact"),
         ("workload: gradients", work.gradients, "exact", "use gradients exact"),
         ("workload: fp8", work.fp8, None, "use --dtype bf16"),
-        ("model: experts", routes, False, "use a model without experts"),
         *(
             (
                 f"knobs.placement: {name}",

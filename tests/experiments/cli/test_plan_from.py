@@ -195,6 +195,6 @@ def test_plan_writes_a_plan_for_several_gpus(command: Any, tmp_path: Path) -> No
     assert "on 2 GPUs" in " ".join(outcome.out.split())
     plan = Plan.load(out)
     assert (plan.gpus, plan.policy, plan.workload.accumulation) == (2, "overlapped", 2)
-    refused = command("plan", "gpt-oss-20b", *words, "--out", out)
+    refused = command("plan", "qwen2.5-7b", *words, "--optimizer", "muon", "--out", out)
     assert refused.status == 2
-    assert "plan for 2 GPUs: model: experts" in refused.err
+    assert "plan for 2 GPUs: workload: optimizer: found muon" in refused.err

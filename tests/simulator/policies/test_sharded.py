@@ -230,10 +230,22 @@ def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Mak
     assert short.advice.startswith("weight_slots = 3 would save ")
 
 
-def test_experts_are_refused(make_plan: Make) -> None:
-    model = ModelSpec.load("mixtral-8x7b").shortest(1)
-    with pytest.raises(UserError, match="plan for 2 GPUs: model: experts: found True"):
-        policies.lower(make_plan("overlapped", model=model, gpus=2, accumulation=2))
+def test_a_mixture_of_experts_is_shared_like_any_model(make_plan: Make) -> None:
+    """Each rank owns a part of the experts and of the router, and gathers them with the layer."""
+    model = ModelSpec.load("mixtral-8x7b").shortest(2)
+    assert model.active_parameters < model.parameters
+    plan = make_plan("overlapped", model=model, gpus=2, accumulation=2, chunk_bytes=2**28)
+    schedule = policies.lower(plan)
+    schedule.check()
+    gathers = [op for op in schedule.ops if op.kind == "gather_weights" and op.layer == "1"]
+    assert {op.bytes for op in gathers} == {2 * part_elements(plan, "1")}
+    assert 2 * part_elements(plan, "1") >= model.stack["1"].elements
+    alone = msgspec.structs.replace(plan, gpus=1)
+    times = [
+        assess(each, cost_model(H200, model, plan.workload, each.gpus)).step_seconds
+        for each in (alone, plan)
+    ]
+    assert times[1] < times[0]
 
 
 @pytest.mark.parametrize(
