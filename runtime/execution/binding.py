@@ -364,10 +364,14 @@ class Binder(UpdateOps):
         return self.arenas.tensor(buffer, dtype, (self.plan.gpus, op.parameters))
 
     def _gather_weights(self, op: Op) -> Run:
-        """Gathers the parts of a layer's weights that the other ranks own (all-gather)."""
+        """Gathers the parts of a layer's weights that all ranks own (all-gather). This rank's part
+        may already be in its place in the target.
+        """
         assert self._ranks is not None
         ranks, whole = self._ranks, self._parts(op.writes[0], op)
-        return lambda: ranks.gather_weights(whole)
+        in_place = op.reads == op.writes
+        own = whole[ranks.rank] if in_place else self._elements(op.reads[0], op)
+        return lambda: ranks.gather(whole, own)
 
     def _exchange_gradients(self, op: Op) -> Run:
         """Sums a layer's gradient over all ranks (reduce-scatter): sends each rank its part, and

@@ -136,6 +136,12 @@ def check_operands(
             raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
     if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
         raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
+    if kind == "gather_weights":
+        source, slot = (buffers[base_buffer(name)] for name in (op.reads[0], op.writes[0]))
+        if slot.sharded or not (source.sharded or source == slot):
+            raise ScheduleError(
+                f"{op.id}: gathers {source.id} into {slot.id}, not a part into a whole layer"
+            )
     if kind == "exchange_gradients":
         target = buffers[base_buffer(op.writes[0])]
         if not target.sharded or dtypes[op.writes[0]] != "fp32":

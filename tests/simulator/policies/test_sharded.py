@@ -52,6 +52,10 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
         "layers": draw(st.integers(1, 4)),
         "tied": group == 1 and draw(st.booleans()),
         "placement": Placement(
+            **{
+                name: draw(st.sampled_from(["", "0", "e", "all"]))
+                for name in ("weights", "master_low", "moments", "gradients")
+            },
             saved_activations=draw(st.sampled_from(["", "0", "all"])),
             offloaded_inputs=draw(st.sampled_from(["", "all"])),
         ),
@@ -92,7 +96,7 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
     assert count["exchange_sums"] == count["clip"] == {"": 1}
     width = 4 if plan.workload.sum_group > 1 or plan.workload.dtype == "fp32" else 2
     for layer in model.stack:
-        part = part_elements(plan, layer)
+        part, placed = part_elements(plan, layer), layer in plan.placed("weights")
         assert updated[layer] == part
         sources = 2 if model.tied and layer == model.head else 1
         assert moved[layer] == turns * sources * (plan.gpus - 1) * part * width
@@ -100,9 +104,11 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
             count["gather_weights"][layer],
             [op for op in schedule.ops if (op.kind, op.layer) == ("load_weights", layer)],
         )
-        assert sum(op.bytes for op in loads) == (gathers - 1) * part * (
-            2 if plan.workload.dtype == "bf16" else 4
-        )
+        loaded = 0 if placed else (gathers - 1) * part
+        assert sum(op.bytes for op in loads) == loaded * (2 if plan.workload.dtype == "bf16" else 4)
+        resident = layer in plan.placed("gradients")
+        stored = [op for op in schedule.ops if (op.kind, op.layer) == ("save_gradients", layer)]
+        assert sum(op.bytes for op in stored) == (0 if resident else 4 * turns * part)
 
 
 def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:
@@ -146,16 +152,33 @@ def without(schedule: Schedule, op: str, other_kind: str) -> Schedule:
         ("G1b.m1.c0", "exchange_gradients"),
         ("NX", "sum_rows"),
         ("C", "exchange_sums"),
+        ("GW0f.m0", "update"),
+        ("GX0b.m0", "backward"),
+        ("F0.m0", "gather_weights"),
     ],
 )
 def test_a_collective_that_does_not_wait_is_a_race(
     make_plan: Make, op: str, waits_for: str
 ) -> None:
-    plan = make_plan("overlapped", gpus=2, accumulation=4, layers=2)
+    on_device = Placement(weights="0", gradients="0")
+    plan = make_plan("overlapped", gpus=2, accumulation=4, layers=2, placement=on_device)
     schedule = policies.lower(plan)
     assert any(schedule.by_id[name].kind == waits_for for name in schedule.by_id[op].after)
     with pytest.raises(ScheduleError, match="race on "):
         without(schedule, op, waits_for).check()
+
+
+def test_weights_are_gathered_from_a_part_into_a_whole_layer(make_plan: Make) -> None:
+    placement = Placement(weights="1")
+    schedule = policies.lower(make_plan("overlapped", gpus=2, accumulation=2, placement=placement))
+    gather = schedule.by_id["GW1f.m0"]
+    assert gather.reads == ("device.weights:1",)
+    buffers = [
+        msgspec.structs.replace(buffer, sharded=False) if buffer.id in gather.reads else buffer
+        for buffer in schedule.buffers
+    ]
+    with pytest.raises(ScheduleError, match=r"GW1f\.m0: gathers device\.weights:1 into"):
+        msgspec.structs.replace(schedule, buffers=tuple(buffers)).check()
 
 
 def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
@@ -190,14 +213,9 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ({"state": "master24"}, "plan for 2 GPUs: workload: state: found master24"),
         ({"fp8": "rowwise"}, "plan for 2 GPUs: workload: fp8: found rowwise; allowed: nothing"),
         (
-            {"placement": Placement(moments="0")},
-            "plan for 2 GPUs: knobs.placement: moments: found 0; allowed: nothing; fix: leave it",
+            {"placement": Placement(weights="0", host_updated="all")},
+            "host_updated: found all; allowed: nothing; fix: leave it .* with --set host_updated=",
         ),
-        (  # all placements that must be empty at once, as options
-            {"placement": Placement(weights="0", gradients="0", host_updated="1")},
-            "with --set weights= --set gradients= --set host_updated=",
-        ),
-        ({"placement": Placement(host_updated="all")}, "knobs.placement: host_updated: found all"),
         ({"micro_batch_group": 2}, "micro_batch_group: found 2; allowed: 1"),
         (
             {"sum_group": 2, "micro_batch_group": 2, "checkpoint_interval": 2},
@@ -219,6 +237,31 @@ def test_unsupported_plans_for_several_gpus_are_refused_by_name(
         policies.lower(
             make_plan(**{"policy": "overlapped", "gpus": 2, "accumulation": 4, **changes})
         )
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_four_gpus_hold_four_times_as_much_state(make_plan: Make, gpus: int) -> None:
+    """With all state on the device, a rank holds an N-th of it and copies nothing over its link."""
+    whole = dict.fromkeys(("weights", "master_low", "moments", "gradients"), "all")
+    changes: dict[str, Any] = {"hidden": 256, "accumulation": gpus, "chunk_bytes": 2**24}
+    plan = make_plan("overlapped", gpus=gpus, placement=Placement(**whole), **changes)
+    schedule = policies.lower(plan)
+    schedule.check()
+    assert set(schedule.lanes) == {"compute", "update", "exchange"}
+    state = sum(
+        buffer.bytes
+        for buffer in schedule.buffers
+        if buffer.persistent and buffer.data in ("weights", "master_low", "moments", "gradients")
+    )
+    assert state == 16 * sum(part_elements(plan, layer) for layer in plan.model.stack)
+    slots = {buffer.pool for buffer in schedule.buffers if not buffer.persistent}
+    assert "device.streamed_weights" in slots
+    assert not any("chunks" in pool or "parts" in pool for pool in slots)
+    on_host = policies.lower(make_plan("overlapped", gpus=gpus, **changes))
+    costs = cost_model(H200, plan.model, plan.workload, gpus)
+    assert makespan_ns(schedule, costs) < makespan_ns(on_host, costs)
+    bounds_of = [account(each, 2**40, 2**40, None, 0) for each in (schedule, on_host)]
+    assert bounds_of[0].host_peak_bytes == 0 < bounds_of[1].host_peak_bytes
 
 
 def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Make) -> None:
@@ -254,7 +297,6 @@ def test_a_mixture_of_experts_is_shared_like_any_model(make_plan: Make) -> None:
         ({"clipping": "none"}, "sum_group 2: workload: clipping: found none; allowed: global"),
         ({"tied": True, "micro_batch_group": 1}, "sum_group 2: model: tied embeddings"),
         ({"micro_batch_group": 4}, "sum_group 2: knobs: micro_batch_group: found 4; allowed: 2"),
-        ({"placement": Placement(gradients="0")}, "knobs.placement: gradients: found 0"),
         ({"policy": "resident"}, "policy resident: sum_group: found 2; allowed: 1 or 4"),
     ],
 )
