@@ -17,12 +17,14 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import link_share
 from megatrain.simulator.engine.discrete_event import makespan_ns, play, simulate
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
+from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.search import assess
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of, part_elements
@@ -109,6 +111,26 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
         resident = layer in plan.placed("gradients")
         stored = [op for op in schedule.ops if (op.kind, op.layer) == ("save_gradients", layer)]
         assert sum(op.bytes for op in stored) == (0 if resident else 4 * turns * part)
+
+
+@settings(max_examples=60)
+@given(drawn(), st.sampled_from([None, 1.0, 310.0]), st.integers(1, 3))
+def test_no_plan_for_several_gpus_is_faster_than_its_lower_bounds(
+    make_plan: Make, changes: dict[str, Any], peer_gb_per_s: float | None, more: int
+) -> None:
+    """Neither the plan's own step nor a step with more groups is below its lower bound."""
+    plan = make_plan("overlapped", **changes)
+    hardware = msgspec.structs.replace(H200, peer_gb_per_s=peer_gb_per_s)
+    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+    least, time = LowerBound(plan, costs), makespan_ns(policies.lower(plan), costs)
+    assert 0 < least.compute_ns(plan) <= least.step_ns(plan) <= time
+    group = plan.knobs.micro_batch_group
+    accumulation = (2 + more) * group * plan.gpus
+    work = msgspec.structs.replace(plan.workload, accumulation=accumulation)
+    longer = msgspec.structs.replace(plan, workload=work)
+    two, short = policies.lower(with_knobs(longer, groups=2)), InShortGroups(costs, group)
+    first, further = makespan_ns(two, short), two_groups_ns(two, short, min(group, 2))[1]
+    assert LowerBound(longer, costs).step_ns(longer) <= first + more * further
 
 
 def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:
