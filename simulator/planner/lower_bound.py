@@ -402,6 +402,7 @@ class _EarliestTimes:
                 reads=tuple(f"device.{source}" for source in range(sources)),
                 bytes=sources * (self.plan.gpus - 1) * self.parts[layer] * width,
                 parameters=self.parts[layer],
+                elements=self.parts[layer],
             )
         )
 

@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ALIGNMENT
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
@@ -130,11 +131,20 @@ class ShardedStore(ChunkedStore):
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
-        largest = max(self.sources[layer] * part for layer, part in self.parts.items())
+        self.pieces = {
+            layer: min(part, max(self.chunk // plan.gpus // ALIGNMENT, 1) * ALIGNMENT)
+            for layer, part in self.parts.items()
+        }
+        """Layer -> the elements of a part of its gradient that are exchanged at a time, so that the
+        pieces of all parts have the size of a chunk."""
+        received = max(
+            self.pieces[layer] * (self.sources[layer] + (self.pieces[layer] < part))
+            for layer, part in self.parts.items()
+        )
         self.inbox = builder.persistent(
             "device.exchange_workspace",
             "all",
-            max(plan.gpus * self.sent_width * largest, (plan.gpus + 1) * self.sums_bytes),
+            max(plan.gpus * self.sent_width * received, (plan.gpus + 1) * self.sums_bytes),
             "workspace",
         )
         """The buffer for the data that a collective receives, before it is added."""
@@ -267,6 +277,7 @@ class ShardedStore(ChunkedStore):
             [part, self.inbox],
             bytes=len(sent) * self._received(layer, self.sent_width),
             parameters=self.parts[layer],
+            elements=self.pieces[layer],
         )
         for slot in sent:
             self.builder.release(slot)

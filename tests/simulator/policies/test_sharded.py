@@ -133,6 +133,22 @@ def test_no_plan_for_several_gpus_is_faster_than_its_lower_bounds(
     assert LowerBound(longer, costs).step_ns(longer) <= first + more * further
 
 
+def test_received_pieces_of_all_parts_have_the_size_of_a_chunk(make_plan: Make) -> None:
+    """The workspace has one piece more, for the pieces that are sent, unless they are whole
+    parts.
+    """
+    sizes = {}
+    for chunk in (2**13, 2**14, 2**20):
+        plan = make_plan("overlapped", gpus=2, accumulation=2, chunk_bytes=chunk)
+        schedule = policies.lower(plan)
+        exchange = schedule.by_id["GX1b.m0"]
+        part = part_elements(plan, "1")
+        assert exchange.elements == min(chunk // 2 // 2, part)
+        sizes[chunk] = schedule.buffer[exchange.writes[1]].bytes
+    largest = max(part_elements(plan, layer) for layer in plan.model.stack)
+    assert sizes == {2**13: 2 * 2**13, 2**14: 2 * 2**14, 2**20: 2 * 2 * largest}
+
+
 def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:
     for gpus in (2, 3, 4):
         plan = make_plan("overlapped", gpus=gpus, accumulation=gpus)
@@ -345,7 +361,7 @@ def test_a_file_names_the_gpus_only_if_there_are_several(make_plan: Make, tmp_pa
 
 
 def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
-    plan = make_plan("overlapped", gpus=4, accumulation=4)
+    plan = make_plan("overlapped", gpus=4, accumulation=4, chunk_bytes=2**16)
     schedule = policies.lower(plan)
     costs = cost_model(H200, plan.model, plan.workload)
     gather, exchange = schedule.by_id["GW1f.m0"], schedule.by_id["GX1b.m0"]
@@ -355,6 +371,10 @@ def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
     assert costs.duration_ns(gather) == pytest.approx(9000 + arrives, abs=1)
     sums = (4 * 2 * part + 7 * 4 * part) / H200.device_gb_per_s
     assert costs.duration_ns(exchange) == pytest.approx(9000 + arrives + sums, abs=1)
+    pieces = msgspec.structs.replace(exchange, elements=part // 2)
+    copied = 2 * 4 * 2 * part / H200.device_gb_per_s
+    expected = 2 * 9000 + arrives + sums + copied
+    assert costs.duration_ns(pieces) == pytest.approx(expected, abs=1)
     slow = msgspec.structs.replace(H200, peer_gb_per_s=None)
     over_host = cost_model(slow, plan.model, plan.workload)
     assert over_host.duration_ns(gather) == pytest.approx(9000 + 3 * 2 * part / 55.3, abs=1)
