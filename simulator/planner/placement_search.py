@@ -593,6 +593,8 @@ class PlacementSearch:
         all, the device is also filled again in every order, because another order may be best then.
         `time` is the step time of `plan` in ns.
         """
+        if not all_on_host(plan):
+            return time, plan
         updated = with_knobs(plan, placement=Placement(host_updated=all_on_host(plan)))
         bases = [
             msgspec.structs.replace(

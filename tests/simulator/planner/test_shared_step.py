@@ -102,6 +102,38 @@ def test_more_gpus_or_memory_never_make_a_plan_slower(one: Plan, gib: int) -> No
     assert more[2] > 0.995 * more[1]
 
 
+def test_layers_may_stay_in_their_slots_instead_of_saving_activations() -> None:
+    """A layer that stays in its slot is not gathered again for the backward pass. All state is on
+    the devices, and its layers pass through slots, too.
+    """
+    (plan,) = plans_of(
+        ModelSpec.load("qwen2.5-0.5b").with_layers(8),
+        H200,
+        Workload(batch=1, sequence=4096, accumulation=4),
+        policies=["overlapped"],
+    )
+    less, more = (shared_step(limited(plan, gib), H200, 4) for gib in (6, 6.3))
+    assert more.plan.placed("weights") == set(plan.model.stack)
+    assert more.plan.knobs.weight_slots > 2
+    assert speed(more) > 0.995 * speed(less) > 0
+
+
+def test_if_no_placement_fits_the_plans_that_need_the_least_memory_are_tried() -> None:
+    work = Workload(batch=1, sequence=32_768, loss_chunk=512)
+    (plan,) = plans_of(
+        small_model.SMALL,
+        H200,
+        work,
+        device_limit=int(6.5 * GIB),
+        host_limit=10 * GIB,
+        policies=["overlapped"],
+    )
+    choice = shared_step(plan, H200, 2)
+    assert choice.feasible
+    assert choice.plan.knobs.placement.weights
+    verified(choice.plan).check()
+
+
 def test_the_search_takes_about_as_long_as_for_one_gpu(
     one: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,13 +114,17 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
 
 
 @settings(max_examples=60)
-@given(drawn(), st.sampled_from([None, 1.0, 310.0]), st.integers(1, 3))
+@given(
+    drawn(), st.sampled_from([None, 1.0, 310.0]), st.sampled_from([0.1, 50.0]), st.integers(1, 3)
+)
 def test_no_plan_for_several_gpus_is_faster_than_its_lower_bounds(
-    make_plan: Make, changes: dict[str, Any], peer_gb_per_s: float | None, more: int
+    make_plan: Make, changes: dict[str, Any], peer: float | None, link: float, more: int
 ) -> None:
     """Neither the plan's own step nor a step with more groups is below its lower bound."""
     plan = make_plan("overlapped", **changes)
-    hardware = msgspec.structs.replace(H200, peer_gb_per_s=peer_gb_per_s)
+    hardware = msgspec.structs.replace(
+        H200, peer_gb_per_s=peer, h2d_gb_per_s=link, d2h_gb_per_s=link, link_latency_ns=100
+    )
     costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     least, time = LowerBound(plan, costs), makespan_ns(policies.lower(plan), costs)
     assert 0 < least.compute_ns(plan) <= least.step_ns(plan) <= time
@@ -232,12 +236,16 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ]
         with pytest.raises(ScheduleError, match=refused):
             msgspec.structs.replace(schedule, buffers=tuple(buffers)).check()
-    workspace = [
-        msgspec.structs.replace(buffer, bytes=64) if buffer.data == "workspace" else buffer
-        for buffer in schedule.buffers
-    ]
-    with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
-        msgspec.structs.replace(schedule, buffers=tuple(workspace)).check()
+    for chunk in (2**12, 2**20):  # parts in pieces, and whole parts
+        whole = policies.lower(make_plan("overlapped", gpus=2, accumulation=2, chunk_bytes=chunk))
+        workspace = [
+            msgspec.structs.replace(buffer, bytes=buffer.bytes - 1)
+            if buffer.data == "workspace"
+            else buffer
+            for buffer in whole.buffers
+        ]
+        with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
+            msgspec.structs.replace(whole, buffers=tuple(workspace)).check()
 
 
 @pytest.mark.parametrize(
