@@ -100,12 +100,6 @@ class Ranks:
 
     # ---- in a step ----
 
-    def gather_weights(self, whole: torch.Tensor) -> None:
-        """Fills `whole` [count, part] with the rows of the other ranks (all-gather). Row `rank`
-        must already hold the row of this rank.
-        """
-        self.gather(whole, whole[self.rank])
-
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Sends row q of `sent` [count, part] to rank q, and writes the row from rank q to row q of
         `received` [count, part] (all-to-all).
@@ -113,7 +107,9 @@ class Ranks:
         dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._within)
 
     def gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather)."""
+        """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather). `own` may
+        be the row of this rank.
+        """
         _all_gather(_bytes(received), _bytes(own), group=self._within)
 
     # ---- between steps ----
@@ -181,8 +177,10 @@ class Ranks:
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor | None:
         """Returns `own` [n] of all ranks as one tensor [count, n] on rank 0, and None on the other
-        ranks (gather). Tensors are in host memory. Every rank must call this at the same point.
+        ranks (gather). `own` may be on any device. The result is in host memory. Every rank must
+        call this at the same point.
         """
+        own = own.cpu()
         whole = own.new_empty(self.count, *own.shape) if self.leads else None
         rows = None if whole is None else [_bytes(row) for row in whole]
         self._finish(

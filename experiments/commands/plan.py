@@ -200,6 +200,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     """
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model.specs import ModelSpec, model_file
+    from megatrain.simulator.planner.search import plans_of
     from megatrain.simulator.planner.shared_step import shared_step
     from megatrain.simulator.verdict.multi_gpu import check_gpus
 
@@ -220,10 +221,22 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     args = from_options.with_fitting_state(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    choices = from_options.choices(args, hardware, source, named)
-    if args.gpus > 1:
-        choices = [shared_step(choices[0].plan, hardware, args.gpus)]
-    return choices, hardware
+    if args.gpus == 1:
+        return from_options.choices(args, hardware, source, named), hardware
+    if args.tokens_per_step is None:
+        (plan,) = plans_of(
+            model,
+            hardware,
+            options.workload(args, model),
+            source=source,
+            hardware_name=named,
+            device_limit=options.device_limit(args.device_memory, hardware),
+            host_limit=args.host_memory,
+            policies=from_options.policies(args.policy),
+        )
+    else:  # the split of a step into micro-batches is that of one GPU
+        plan = from_options.choices(args, hardware, source, named)[0].plan
+    return [shared_step(plan, hardware, args.gpus)], hardware
 
 
 def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:

@@ -364,33 +364,51 @@ class Binder(UpdateOps):
         return self.arenas.tensor(buffer, dtype, (self.plan.gpus, op.parameters))
 
     def _gather_weights(self, op: Op) -> Run:
-        """Gathers the parts of a layer's weights that the other ranks own (all-gather)."""
+        """Gathers the parts of a layer's weights that all ranks own (all-gather). This rank's part
+        may already be in its place in the target.
+        """
         assert self._ranks is not None
         ranks, whole = self._ranks, self._parts(op.writes[0], op)
-        return lambda: ranks.gather_weights(whole)
+        in_place = op.reads == op.writes
+        own = whole[ranks.rank] if in_place else self._elements(op.reads[0], op)
+        return lambda: ranks.gather(whole, own)
 
     def _exchange_gradients(self, op: Op) -> Run:
         """Sums a layer's gradient over all ranks (reduce-scatter): sends each rank its part, and
         sums the received parts in the order of the ranks. If the op reads its target, the sum is
         added to the content of the target. If there are several gradients of the layer, all
-        gradients of a rank are added before the gradients of the next rank.
+        gradients of a rank are added before the gradients of the next rank. Parts are exchanged in
+        pieces, so the received pieces take little memory.
         """
         assert self._ranks is not None
-        ranks, (target, workspace) = self._ranks, op.writes
+        ranks, gpus, (target, workspace) = self._ranks, self.plan.gpus, op.writes
         sent = [self._parts(name, op) for name in op.reads if name != target]
-        room = self.arenas.tensor(
-            workspace, sent[0].dtype, (len(sent), self.plan.gpus, op.parameters)
-        )
         total, adding = self._elements(target, op), target in op.reads
+        pieces = [
+            slice(start, min(start + op.elements, op.parameters))
+            for start in range(0, op.parameters, op.elements)
+        ]
+        rooms = [
+            self.arenas.tensor(
+                workspace,
+                sent[0].dtype,
+                (len(sent) + (len(pieces) > 1), gpus, piece.stop - piece.start),
+            )
+            for piece in pieces
+        ]
 
         def run() -> None:
-            for received, gradient in zip(room, sent, strict=True):
-                ranks.exchange(received, gradient)
-            first = not adding
-            for rank in range(self.plan.gpus):
-                for received in room:
-                    optimizer.accumulate(total, received[rank], first=first)
-                    first = False
+            for piece, room in zip(pieces, rooms, strict=True):
+                received = room[: len(sent)]
+                for target_rows, gradient in zip(received, sent, strict=True):
+                    # collectives need contiguous memory, which only whole parts have
+                    own = gradient if len(pieces) == 1 else room[-1].copy_(gradient[:, piece])
+                    ranks.exchange(target_rows, own)
+                first = not adding
+                for rank in range(gpus):
+                    for rows in received:
+                        optimizer.accumulate(total[piece], rows[rank], first=first)
+                        first = False
 
         return run
 

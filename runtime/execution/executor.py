@@ -46,6 +46,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule
+from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -180,7 +181,13 @@ class Executor:
         try:
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.functional_layers = FunctionalLayers(
-                plan.model, plan.workload, config, device, keeps=keeps, seed=seed
+                plan.model,
+                plan.workload,
+                config,
+                device,
+                keeps=keeps,
+                seed=seed,
+                micro_batches=own_micro_batches(plan, self.rank),
             )
             self._binder = Binder(
                 plan,

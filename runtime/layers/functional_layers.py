@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +117,7 @@ class FunctionalLayers:
         *,
         keeps: bool = False,
         seed: int = 0,
+        micro_batches: Sequence[int] = (),
     ) -> None:
         """Builds the modules of `model` with parameters on the meta device.
 
@@ -127,6 +128,8 @@ class FunctionalLayers:
             device: the device that computes.
             keeps: whether the attention output of at least one layer is saved for its recompute.
             seed: the run's seed, for layers that draw random numbers.
+            micro_batches: the micro-batches of the step that this process computes, in its order
+                (`own_micro_batches`). Empty means all of them.
         """
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
@@ -183,6 +186,7 @@ class FunctionalLayers:
             draws=bool(family.draws),
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
+        self._micro_batches = micro_batches or range(workload.accumulation)
         self._embedding_and_head = embedding_and_head(whole, model, self.dtype, device)
         self._embedding_only = {*model.tables[1:], *model.positions}
         """Tensors of the embedding that a tied head does not use."""
@@ -365,7 +369,9 @@ class FunctionalLayers:
 
     def _seeded(self, layer: str, micro: int) -> AbstractContextManager[None]:
         """Returns a context in which the layer draws the same numbers in every call."""
-        return self._draws.seeded(layer, micro) if self._draws else nullcontext()
+        if self._draws is None:
+            return nullcontext()
+        return self._draws.seeded(layer, self._micro_batches[micro])
 
     def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
         """Returns the keyword arguments of a layer, including the arguments of `attention.attend`

@@ -322,19 +322,26 @@ class Datasheet(EstimatedCosts):
     def _exchange_ns(self, op: Op) -> int:
         """Returns the time of a collective in ns: of receiving the bytes and, for gradients, of
         adding them. To add n parts, each part is read once. The fp32 sum is written n times and
-        read n - 1 times. With N GPUs, n is N, or 2 N with tied embeddings.
+        read n - 1 times. With N GPUs, n is N, or 2 N with tied embeddings. If the parts are
+        exchanged in pieces, each piece has the latency of the link, and the pieces that are sent
+        are copied first.
         """
         peer = self.hardware.peer_gb_per_s or min(
             self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
         )
-        added = 0
+        added, times = 0, 1
         if op.kind == "exchange_gradients":
             width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
             part, sources = width * op.parameters, exchanged(op)
             parts = sources + op.bytes // part
             added = parts * part + (2 * parts - 1) * 4 * op.parameters
+            pieces = -(-op.parameters // op.elements)
+            times = sources * pieces
+            added += 2 * parts * part if pieces > 1 else 0
         return math.ceil(
-            self.hardware.link_latency_ns + op.bytes / peer + added / self.hardware.device_gb_per_s
+            times * self.hardware.link_latency_ns
+            + op.bytes / peer
+            + added / self.hardware.device_gb_per_s
         )
 
     def products_ns(self, op: Op) -> int:

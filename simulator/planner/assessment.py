@@ -231,10 +231,10 @@ def with_knobs(
 def group_sizes(plan: Plan) -> list[int]:
     """Returns the sizes that a micro-batch group of `plan` may have, the smallest first.
 
-    They are the divisors of the gradient accumulation, or only 1 if the policy has no groups or the
-    model's embedding and head are tied.
+    They are the divisors of the micro-batches of a rank, or only 1 if the policy has no groups or
+    the model's embedding and head are tied.
     """
-    accumulation = plan.workload.accumulation
+    accumulation = plan.micro_batches
     if "micro_batch_group" not in policy_library.find(plan.policy).knobs or plan.model.tied:
         return [1]
     return [size for size in range(1, accumulation + 1) if accumulation % size == 0]

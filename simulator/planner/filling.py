@@ -34,9 +34,10 @@ from megatrain.simulator.schedule.arithmetic import (
     contributions,
     cost_keys,
     layer_state,
+    part_elements,
     state_bytes,
     sums_on_device,
-    whole_matrices,
+    updated_on_device,
 )
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -89,7 +90,7 @@ def host_updating(plan: Plan, every: int = 1) -> Plan:
         every: 1 chooses all layers whose weights are streamed, and 2 every second of them. Layers
             that only the device can update are never chosen.
     """
-    layers, excluded = list(plan.model.stack), plan.placed("weights") | whole_matrices(plan)
+    layers, excluded = list(plan.model.stack), plan.placed("weights") | updated_on_device(plan)
     streamed = [layer for layer in layers if layer not in excluded]
     return with_knobs(
         plan,
@@ -105,7 +106,7 @@ def updated_like(plan: Plan, other: Plan) -> Plan:
     """
     updated, streamed = (
         other.placed("host_updated"),
-        set(other.model.stack) - other.placed("weights") - whole_matrices(other),
+        set(other.model.stack) - other.placed("weights") - updated_on_device(other),
     )
     if not updated:
         return with_knobs(
@@ -116,7 +117,14 @@ def updated_like(plan: Plan, other: Plan) -> Plan:
 
 def all_on_host(plan: Plan) -> str:
     """Returns the layers that the host can update, as the text of a placement."""
-    return ranges(list(plan.model.stack), set(plan.model.stack) - whole_matrices(plan))
+    return ranges(list(plan.model.stack), set(plan.model.stack) - updated_on_device(plan))
+
+
+def in_slots(plan: Plan) -> set[str]:
+    """Returns the layers whose weights pass through slots: streamed layers, and with several GPUs
+    all layers, because each GPU keeps only a part of them.
+    """
+    return set(plan.model.stack) - (plan.placed("weights") if plan.gpus == 1 else set())
 
 
 def classes_of(plan: Plan) -> list[StateClass]:
@@ -423,9 +431,9 @@ class Filling:
         """Returns `plan` with one more weight slot, and as much less state on the device as the
         slot needs.
 
-        Returns None if the plan streams no weights, or if the result does not fit.
+        Returns None if no weights pass through slots, or if the result does not fit.
         """
-        if plan.placed("weights") == set(plan.model.stack):
+        if not in_slots(plan):
             return None
         other = self._trimmed(with_knobs(plan, weight_slots=plan.knobs.weight_slots + 1))
         return other if self.account(other).fits else None
@@ -487,9 +495,9 @@ def _state_bytes(plan: Plan, defers_update: bool) -> dict[tuple[StateClass, str]
     Bytes are rounded up to 256.
     """
     sizes = dict[tuple[StateClass, str], int]()
-    for layer, spec in plan.model.stack.items():
-        state = layer_state(plan, layer)
-        held = {name: state[name].whole(spec.elements) for name in classes_of(plan)}
+    for layer in plan.model.stack:
+        state, elements = layer_state(plan, layer), part_elements(plan, layer)
+        held = {name: state[name].whole(elements) for name in classes_of(plan)}
         if not defers_update and sums_on_device(plan, layer):
             # The update follows the backward pass at once, so the gradient never leaves the device.
             del held["gradients"]

@@ -7,8 +7,8 @@ tighter and is computed in six steps (`_EarliestTimes`):
 1. Go through the step in the policy's order: the forward pass of each layer, the head, and the
    backward pass of each block of layers. Do this for at most two groups of micro-batches.
 2. For each lane, keep the earliest time at which it can have finished the ops added so far. The
-   lanes are compute, copies to the device, copies from it, updates on the device, and the host's
-   cores.
+   lanes are compute, copies to the device, copies from it, updates on the device, the host's cores,
+   and collectives of several GPUs.
 3. For each layer, add its copies, updates and compute ops to their lanes. A lane advances by the
    duration of the ops. The last chunk of a copy or update does not start before its input is ready.
 4. Before a compute op, advance the compute lane to the time at which the weights that it reads have
@@ -39,6 +39,7 @@ from megatrain.simulator.schedule.arithmetic import (
     blocks_of,
     contributions,
     cost_keys,
+    part_elements,
     stack_state,
     whole_matrices,
 )
@@ -58,13 +59,14 @@ class LowerBound:
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
+        self._exchanged: dict[tuple[object, ...], int] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
 
     def compute_ns(self, plan: Plan) -> int:
         """Returns a lower bound of the step time in ns: the durations of all compute ops of the
         decoder layers and the head.
         """
-        return self._micro_batch_ns(plan) * self._plan.workload.accumulation
+        return self._micro_batch_ns(plan) * plan.micro_batches
 
     def step_ns(self, plan: Plan) -> float:
         """Returns a lower bound of the step time in ns, which also considers copies and updates.
@@ -75,7 +77,7 @@ class LowerBound:
         if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
         group = plan.knobs.micro_batch_group
-        groups = plan.workload.accumulation // group
+        groups = plan.micro_batches // group
         further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
         return _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
 
@@ -109,6 +111,13 @@ class LowerBound:
             )
             self._known[key] = self._costs.duration_ns(op)
         return self._known[key]
+
+    def exchange_ns(self, op: Op) -> int:
+        """Returns the duration of the collective `op` in ns. Results are cached."""
+        key = op.id[:2], op.bytes, op.parameters
+        if key not in self._exchanged:
+            self._exchanged[key] = self._costs.duration_ns(op)
+        return self._exchanged[key]
 
     def chunks_ns(
         self,
@@ -179,12 +188,16 @@ class _EarliestTimes:
         """Time that host memory needs for all copies and updates added so far."""
         self.host_awaited = 0.0
         """The part of `host` for ops that must finish before any copy that compute waits for."""
+        self.exchanges = 0.0
+        """Time of the lane of collectives, with several GPUs."""
         self.offloaded_at: dict[str, float] = {}
         """For each layer, the time at which its offloaded input is in host memory."""
         self.width = DTYPE_BYTES[plan.workload.dtype]
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
+        self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
+        """For each layer, the elements that a rank owns: all of them with one GPU."""
         self.state = stack_state(plan)
         self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
@@ -228,7 +241,13 @@ class _EarliestTimes:
             self._gradient(EMBEDDING, 0.0)
         self._update_pending()
         return max(
-            self.compute, self.loads, self.stores, self.updates, self.host_updates, self.host
+            self.compute,
+            self.loads,
+            self.stores,
+            self.updates,
+            self.host_updates,
+            self.exchanges,
+            self.host,
         )
 
     def _forward(self, blocks: Iterable[list[int]]) -> None:
@@ -287,7 +306,7 @@ class _EarliestTimes:
         If the chunks are whole matrices, one op for all elements is timed instead, and the last op
         takes no time.
         """
-        elements, by_matrix = self.stack[layer].elements, layer in self.matrices
+        elements, by_matrix = self.parts[layer], layer in self.matrices
         chunk = elements if by_matrix else self.chunk
         all_ns, last_ns, host_ns = self.bounds.chunks_ns(
             code, layer, lane, elements, chunk, per_parameter, parameters=parameters
@@ -322,10 +341,12 @@ class _EarliestTimes:
         2. If the weights are still in a slot, compute does not wait.
         3. If a deferred update runs on the device, it loads the weights with the rest of the state.
         4. Otherwise the weights are copied, after a deferred update on the host if there is one.
+
+        With several GPUs, layers that are not in a slot are gathered after this (`_gather`).
         """
         deferred = self.defers_update and layer not in self.updated
         self.updated.add(layer)
-        if layer in self.resident["weights"]:
+        if layer in self.resident["weights"] and self.plan.gpus == 1:
             if deferred:
                 self._update(layer)
                 self._wait_until(self.updates)
@@ -341,6 +362,9 @@ class _EarliestTimes:
         if len(loaded) == (self.plan.knobs.weight_slots if decoder else 1):
             loaded.pop(0)
         loaded.append(layer)
+        if self.plan.gpus > 1:
+            self._gather(layer, deferred=deferred)
+            return
         if deferred and layer not in self.on_host:
             self._update(layer)
             self._wait_until(self.updates)
@@ -351,6 +375,53 @@ class _EarliestTimes:
         self._load(weights, self.host_updates if deferred else 0.0)
         self._wait_until(self.loads)
         self._update_pending()
+
+    def _gather(self, layer: str, *, deferred: bool) -> None:
+        """Adds the update or the copy of a rank's part of the layer, and the collective that
+        gathers all parts, and makes compute wait.
+        """
+        ready = 0.0
+        if deferred:
+            self._update(layer)
+            ready = self.updates
+        elif layer not in self.resident["weights"]:
+            self._load(self._size("W", layer, "h2d", self.width, parameters=False))
+            ready = self.loads
+        self.exchanges = max(self.exchanges, ready) + self._exchange_ns("GW", layer)
+        self._wait_until(self.exchanges)
+
+    def _exchange_ns(self, code: str, layer: str, sources: int = 1) -> int:
+        """Returns the duration of the collective `code` on the layer. `sources` is the number of
+        gradients of the layer that are exchanged at once.
+        """
+        width = 4 if code == "GX" and self.plan.workload.sum_group > 1 else self.width
+        return self.bounds.exchange_ns(
+            Op(
+                id=f"{code}{layer}b.m0",
+                lane="exchange",
+                reads=tuple(f"device.{source}" for source in range(sources)),
+                bytes=sources * (self.plan.gpus - 1) * self.parts[layer] * width,
+                parameters=self.parts[layer],
+                elements=self.parts[layer],
+            )
+        )
+
+    def _exchanged(self, layer: str, duration: float) -> None:
+        """Adds the compute ops that produce a gradient of the layer, and the collective that sums
+        the parts of the gradient, with their copies. A tied head's gradient is exchanged together
+        with that of the embedding.
+        """
+        sources = contributions(self.plan, layer) // self.plan.workload.accumulation
+        self.compute += duration
+        if self.arrived[layer] % sources:
+            return
+        streams, ready = layer not in self.resident["gradients"], self.compute
+        if streams and self.arrived[layer] > sources:
+            self._load(self._size("GL", layer, "h2d", 4, parameters=False))
+            ready = max(ready, self.loads)
+        self.exchanges = max(self.exchanges, ready) + self._exchange_ns("GX", layer, sources)
+        if streams:
+            self._store(self._size("G", layer, "d2h", 4, parameters=False), self.exchanges)
 
     def _update(self, layer: str, after: float = 0.0) -> None:
         """Adds the layer's update on the device, and the copies of its state.
@@ -367,7 +438,7 @@ class _EarliestTimes:
             up += state["gradients"].bytes
         if up:
             self._load(self._size("L", layer, "h2d", up))
-        elements = self.stack[layer].elements
+        elements = self.parts[layer]
         size = self.bounds.chunks_ns(
             "U",
             layer,
@@ -406,6 +477,9 @@ class _EarliestTimes:
         that follow. `duration` is the total duration of these compute ops for the group, in ns.
         """
         self.arrived[layer] += 1
+        if self.plan.gpus > 1:
+            self._exchanged(layer, duration)
+            return
         last = (
             self.arrived[layer]
             == contributions(self.plan, layer) * self.groups // self.plan.workload.accumulation

@@ -28,7 +28,7 @@ and then improves the best one:
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
 9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
-   climb.
+   climb. With several GPUs, also try plans that save some activations less.
 10. If the host updates all streamed layers, try every second one, and the reverse
     (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
 11. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
@@ -38,6 +38,9 @@ nothing of the first one, because a climb from a better candidate may end at a w
 
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The fastest result is returned.
+
+With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
+device pass through slots too, and no layer is updated on the host.
 
 If nothing fits, the search starts again with fewer slots. If nothing fits with the fewest slots,
 there is no plan, and `nearest_miss` returns the one that exceeds its limits by the fewest bytes.
@@ -73,12 +76,14 @@ from megatrain.simulator.planner.filling import (
     all_on_host,
     classes_of,
     host_updating,
+    in_slots,
     last,
     ranges,
     updated_like,
 )
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _STEPS = 8  # steps from no saved layer to as many as fit
@@ -166,10 +171,12 @@ class PlacementSearch:
     def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
         """`more` is an argument of the search's `Filling`."""
         layer = (
-            max(spec.elements for spec in plan.model.decoders) * DTYPE_BYTES[plan.workload.dtype]
+            max(part_elements(plan, spec.name) for spec in plan.model.decoders)
+            * DTYPE_BYTES[plan.workload.dtype]
         )
         self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
-        """Bytes of a copy with which plans are ranked: at least half of the largest layer."""
+        """Bytes of a copy with which plans are ranked: at least half of the largest layer, or of a
+        rank's part of it."""
         room = 2 ** (
             int(
                 _STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)
@@ -305,7 +312,7 @@ class PlacementSearch:
         slower, other = second
         best = self._estimate(plan)
         runner_up_seconds = best.step_seconds * (slower / time)  # rounding cannot make it smaller
-        if plan.workload.accumulation > 2:
+        if plan.micro_batches > 2:
             # The times above are extrapolated from two groups of micro-batches. The order is
             # decided by simulating the whole step.
             rival = self._estimate(other)
@@ -446,7 +453,7 @@ class PlacementSearch:
         if plan.knobs not in self._runs:
             schedule = schedule_to_time(with_knobs(plan, groups=2), self.timing)
             group = plan.knobs.micro_batch_group
-            more = plan.workload.accumulation // group - 2
+            more = plan.micro_batches // group - 2
             self._runs[plan.knobs] = _Run(schedule, self.timing, min(group, 2), more)
         return self._runs[plan.knobs]
 
@@ -591,7 +598,7 @@ class PlacementSearch:
         """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
         # The run has at most two groups of micro-batches. Often they alone have enough ops.
         return self._run(plan).ops > _MANY_OPS or (
-            plan.workload.accumulation > 2
+            plan.micro_batches > 2
             and len(schedule_to_time(plan, self.costs).compiled.lanes) > _MANY_OPS
         )
 
@@ -603,6 +610,8 @@ class PlacementSearch:
         all, the device is also filled again in every order, because another order may be best then.
         `time` is the step time of `plan` in ns.
         """
+        if not all_on_host(plan):
+            return time, plan
         updated = with_knobs(plan, placement=Placement(host_updated=all_on_host(plan)))
         bases = [
             msgspec.structs.replace(
@@ -634,26 +643,32 @@ class PlacementSearch:
 
         The slots take the memory of all saved activations, or also that of the moments and low
         halves on the device. Climbing adds one slot or layer at a time, so it finds no plan for
-        which many more slots are faster but one more slot is not. `time` is the step time of `plan`
-        in ns.
+        which many more slots are faster but one more slot is not. With several GPUs, layers that
+        stay in their slots until the backward pass are not gathered again. So the slots are also
+        given the memory of a part of the saved activations. `time` is the step time of `plan` in
+        ns.
         """
         base, slots, usual = plan, plan.knobs.weight_slots, plan.knobs.placement
-        streamed = sum(
-            layer.kind == "decoder" and name not in plan.placed("weights")
-            for name, layer in plan.model.stack.items()
-        )
+        streamed = sum(plan.model.stack[layer].kind == "decoder" for layer in in_slots(plan))
         fewer = msgspec.structs.replace(usual, saved_activations="")
         least = msgspec.structs.replace(fewer, master_low="", moments="")
-        chunk = plan.knobs.chunk_bytes
+        placements, chunk = [fewer, least], plan.knobs.chunk_bytes
+        if plan.gpus > 1:
+            count = len(plan.placed("saved_activations"))
+            kept = {count, *(count - 2**power for power in range(count.bit_length()))} - {0}
+            placements += [
+                msgspec.structs.replace(usual, saved_activations=last(plan.model.layers, saved))
+                for saved in sorted(kept, reverse=True)
+            ]
         # Smaller copies leave memory for more slots.
         for placement, size in itertools.product(
-            dict.fromkeys((fewer, least)), dict.fromkeys((chunk, max(chunk // 4, _LEAST_CHUNK)))
+            dict.fromkeys(placements), dict.fromkeys((chunk, max(chunk // 4, _LEAST_CHUNK)))
         ):
             lean = with_knobs(base, placement=placement, chunk_bytes=size)
             room = self.filling.room(lean)
             slot_bytes = room - self.filling.room(with_knobs(lean, weight_slots=slots + 1))
             more = min(room // slot_bytes, streamed - slots) if slot_bytes > 0 else 0
-            if placement == usual or more <= 0:
+            if more <= 0 or (placement == usual and plan.gpus == 1):
                 continue
             other = with_knobs(lean, weight_slots=slots + more)
             if self.filling.account(other).fits and self._is_faster(other, time):

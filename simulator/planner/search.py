@@ -181,10 +181,22 @@ def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Est
     Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
     takes `most_ns` or longer.
     """
-    searches = [
-        PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
-        for size in group_sizes(plan)
-    ]
+    return fastest(
+        [
+            PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+            for size in group_sizes(plan)
+        ],
+        most_ns,
+    )
+
+
+def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estimate | None:
+    """Returns the fastest plan that fits of several searches, with its runner-up.
+
+    Returns None if no plan fits. A search is skipped if each of its plans takes `most_ns` or
+    longer, or if it cannot gain 1 % over the searches before. The searches differ in the size of
+    micro-batch groups.
+    """
     if len(searches) > 1:
         # The most promising size comes first, so its step time excludes most plans of the others.
         searches.sort(key=PlacementSearch.rough_ns)

@@ -53,10 +53,10 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
+from megatrain.simulator.policies.building.device_update import DeviceUpdate
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.sharded import ShardedStore
 from megatrain.simulator.policies.building.slot_cache import pool_of
-from megatrain.simulator.policies.building.training_step import update_flops, update_workspace
 from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
     STATE,
@@ -64,12 +64,10 @@ from megatrain.simulator.schedule.arithmetic import (
     StateClass,
     contributions,
     refuse_on_host,
-    stack_state,
     state_sizes,
     sums_on_device,
     whole_matrices,
 )
-from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
 
@@ -82,7 +80,6 @@ def _refuse_groups(plan: Plan) -> None:
         ("model: tied embeddings", plan.model.tied, False),
         ("knobs: micro_batch_group", knobs.micro_batch_group, group),
         ("knobs: checkpoint_interval", knobs.checkpoint_interval, 1),
-        ("knobs.placement: gradients", knobs.placement.gradients or "none", "none"),
     ):
         if found != only:
             raise UserError(
@@ -115,17 +112,12 @@ class _OverlappedStore(ChunkedStore):
         self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
         self.matrices = whole_matrices(plan)
         """Layers that are cut between matrices only."""
-        self.state = stack_state(plan)
-        self.home: dict[tuple[StateClass, str], str] = {}
-        """(class, layer) -> the persistent buffer, on the device or the host, that keeps this data.
-        A gradient that the update reads inside the backward pass has no such buffer."""
         self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
         """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
         refuse_on_host(
             plan, self.on_host, "knobs.placement: host_updated", "leave out the decoder layers"
         )
-        self.workspace = update_workspace(builder, plan)
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
             resident = plan.placed(name) - self.on_host
@@ -204,7 +196,7 @@ class _OverlappedStore(ChunkedStore):
             if self.grouped:  # one slot for the sum of a group, one for the sum of earlier groups
                 count = max(count, 2)
             part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
-            if not resident:
+            if not resident or self.grouped:
                 pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
                 kind = (pool, "gradients", part.dtype, knob)
                 pools.setdefault(kind, []).append((count, part.of(spec.elements)))
@@ -295,7 +287,8 @@ class _OverlappedStore(ChunkedStore):
         """
         home = self.home.get(("gradients", layer), "")
         adding = self.arrived[layer] > 0
-        if home.startswith("device.") and not self.encodes:
+        grouping = self.grouped and self.arrived[layer] >= self.plan.workload.sum_group
+        if home.startswith("device.") and not (self.encodes or grouping):
             return home, adding
         if layer in self.summing:
             return self.summing.pop(layer), True
@@ -351,11 +344,14 @@ class _OverlappedStore(ChunkedStore):
 
     def _added(self, layer: str, phase: str, micro: int, buffer: str) -> str:
         """Emits the op that adds the sum of a group of micro-batches, in `buffer`, to the sum of
-        earlier groups. Returns the slot with the result.
+        earlier groups. Returns the buffer with the result: a slot, or the layer's gradient on the
+        device.
         """
-        total = self.builder.acquire(self._gradient_pool(layer))
-        home, width = self.home["gradients", layer], self.state[layer]["gradients"].bytes
-        self._copies("load_gradients", layer, phase, micro, home, total, width)
+        total = home = self.home["gradients", layer]
+        if self._streams("gradients", layer):
+            total = self.builder.acquire(self._gradient_pool(layer))
+            width = self.state[layer]["gradients"].bytes
+            self._copies("load_gradients", layer, phase, micro, home, total, width)
         self.builder.op(
             OpId("accumulate_gradients", layer, phase, micro),
             "update",
@@ -476,7 +472,7 @@ class _OverlappedStore(ChunkedStore):
         chunks: Sequence[Chunk] = (
             self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
         )
-        update = _DeviceUpdate(self, layer, gradient, copy_to, source, streamed)
+        update = DeviceUpdate(self, layer, gradient, copy_to, source, streamed)
         if not measured and self.clipping.kind == "update" and "moments" in streamed:
             rows, held = self.clipping.rows(layer), []
             for chunk in chunks:
@@ -506,102 +502,6 @@ class _OverlappedStore(ChunkedStore):
         self.vocabulary.clear()
         if self.defers:
             self.clipping.finish()
-
-
-class _DeviceUpdate:
-    """Emits the ops of an update of one layer on the device, chunk by chunk."""
-
-    def __init__(
-        self,
-        store: _OverlappedStore,
-        layer: str,
-        gradient: str,
-        copy_to: str | None,
-        source: str | None,
-        streamed: list[StateClass],
-    ) -> None:
-        """`streamed` lists the classes of data in host memory. The other arguments are those of
-        `_OverlappedStore.apply`.
-        """
-        self.store, self.builder, self.layer = store, store.builder, layer
-        self.gradient = gradient
-        home = store.home
-        self.home = {name: home[name, layer] for name in STATE if (name, layer) in home}
-        self.streamed, self.classes = streamed, [name for name in UPDATED if name in self.home]
-        self.pools = {name: f"device.{name}_chunks" for name in streamed}
-        self.loaded = [name for name in streamed if not (name == "weights" and source)]
-        self.saved = [name for name in streamed if name != "gradients"]
-        self.load_bytes, self.save_bytes = (
-            sum([store.state[layer][name].bytes for name in names])
-            for names in (self.loaded, self.saved)
-        )
-        """Bytes per parameter of a load and of a save, without moments that only some tensors
-        keep."""
-        self.layout = update_layout(store.plan.workload.optimizer, store.stack[layer])
-        # The operands of an update that are the same for all chunks.
-        self.factor = store.clipping.factor(layer)
-        self.old = [source] if source and "weights" in streamed else []
-        self.also_written = [*([copy_to] if copy_to else []), *store.workspace[layer]]
-
-    def load(self, chunk: Chunk) -> dict[StateClass, str]:
-        """Emits the copy of the chunk's streamed data, and returns its slots by class of data.
-
-        If the update reads the weights from `source`, they have a slot but are not copied.
-        """
-        number, first, count = chunk
-        slots = {name: self.builder.acquire(pool) for name, pool in self.pools.items()}
-        if self.loaded:
-            reads, writes = (
-                [f"{self.home[name]}#{number}" for name in self.loaded],
-                [slots[name] for name in self.loaded],
-            )
-            self.builder.op(
-                OpId("load_state", self.layer, chunk=number),
-                "h2d",
-                reads,
-                writes,
-                offset=first,
-                parameters=count,
-                bytes=self._bytes(chunk, self.loaded, self.load_bytes),
-            )
-        return slots
-
-    def _bytes(self, chunk: Chunk, names: Sequence[StateClass], per_parameter: float) -> int:
-        """Returns the bytes of a load or a save of the classes `names`."""
-        _, first, count = chunk
-        more = 0.0
-        if self.layout is not None and "moments" in names:
-            width = WIDTH[self.store.state[self.layer]["moments"].dtype]
-            more = width * self.layout.more(first, count)
-        return int(count * per_parameter + more)
-
-    def apply(self, chunk: Chunk, slots: dict[StateClass, str]) -> None:
-        """Emits the update of the chunk and the copy of its streamed data to the host, and releases
-        its slots.
-        """
-        number, first, count = chunk
-        flops = update_flops(self.store.plan, self.layer, first, count) if self.layout else {}
-        self.builder.op(
-            OpId("update", self.layer, chunk=number),
-            "update",
-            [slots.get("gradients", self.gradient), self.factor, *self.old],
-            [*[slots.get(name, self.home[name]) for name in self.classes], *self.also_written],
-            offset=first,
-            parameters=count,
-            **flops,
-        )
-        if self.saved:
-            self.builder.op(
-                OpId("save_state", self.layer, chunk=number),
-                "d2h",
-                [slots[name] for name in self.saved],
-                [f"{self.home[name]}#{number}" for name in self.saved],
-                offset=first,
-                parameters=count,
-                bytes=self._bytes(chunk, self.saved, self.save_bytes),
-            )
-        for slot in slots.values():
-            self.builder.release(slot)
 
 
 class Overlapped(ParameterStorePolicy):

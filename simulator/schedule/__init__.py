@@ -39,10 +39,10 @@ Kinds of ops, their operands, and their lane if it is always the same:
 
 Plans for several GPUs also have collectives. A *part* is what one rank owns of a layer:
 
-* `gather_weights` (exchange): slot with the rank's part of the weights -> the same slot with the
-  parts of all ranks
+* `gather_weights` (exchange): the rank's part of the weights, in a buffer of its own or already in
+  the slot -> slot with the parts of all ranks
 * `exchange_gradients` (exchange): gradient of a whole layer, or two with tied embeddings[, part of
-  the gradient] -> part of the gradient, workspace
+  the gradient] -> part of the gradient, workspace. Each part is exchanged in pieces of `elements`
 * `sum_rows`: part of the gradient -> the sum of squares of each `NORM_ROW` elements
 * `exchange_sums` (exchange): sums of rows, losses of this rank -> sums of squares of all layers,
   losses of all ranks, workspace. In an evaluation it exchanges only losses

@@ -180,6 +180,13 @@ def whole_matrices(plan: Plan) -> frozenset[str]:
     return needing_whole_matrices(name, plan.model) if find(name).by_tensor else frozenset()
 
 
+def updated_on_device(plan: Plan) -> frozenset[str]:
+    """Returns the layers that only the device can update: all layers with several GPUs, and
+    otherwise those whose update needs whole matrices.
+    """
+    return frozenset(plan.model.stack) if plan.gpus > 1 else whole_matrices(plan)
+
+
 def refuse_on_host(plan: Plan, layers: AbstractSet[str], where: str, fix: str) -> None:
     """Raises UserError if the CPU cannot update one of `layers` because its update needs whole
     matrices. `where` and `fix` are used in the error.

@@ -172,7 +172,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flops: int = 0
     """The FLOPs of a compute op, or of the matrix products of an update."""
     elements: int = 0
-    """The elements that a compute op without FLOPs moves. Only the embedding's ops use it."""
+    """The elements that a compute op without FLOPs moves: only the embedding's ops use it. For
+    `exchange_gradients`, the elements of a part that are exchanged at a time."""
     shape: str = ""
     """The key of a compute op in a calibrated cost table: `LAYER/WORKLOAD`, from
     `ModelSpec.shape` or `LayerSpec.signature`, and `Workload.shape`. Empty for other ops."""

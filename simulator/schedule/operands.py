@@ -136,6 +136,12 @@ def check_operands(
             raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
     if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
         raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
+    if kind == "gather_weights":
+        source, slot = (buffers[base_buffer(name)] for name in (op.reads[0], op.writes[0]))
+        if slot.sharded or not (source.sharded or source == slot):
+            raise ScheduleError(
+                f"{op.id}: gathers {source.id} into {slot.id}, not a part into a whole layer"
+            )
     if kind == "exchange_gradients":
         target = buffers[base_buffer(op.writes[0])]
         if not target.sharded or dtypes[op.writes[0]] != "fp32":
@@ -176,6 +182,18 @@ def exchanged(op: Op) -> int:
     return max(sum(name not in op.writes for name in op.reads), 1)
 
 
+def exchange_room(op: Op, width: float) -> int:
+    """Returns the bytes of workspace that `exchange_gradients` needs. `width` is the bytes of an
+    element of the gradient that it sends.
+
+    A piece of each part is received at a time. If a piece is not the whole part, the pieces that
+    are sent are copied to the workspace, too, because they are not contiguous in the gradient.
+    """
+    sources = exchanged(op)
+    ranks = 1 + round(op.bytes / (sources * width * op.parameters))
+    return int(ranks * op.elements * width) * (sources + (op.elements < op.parameters))
+
+
 def _check_sizes(
     op: Op, buffers: Mapping[str, Buffer], dtypes: Mapping[str, str], kept: KeptMoments
 ) -> None:
@@ -196,13 +214,12 @@ def _check_sizes(
             values = kept(op.layer, first, count) if buffer.data == "moments" else count
             needed = int(values * WIDTH[dtypes[name]])
         elif op.kind in _EXCHANGED:
-            workspace = buffer.data == "workspace"
-            sources = exchanged(op)
-            needed = int(op.parameters * WIDTH[dtypes[op.reads[0] if workspace else name]])
-            if not buffer.sharded:
-                needed += op.bytes // sources
-            if workspace:
-                needed *= sources
+            if buffer.data == "workspace":
+                needed = exchange_room(op, WIDTH[dtypes[op.reads[0]]])
+            else:
+                needed = int(op.parameters * WIDTH[dtypes[name]])
+                if not buffer.sharded:
+                    needed += op.bytes // exchanged(op)
         elif op.kind in _WHOLE and buffer.data == "gradients":
             needed = int(op.parameters * WIDTH[dtypes[name]])
         else:

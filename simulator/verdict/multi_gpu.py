@@ -1,7 +1,7 @@
 """Predicts the speed of several GPUs in one host, from a plan for one GPU.
 
-If the policy can share the step (`planner/shared_step.py`), the prediction simulates the schedule
-that each GPU would execute. Otherwise it is an estimate for data parallelism. Each of N GPUs trains
+If a policy can share the step, the prediction is that of the best plan for N GPUs
+(`planner/shared_step.py`). Otherwise it is an estimate for data parallelism. Each of N GPUs trains
 its own batch and loads all streamed weights. Optimizer state and summed gradients are in host
 memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds and
 updates everything. The all-reduce of gradients is left out. It would take tens of milliseconds for
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -43,8 +44,8 @@ _SHARED = (
 )
 """Kinds of ops whose work is divided equally among the GPUs."""
 _SHARED_NOTE = (
-    "from the schedule of `megatrain plan --gpus`: all state in host memory, 1/N of it for each;"
-    " links limited by DRAM; not yet run on several GPUs"
+    "from the schedule of `megatrain plan --gpus`: each owns 1/N of the state; links limited by"
+    " DRAM; measured only on two GPUs with all state in host memory"
 )
 
 
@@ -59,7 +60,8 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per second of all GPUs together. Each GPU trains a whole workload per step."""
     speedup: float
     """Tokens per second divided by those of one GPU. The ratio exceeds `gpus` if copies of state
-    limit the step, because each GPU copies only a part of the state."""
+    limit the step of one GPU, because each GPU has only a part of the state. It means nothing if
+    the model does not fit on one GPU."""
     host_peak_bytes: int
     """Peak of host memory for all GPUs, in bytes."""
     feasible: bool
@@ -102,15 +104,17 @@ def predicted(
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    If the policy of the plan cannot share a step, the result is that of `estimate`. `schedule` is
-    the schedule of the plan, and `costs` is the cost model of one GPU. Raises UserError as
+    If no policy can share the step, the result is that of `estimate`. `schedule` is the schedule of
+    the plan, and `costs` is the cost model of one GPU. Raises UserError as
     `check_gpus` does.
     """
     check_gpus(gpus, hardware)
     plan, alone = choice.plan, choice.step_seconds
-    if not shares(plan, gpus):
+    sharing = next(name for name in policies.names() if policies.find(name).shards)
+    common = msgspec.structs.replace(plan, policy=sharing)
+    if not shares(common, gpus):
         return estimate(plan, schedule, choice.account, hardware, costs, alone, gpus)
-    shared, links = shared_step(plan, hardware, gpus), link_share(hardware, gpus)
+    shared, links = shared_step(common, hardware, gpus), link_share(hardware, gpus)
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
     return MultiGpu(
         gpus=gpus,

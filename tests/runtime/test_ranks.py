@@ -23,6 +23,7 @@ import pytest
 import torch
 from reference_step import Reference
 from started_ranks import Driver
+from whole_models import model_of
 
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime.execution.executor import Executor
@@ -43,7 +44,13 @@ SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1)
 """The optimizer settings of `megatrain.experiments.ranks` and of the sessions."""
 CASES: dict[str, dict[str, Any]] = {
     "in their order": {"accumulation": 4, "dtype": "fp32"},
-    "groups": {"accumulation": 8, "sum_group": 2, "micro_batch_group": 2, "dtype": "fp32"},
+    "groups, with all state on the device": {
+        "accumulation": 8,
+        "sum_group": 2,
+        "micro_batch_group": 2,
+        "dtype": "fp32",
+        "placement": Placement(weights="all", moments="all", gradients="all"),
+    },
     "one group a rank": {
         "accumulation": 4,
         "sum_group": 2,
@@ -52,18 +59,47 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_slots": 3,
         "state_slots": 1,
         "chunk_bytes": 2**14,
+        "placement": Placement(weights="e,0", master_low="0-1", moments="1,h", gradients="0,2"),
     },
-    "tied": {"accumulation": 4, "tied": True, "dtype": "fp32", "vocabulary": 272},
+    "tied": {
+        "accumulation": 4,
+        "tied": True,
+        "dtype": "fp32",
+        "vocabulary": 272,
+        "placement": Placement(weights="e,1", gradients="e,0"),
+    },
     "other layers": {
         "accumulation": 2,
         "family": "qwen2",
         "vocabulary": 272,
         "documents": True,
         "checkpoint_interval": 2,
-        "placement": Placement(saved_activations="0", offloaded_inputs="all"),
+        "placement": Placement(
+            saved_activations="0", offloaded_inputs="all", moments="all", master_low="all"
+        ),
+    },
+    "experts and their loss": {
+        "model": model_of(
+            "mixtral", num_hidden_layers=2, output_router_logits=True, router_aux_loss_coef=0.7
+        ),
+        "accumulation": 4,
+        "dtype": "fp32",
+        "placement": Placement(saved_activations="0"),
+    },
+    "experts drawn at random": {
+        "model": model_of("phimoe", num_hidden_layers=2),
+        "accumulation": 8,
+        "sum_group": 2,
+        "micro_batch_group": 2,
+        "device_limit_bytes": 2**26,
     },
 }
-FOR_ALL_COUNTS = ("in their order", "groups", "tied")
+FOR_ALL_COUNTS = (
+    "in their order",
+    "groups, with all state on the device",
+    "tied",
+    "experts drawn at random",
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +115,8 @@ def saved_plan(executable: Callable[..., Plan], tmp_path: Path) -> Callable[...,
 
     def make(name: str, **changes: Any) -> str:
         path = tmp_path / f"{name}.toml"
-        executable("overlapped", **{"layers": 3, **changes}).save(path)
+        layers = {} if "model" in changes else {"layers": 3}
+        executable("overlapped", **layers, **changes).save(path)
         return str(path)
 
     return make
@@ -102,7 +139,7 @@ def test_ranks_give_the_bits_of_one_gpu(
     for name in names:
         assert main([saved_plan(name, **CASES[name])]) == 0
     alone = results(capsys.readouterr().out)
-    assert driver.wait() == [0] * count
+    assert driver.wait() == [0] * count, driver.printed(0)
     assert results(driver.printed(0)) == alone
     assert len({row["masters"] for row in alone if "masters" in row}) == len(names)
     assert "step" not in driver.printed(1), "one rank reports"
@@ -286,7 +323,7 @@ def test_one_gpu_sums_groups_first_as_the_reference(
 ) -> None:
     """Summing groups of two first gives other bits than summing one after the other."""
     changes = {"layers": 2, "accumulation": 6, "micro_batch_group": 2, "dtype": dtype}
-    plan = executable("overlapped", sum_group=2, **changes)
+    plan = executable("overlapped", sum_group=2, placement=Placement(gradients="e,1"), **changes)
     weights = random_weights(0)
     masters = {
         layer.name: {t.name: weights(layer.name, t.name, t.shape) for t in layer.tensors}

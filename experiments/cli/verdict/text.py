@@ -64,7 +64,7 @@ def text(
     lines += [line for note in notes(verdict) for line in labelled("Note", note, width)]
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
     lines += ["", *more] if more else []
-    if verdict.feasible and verdict.multi_gpu:
+    if verdict.multi_gpu and (verdict.feasible or verdict.multi_gpu.feasible):
         lines += ["", *_several(verdict, width)]
     if why:
         lines += ["", *reasons(verdict, width)]
@@ -345,10 +345,11 @@ def _several(verdict: Verdict, width: int) -> list[str]:
         else f"{layout.size(several.device_peak_bytes)} of VRAM each"
     )
     fits = "" if several.feasible else f"; DOES NOT FIT: {lacking}"
+    ratio = f"{several.speedup:.1f} times one GPU, " if verdict.feasible else ""
     return labelled(
         f"{several.gpus} GPUs",
-        f"{layout.speed(several.tokens_per_second)} tokens/s, {several.speedup:.1f} times one GPU,"
-        f" {layout.seconds(several.step_seconds)} a step{fits} ({several.note}; links at"
+        f"{layout.speed(several.tokens_per_second)} tokens/s, {ratio}"
+        f"{layout.seconds(several.step_seconds)} a step{fits} ({several.note}; links at"
         f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
         " once)",
         width,

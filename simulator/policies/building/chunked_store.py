@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.slot_cache import SlotCache
+from megatrain.simulator.policies.building.training_step import update_workspace
 from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule.arithmetic import StateClass, stack_state
 from megatrain.simulator.schedule.plan import Plan
 
 
 class ChunkedStore:
-    """The slots of streamed weights, and copies of layers in chunks. A subclass makes the slots and
-    defines `_chunks`.
+    """The slots of streamed weights, and copies of layers in chunks. A subclass makes the slots,
+    fills `home`, and defines `_chunks`.
     """
+
+    clipping: Clipping
+    """Emits the ops of clipping."""
 
     def __init__(self, builder: Builder, plan: Plan) -> None:
         self.builder, self.plan, self.stack = builder, plan, plan.model.stack
@@ -26,6 +32,16 @@ class ChunkedStore:
         """Layers whose deferred update this step has applied."""
         self.summing: dict[str, str] = {}
         """Layer -> the gradient slot that the next micro-batch of the group adds to."""
+        self.state = stack_state(plan)
+        self.home: dict[tuple[StateClass, str], str] = {}
+        """(class, layer) -> the persistent buffer, on the device or the host, that keeps this data.
+        A gradient that the update reads inside the backward pass has no such buffer."""
+        self.workspace = update_workspace(builder, plan)
+        """Layer -> a list with the buffer for temporary values of its update, or an empty list."""
+
+    def _streams(self, name: StateClass, layer: str) -> bool:
+        """Returns whether this class of the layer's data lives in host memory."""
+        return self.home.get((name, layer), "").startswith("host.")
 
     def _cache(self, layer: str) -> SlotCache:
         """Returns the slots that the layer's weights stream through."""

@@ -5,8 +5,9 @@ the plan's training step, so no policy has to write a forward pass of its own. R
 read from their buffers. Other weights stream through the weight slots of the training step, and a
 layer that is still in a slot is not loaded again. Hidden states alternate between two slots.
 
-With several GPUs, each rank computes its own micro-batches, loads its parts of the weights and
-gathers the other parts, as in a training step. At the end, all ranks receive all losses.
+With several GPUs, each rank computes its own micro-batches, loads its parts of the weights if they
+are in host memory, and gathers the other parts, as in a training step. At the end, all ranks
+receive all losses.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class EvaluationStep:
         self.pool: dict[str, str] = {}
         """Streamed layer -> its pool of weight slots."""
         for layer, home in self.home.items():
-            if home.startswith("host."):
+            if home.startswith("host.") or training.buffer[home].sharded:
                 if layer not in pools:
                     raise self._refusal(
                         f"no slot that the weights of {layer} stream through",
-                        "one for each layer whose weights are on the host",
+                        "one for each layer whose weights are not whole on the device",
                     )
                 self.pool[layer] = pools[layer]
         self.hidden = self._hidden_pool()
@@ -107,26 +108,22 @@ class EvaluationStep:
         slot = self.loaded[pool].find(layer)
         if slot is not None:
             return slot
-        slot = self.loaded[pool].take(layer)
+        slot, home = self.loaded[pool].take(layer), self.home[layer]
+        streamed = home.startswith("host.")
         total, size = (
             DTYPE_BYTES[self.plan.workload.dtype] * part_elements(self.plan, layer),
             self.plan.knobs.chunk_bytes,
         )
-        for chunk, first in enumerate(range(0, total, size)):
+        for chunk, first in enumerate(range(0, total, size) if streamed else ()):
             name = OpId("load_weights", layer, phase, micro, chunk)
             self.builder.op(
-                name,
-                "h2d",
-                [self.home[layer]],
-                [slot],
-                offset=first,
-                bytes=min(size, total - first),
+                name, "h2d", [home], [slot], offset=first, bytes=min(size, total - first)
             )
         if self.plan.gpus > 1:
             self.builder.op(
                 OpId("gather_weights", layer, phase, micro),
                 "exchange",
-                [slot],
+                [slot if streamed else home],
                 [slot],
                 bytes=(self.plan.gpus - 1) * total,
                 parameters=part_elements(self.plan, layer),

@@ -1,8 +1,9 @@
 """ShardedStore: the `ParameterStore` of a plan for several GPUs of one host.
 
 Each of the N GPUs has its own process, a rank, and all ranks execute the same schedule. Rank r owns
-part r of each layer: weights, low halves, moments and gradients of 1/N of its elements, in its own
-host memory (`part_elements`). A step is:
+part r of each layer: weights, low halves, moments and gradients of 1/N of its elements
+(`part_elements`). The plan's placement says which of these it keeps on its GPU. The others are in
+its own host memory. If all state is in host memory, a step is:
 
     for each layer, first to last:
         the update of the rank's part that the step before deferred, chunk by chunk:
@@ -19,6 +20,10 @@ host memory (`part_elements`). A step is:
     exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
     clip: the coefficient, from the norms
 
+State on the device is neither loaded nor saved. Whole layers are gathered from the part of their
+weights on the device into a slot, just ahead of use, and `exchange_gradients` adds to the part of
+the gradient in its place. If all state is on the device, a step is that of plain sharded training.
+
 The result has the same bits as on one GPU. The micro-batches of a step are divided into groups
 whose gradients are summed first (`Workload.sum_group`). Ranks take these groups in turn, so the
 exchange adds them in the order of the step. A part is a whole number of `NORM_ROW` elements, so the
@@ -31,47 +36,34 @@ collective ends on a rank only when the rank's own buffers can be used again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ALIGNMENT
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
-from megatrain.simulator.policies.building.clipping import Clipping
+from megatrain.simulator.policies.building.clipping import Chunk, Clipping
+from megatrain.simulator.policies.building.device_update import DeviceUpdate
 from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.schedule.arithmetic import (
-    NORM_ROW,
-    SCALAR_BYTES,
-    STATE,
-    UPDATED,
-    StateClass,
-    layer_state,
-    part_elements,
-)
+from megatrain.simulator.schedule.arithmetic import NORM_ROW, SCALAR_BYTES, STATE, part_elements
 from megatrain.simulator.schedule.plan import Plan
-
-_PLACED = ("weights", "master_low", "moments", "gradients", "host_updated")
 
 
 def refuse_sharded(plan: Plan) -> None:
     """Raises UserError if the plan has a setting that is not supported with several GPUs yet."""
-    work, knobs, model = plan.workload, plan.knobs, plan.model
-    routes = model.active_parameters != model.parameters
-    placed = [name for name in _PLACED if getattr(knobs.placement, name)]
-    emptied = " ".join(f"--set {name}=" for name in placed)
+    work, knobs = plan.workload, plan.knobs
     for where, found, only, fix in (
         ("workload: clipping", work.clipping, "global", "clip by global"),
         ("workload: optimizer", work.optimizer, "adamw", "use optimizer adamw"),
         ("workload: state", work.state, "exact", "use state exact"),
         ("workload: gradients", work.gradients, "exact", "use gradients exact"),
         ("workload: fp8", work.fp8, None, "use --dtype bf16"),
-        ("model: experts", routes, False, "use a model without experts"),
-        *(
-            (
-                f"knobs.placement: {name}",
-                getattr(knobs.placement, name) or None,
-                None,
-                f"leave it empty (`megatrain plan --from` with {emptied})",
-            )
-            for name in _PLACED
+        (
+            "knobs.placement: host_updated",
+            knobs.placement.host_updated or None,
+            None,
+            "leave it empty (`megatrain plan --from` with --set host_updated=)",
         ),
         (
             "knobs: micro_batch_group",
@@ -105,16 +97,14 @@ class ShardedStore(ChunkedStore):
         self.sent_width = 4 if self.group > 1 else self.width
         """Bytes of an element of the gradients that are exchanged. A sum of several is fp32."""
         self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
-        self.state = {layer: layer_state(plan, layer) for layer in self.stack}
         self.clipping = Clipping(builder, plan, "device", "update", "update")
-        self.home: dict[tuple[StateClass, str], str] = {}
-        """(class, layer) -> the buffer in host memory with the rank's part."""
         for name in STATE:
+            resident = plan.placed(name)
             for layer, elements in self.parts.items():
                 part = self.state[layer][name]
                 if part.bytes:
                     self.home[name, layer] = builder.persistent(
-                        f"host.{name}",
+                        f"device.{name}" if layer in resident else f"host.{name}",
                         layer,
                         part.of(elements),
                         name,
@@ -141,11 +131,20 @@ class ShardedStore(ChunkedStore):
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
-        largest = max(self.sources[layer] * part for layer, part in self.parts.items())
-        self.workspace = builder.persistent(
+        self.pieces = {
+            layer: min(part, max(self.chunk // plan.gpus // ALIGNMENT, 1) * ALIGNMENT)
+            for layer, part in self.parts.items()
+        }
+        """Layer -> the elements of a part of its gradient that are exchanged at a time, so that the
+        pieces of all parts have the size of a chunk."""
+        received = max(
+            self.pieces[layer] * (self.sources[layer] + (self.pieces[layer] < part))
+            for layer, part in self.parts.items()
+        )
+        self.inbox = builder.persistent(
             "device.exchange_workspace",
             "all",
-            max(plan.gpus * self.sent_width * largest, (plan.gpus + 1) * self.sums_bytes),
+            max(plan.gpus * self.sent_width * received, (plan.gpus + 1) * self.sums_bytes),
             "workspace",
         )
         """The buffer for the data that a collective receives, before it is added."""
@@ -158,10 +157,11 @@ class ShardedStore(ChunkedStore):
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
         knobs, work, slots = self.plan.knobs, self.plan.workload, self.builder.slots
-        longest = min(self.chunk, max(self.parts.values()))
         for name in STATE:
-            part = next(iter(self.state.values()))[name]
-            if part.bytes:
+            streamed = [layer for layer in self.stack if self._streams(name, layer)]
+            if streamed:
+                part = self.state[streamed[0]][name]
+                longest = min(self.chunk, max(self.parts[layer] for layer in streamed))
                 slots(
                     f"device.{name}_chunks",
                     knobs.state_slots,
@@ -175,12 +175,10 @@ class ShardedStore(ChunkedStore):
             ("", True, (knobs.weight_slots, knobs.gradient_slots), True),
             ("_vocabulary", False, (1, 1), False),
         ):
-            largest = max(
-                self.parts[layer]
-                for layer, spec in self.stack.items()
-                if (spec.kind == "decoder") == decoder
-            )
-            whole = self.plan.gpus * largest
+            layers = [
+                layer for layer, spec in self.stack.items() if (spec.kind == "decoder") == decoder
+            ]
+            whole = self.plan.gpus * max(self.parts[layer] for layer in layers)
             dtype, pool = work.dtype, self.decoders.pool if decoder else self.vocabulary.pool
             slots(
                 pool,
@@ -199,15 +197,17 @@ class ShardedStore(ChunkedStore):
                 "fp32" if self.group > 1 else dtype,
                 knob=knob,
             )
-            slots(
-                f"device.gradient_parts{suffix}",
-                counts[1],
-                4 * largest,
-                "gradients",
-                "fp32",
-                sharded=True,
-                knob=knob,
-            )
+            streamed = [layer for layer in layers if self._streams("gradients", layer)]
+            if streamed:
+                slots(
+                    f"device.gradient_parts{suffix}",
+                    counts[1],
+                    4 * max(self.parts[layer] for layer in streamed),
+                    "gradients",
+                    "fp32",
+                    sharded=True,
+                    knob=knob,
+                )
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns the chunks of the layer's part: (number, first parameter, parameters)."""
@@ -226,17 +226,17 @@ class ShardedStore(ChunkedStore):
         slot = cache.find(layer)
         if slot is not None:
             return slot
-        slot = cache.take(layer)
-        if layer in self.updated:
-            home = self.home["weights", layer]
-            self._copies("load_weights", layer, phase, micro, home, slot, self.width)
-        else:
+        slot, home = cache.take(layer), self.home["weights", layer]
+        streamed = self._streams("weights", layer)
+        if layer not in self.updated:
             self.updated.add(layer)
-            self.apply(layer, slot)
+            self.apply(layer, slot if streamed else None)
+        elif streamed:
+            self._copies("load_weights", layer, phase, micro, home, slot, self.width)
         self.builder.op(
             OpId("gather_weights", layer, phase, micro),
             "exchange",
-            [slot],
+            [slot if streamed else home],
             [slot],
             bytes=self._received(layer, self.width),
             parameters=self.parts[layer],
@@ -265,16 +265,19 @@ class ShardedStore(ChunkedStore):
         if self.sources[layer] > 1:
             sent, self.tied = [*self.tied, buffer], []
         home, adding = self.home["gradients", layer], micro >= self.group
-        part = self.builder.acquire(pool_of("device.gradient_parts", self.stack[layer]))
-        if adding:
+        streamed, part = self._streams("gradients", layer), home
+        if streamed:
+            part = self.builder.acquire(pool_of("device.gradient_parts", self.stack[layer]))
+        if streamed and adding:
             self._copies("load_gradients", layer, phase, micro, home, part, 4)
         self.builder.op(
             OpId("exchange_gradients", layer, phase, micro),
             "exchange",
             [*sent, part] if adding else sent,
-            [part, self.workspace],
+            [part, self.inbox],
             bytes=len(sent) * self._received(layer, self.sent_width),
             parameters=self.parts[layer],
+            elements=self.pieces[layer],
         )
         for slot in sent:
             self.builder.release(slot)
@@ -286,8 +289,9 @@ class ShardedStore(ChunkedStore):
                 [self.row_sums[layer]],
                 parameters=self.parts[layer],
             )
-        self._copies("save_gradients", layer, phase, micro, part, home, 4)
-        self.builder.release(part)
+        if streamed:
+            self._copies("save_gradients", layer, phase, micro, part, home, 4)
+            self.builder.release(part)
 
     def losses_written(self, losses: list[str]) -> None:
         self.own_losses = losses
@@ -301,44 +305,20 @@ class ShardedStore(ChunkedStore):
             OpId("exchange_sums"),
             "exchange",
             [*self.row_sums.values(), *self.own_losses],
-            [*norms.values(), *self.losses.values(), self.workspace],
+            [*norms.values(), *self.losses.values(), self.inbox],
             bytes=(plan.gpus - 1) * self.sums_bytes,
         )
         self.clipping.losses = list(self.losses.values())
         self.clipping.finish()
 
     def apply(self, layer: str, slot: str | None = None) -> None:
-        """Emits AdamW on the rank's part of `layer`, chunk by chunk. The new weights are also
-        written to the rank's part of `slot`, if it is given.
+        """Emits AdamW on the rank's part of `layer`, chunk by chunk if any of its state streams.
+        The new weights are also written to the rank's part of `slot`, if it is given.
         """
-        homes = {name: self.home[name, layer] for name in STATE if (name, layer) in self.home}
-        widths = {name: self.state[layer][name].bytes for name in homes}
-        saved: list[StateClass] = [name for name in UPDATED if name in homes]
-        for number, first, count in self._chunks(layer):
-            slots = {name: self.builder.acquire(f"device.{name}_chunks") for name in homes}
-            for_chunk = {"offset": first, "parameters": count}
-            self.builder.op(
-                OpId("load_state", layer, chunk=number),
-                "h2d",
-                [f"{homes[name]}#{number}" for name in homes],
-                slots.values(),
-                bytes=int(count * sum(widths.values())),
-                **for_chunk,
-            )
-            self.builder.op(
-                OpId("update", layer, chunk=number),
-                "update",
-                [slots["gradients"], self.clipping.factor(layer)],
-                [*[slots[name] for name in saved], *([slot] if slot else [])],
-                **for_chunk,
-            )
-            self.builder.op(
-                OpId("save_state", layer, chunk=number),
-                "d2h",
-                [slots[name] for name in saved],
-                [f"{homes[name]}#{number}" for name in saved],
-                bytes=int(count * sum(widths[name] for name in saved)),
-                **for_chunk,
-            )
-            for chunk_slot in slots.values():
-                self.builder.release(chunk_slot)
+        streamed = [name for name in STATE if self._streams(name, layer)]
+        update = DeviceUpdate(self, layer, self.home["gradients", layer], slot, None, streamed)
+        chunks: Sequence[Chunk] = (
+            self._chunks(layer) if streamed else [(None, 0, self.parts[layer])]
+        )
+        for chunk in chunks:
+            update.apply(chunk, update.load(chunk))

@@ -170,7 +170,16 @@ def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command:
     assert refused.status == 2
     error = "ranks: found 1; allowed: 2, the GPUs of the plan; fix: start the command with"
     assert error in refused.err
-    one = command("plan", "--from", "new.toml", "--out", "one.toml", "--set", "gpus=1")
+    kept = ("--set", "weights=all", "--set", "moments=0", "--set", "gradients=h")
+    moved = command("plan", "--from", "new.toml", "--out", "kept.toml", *kept)
+    assert (moved.status, moved.err) == (0, "")
+    plan = Plan.load(Path("kept.toml"))
+    held = {buffer.pool for buffer in verified(plan).buffers if buffer.sharded}
+    assert held >= {f"device.{name}" for name in ("weights", "moments", "gradients")}
+    on_host = command("plan", "--from", "new.toml", "--out", "no.toml", "--set", "host_updated=0")
+    assert on_host.status == 2
+    assert "plan for 2 GPUs: knobs.placement: host_updated: found 0" in on_host.err
+    one = command("plan", "--from", "kept.toml", "--out", "one.toml", "--set", "gpus=1")
     assert one.status == 0
     assert Plan.load(Path("one.toml")).gpus == 1
     wrong = command(*FROM, *words, "--set", "gpus=3")
@@ -195,6 +204,6 @@ def test_plan_writes_a_plan_for_several_gpus(command: Any, tmp_path: Path) -> No
     assert "on 2 GPUs" in " ".join(outcome.out.split())
     plan = Plan.load(out)
     assert (plan.gpus, plan.policy, plan.workload.accumulation) == (2, "overlapped", 2)
-    refused = command("plan", "gpt-oss-20b", *words, "--out", out)
+    refused = command("plan", "qwen2.5-7b", *words, "--optimizer", "muon", "--out", out)
     assert refused.status == 2
-    assert "plan for 2 GPUs: model: experts" in refused.err
+    assert "plan for 2 GPUs: workload: optimizer: found muon" in refused.err

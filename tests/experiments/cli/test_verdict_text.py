@@ -204,6 +204,16 @@ What would do
         --host-memory 178GiB    121 tokens/s
         --hardware h200       4,699 tokens/s  H200, with 251 GiB of RAM
         somebody-3b             8.2 tokens/s  a smaller model"""
+SEVERAL = MultiGpu(
+    gpus=8,
+    step_seconds=6.5,
+    tokens_per_second=10_000.0,
+    speedup=7.4,
+    host_peak_bytes=200 * GIB,
+    feasible=False,
+    gb_per_s=21.9,
+    gb_per_s_both=10.9,
+)
 
 
 def changed(**fields: Any) -> Verdict:
@@ -224,20 +234,22 @@ def test_the_whole_text_of_a_no() -> None:
     assert verdict_text.text(FAILS) == NO
 
 
+@pytest.mark.parametrize("feasible", [True, False])
+def test_several_gpus_are_shown_if_they_or_one_gpu_fit(feasible: bool) -> None:
+    """Their speed is compared with that of one GPU only if the model fits on one."""
+    several = msgspec.structs.replace(SEVERAL, feasible=feasible)
+    fits = "" if feasible else "; DOES NOT FIT: 200 GiB of RAM"
+    shown = flat(verdict_text.text(msgspec.structs.replace(FITS, multi_gpu=several)))
+    assert f"8 GPUs 10,000 tokens/s, 7.4 times one GPU, 6.50 s a step{fits} (" in shown
+    shown = flat(verdict_text.text(msgspec.structs.replace(FAILS, multi_gpu=several)))
+    assert ("8 GPUs 10,000 tokens/s, 6.50 s a step (" in shown) == feasible
+    assert "times one GPU" not in shown
+
+
 @pytest.mark.parametrize("width", [80, 60, 50])
 @pytest.mark.parametrize("verdict", [FITS, FAILS], ids=["yes", "no"])
 def test_no_line_is_wider_than_the_terminal(verdict: Verdict, width: int) -> None:
-    several = MultiGpu(
-        gpus=8,
-        step_seconds=6.5,
-        tokens_per_second=10_000.0,
-        speedup=7.4,
-        host_peak_bytes=200 * GIB,
-        feasible=False,
-        gb_per_s=21.9,
-        gb_per_s_both=10.9,
-    )
-    whole = msgspec.structs.replace(verdict, multi_gpu=several)
+    whole = msgspec.structs.replace(verdict, multi_gpu=SEVERAL)
     lines = verdict_text.text(whole, width, why=True, commands=COMMANDS).splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if line != line.rstrip()]

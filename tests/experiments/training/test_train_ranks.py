@@ -40,8 +40,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture
 def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
-    """Makes the plans `1.toml`, `2.toml` and `4.toml` of one workload in the workplace."""
-    for gpus in (1, 2, 4):
+    """Makes the plans `1.toml`, `2.toml` and `4.toml` of one workload in the workplace.
+
+    They keep different state on the device.
+    """
+    placements: dict[int, dict[str, str]] = {
+        1: {"weights": "h"},
+        2: {"weights": "0,h", "moments": "all", "gradients": "e"},
+        4: {"weights": "all", "gradients": "all"},
+    }
+    for gpus, placed in placements.items():
         plan = make_plan(
             "overlapped",
             layers=3,
@@ -53,7 +61,7 @@ def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
             vocabulary=272,
             dtype="fp32",
             documents=True,
-            placement=Placement(saved_activations="0"),
+            placement=Placement(saved_activations="0", **placed),
         )
         plan = msgspec.structs.replace(plan, digest=lower(plan).digest, hardware="h200")
         plan.save(workplace / f"{gpus}.toml")

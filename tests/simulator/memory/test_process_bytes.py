@@ -115,6 +115,7 @@ def test_every_gpu_has_a_process() -> None:
             with_process(size),
             Workload(batch=8, sequence=1024),
             policies=["double_buffer"],
+            device_limit=2 * 2**30,
             gpus=8,
             advise=False,
         ).multi_gpu

@@ -1,4 +1,4 @@
-"""Tests of plans for several GPUs that are derived from a plan for one GPU."""
+"""Tests of the search for the best plan for several GPUs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import pytest
 import small_model
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import assess
-from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.search import plans_of, search
 from megatrain.simulator.planner.shared_step import shared_step, shares
 from megatrain.simulator.policies import verified
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 H200 = HardwareSpec.load("h200")
 GIB = 2**30
@@ -27,6 +30,15 @@ def one() -> Plan:
     work = Workload(batch=8, sequence=1024, accumulation=2)
     model = small_model.SMALL.with_layers(6)
     return search(model, H200, work, device_limit=4 * GIB, policies=["overlapped"])[0].plan
+
+
+def speed(choice: Choice) -> float:
+    """Returns tokens per second, or 0 if the plan does not fit."""
+    return choice.plan.workload.step_tokens / choice.step_seconds if choice.feasible else 0.0
+
+
+def limited(plan: Plan, gib: float) -> Plan:
+    return msgspec.structs.replace(plan, device_limit_bytes=int(gib * GIB))
 
 
 def test_a_shared_step_is_a_plan_that_ranks_can_execute(one: Plan) -> None:
@@ -41,6 +53,105 @@ def test_a_shared_step_is_a_plan_that_ranks_can_execute(one: Plan) -> None:
     assert assess(plan, costs).step_seconds == choice.step_seconds
     assert choice.feasible
     assert {op.lane for op in verified(plan).ops} >= {"exchange", "h2d", "d2h"}
+
+
+def test_the_knobs_of_the_given_plan_do_not_matter(one: Plan) -> None:
+    other = msgspec.structs.replace(one, knobs=Knobs(), digest="", prediction=None)
+    assert shared_step(other, H200, 2) == shared_step(one, H200, 2)
+
+
+def test_where_memory_suffices_each_gpu_keeps_its_part_of_all_state(one: Plan) -> None:
+    """Then nothing is copied to or from the host. With a quarter of the state, this takes less
+    memory than on one GPU.
+    """
+    choice = shared_step(limited(one, 80), H200, 4)
+    assert {op.lane for op in verified(choice.plan).ops} == {"compute", "update", "exchange"}
+    assert not choice.streams
+    assert choice.account.host_peak_bytes == 0
+    lean = shared_step(one, H200, 4).plan
+    state = sum(
+        len(lean.placed(name)) for name in ("weights", "master_low", "moments", "gradients")
+    )
+    alone = sum(len(one.placed(name)) for name in ("weights", "master_low", "moments", "gradients"))
+    assert state > alone
+
+
+def test_a_model_that_is_too_large_for_one_gpu_fits_on_four() -> None:
+    """The host has no memory for the state, and one GPU has not enough."""
+    model = small_model.SMALL.with_layers(6)
+    (plan,) = plans_of(
+        model,
+        H200,
+        Workload(batch=1, sequence=256),
+        device_limit=4 * GIB,
+        host_limit=GIB // 4,
+        policies=["overlapped"],
+    )
+    assert [shared_step(plan, H200, count).feasible for count in (2, 4)] == [False, True]
+
+
+@pytest.mark.parametrize("gib", [3, 5, 20])
+def test_more_gpus_or_memory_never_make_a_plan_slower(one: Plan, gib: int) -> None:
+    alone = search(one.model, H200, one.workload, device_limit=gib * GIB, policies=["overlapped"])[
+        0
+    ]
+    speeds = [speed(alone), *(speed(shared_step(limited(one, gib), H200, n)) for n in (2, 4, 8))]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 0
+    more = [speed(shared_step(limited(one, gib * factor), H200, 2)) for factor in (1, 1.1, 1.5)]
+    assert more[1] > 0.995 * more[0]
+    assert more[2] > 0.995 * more[1]
+
+
+def test_layers_may_stay_in_their_slots_instead_of_saving_activations() -> None:
+    """A layer that stays in its slot is not gathered again for the backward pass. All state is on
+    the devices, and its layers pass through slots, too.
+    """
+    (plan,) = plans_of(
+        ModelSpec.load("qwen2.5-0.5b").with_layers(8),
+        H200,
+        Workload(batch=1, sequence=4096, accumulation=4),
+        policies=["overlapped"],
+    )
+    less, more = (shared_step(limited(plan, gib), H200, 4) for gib in (6, 6.3))
+    assert more.plan.placed("weights") == set(plan.model.stack)
+    assert more.plan.knobs.weight_slots > 2
+    assert speed(more) > 0.995 * speed(less) > 0
+
+
+def test_if_no_placement_fits_the_plans_that_need_the_least_memory_are_tried(
+    one: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep on the device what the host cannot hold. The search is replaced, because its plans
+    fail only in narrow ranges of memory.
+    """
+    monkeypatch.setattr("megatrain.simulator.planner.shared_step.fastest", lambda _: None)
+    short = msgspec.structs.replace(one, host_limit_bytes=4 * GIB)
+    assert not shared_step(limited(short, 1), H200, 2).feasible
+    monkeypatch.setattr(PlacementSearch, "nearest_miss", None)  # it is not called
+    choice = shared_step(short, H200, 2)
+    assert choice.feasible
+    assert choice.plan.knobs.placement.weights
+    verified(choice.plan).check()
+
+
+def test_the_search_takes_about_as_long_as_for_one_gpu(
+    one: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ops of all simulated schedules are at most twice as many as for one GPU."""
+    simulated = list[int]()
+
+    def counted(schedule: Schedule, costs: CostModel) -> int:
+        simulated.append(len(schedule.compiled.lanes))
+        return makespan_ns(schedule, costs)
+
+    monkeypatch.setattr("megatrain.simulator.planner.placement_search.makespan_ns", counted)
+    search(one.model, H200, one.workload, device_limit=4 * GIB, policies=["overlapped"])
+    alone = sum(simulated)
+    for count in (2, 4, 8):
+        simulated.clear()
+        shared_step(one, H200, count)
+        assert 0 < sum(simulated) <= 2 * alone, count
 
 
 def test_tied_embeddings_share_a_step_without_groups() -> None:

@@ -17,12 +17,14 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import link_share
 from megatrain.simulator.engine.discrete_event import makespan_ns, play, simulate
+from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
+from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.search import assess
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of, part_elements
@@ -52,6 +54,10 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
         "layers": draw(st.integers(1, 4)),
         "tied": group == 1 and draw(st.booleans()),
         "placement": Placement(
+            **{
+                name: draw(st.sampled_from(["", "0", "e", "all"]))
+                for name in ("weights", "master_low", "moments", "gradients")
+            },
             saved_activations=draw(st.sampled_from(["", "0", "all"])),
             offloaded_inputs=draw(st.sampled_from(["", "all"])),
         ),
@@ -92,7 +98,7 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
     assert count["exchange_sums"] == count["clip"] == {"": 1}
     width = 4 if plan.workload.sum_group > 1 or plan.workload.dtype == "fp32" else 2
     for layer in model.stack:
-        part = part_elements(plan, layer)
+        part, placed = part_elements(plan, layer), layer in plan.placed("weights")
         assert updated[layer] == part
         sources = 2 if model.tied and layer == model.head else 1
         assert moved[layer] == turns * sources * (plan.gpus - 1) * part * width
@@ -100,9 +106,51 @@ def test_any_plan_is_free_of_races_and_does_each_part_of_a_step_once(
             count["gather_weights"][layer],
             [op for op in schedule.ops if (op.kind, op.layer) == ("load_weights", layer)],
         )
-        assert sum(op.bytes for op in loads) == (gathers - 1) * part * (
-            2 if plan.workload.dtype == "bf16" else 4
-        )
+        loaded = 0 if placed else (gathers - 1) * part
+        assert sum(op.bytes for op in loads) == loaded * (2 if plan.workload.dtype == "bf16" else 4)
+        resident = layer in plan.placed("gradients")
+        stored = [op for op in schedule.ops if (op.kind, op.layer) == ("save_gradients", layer)]
+        assert sum(op.bytes for op in stored) == (0 if resident else 4 * turns * part)
+
+
+@settings(max_examples=60)
+@given(
+    drawn(), st.sampled_from([None, 1.0, 310.0]), st.sampled_from([0.1, 50.0]), st.integers(1, 3)
+)
+def test_no_plan_for_several_gpus_is_faster_than_its_lower_bounds(
+    make_plan: Make, changes: dict[str, Any], peer: float | None, link: float, more: int
+) -> None:
+    """Neither the plan's own step nor a step with more groups is below its lower bound."""
+    plan = make_plan("overlapped", **changes)
+    hardware = msgspec.structs.replace(
+        H200, peer_gb_per_s=peer, h2d_gb_per_s=link, d2h_gb_per_s=link, link_latency_ns=100
+    )
+    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+    least, time = LowerBound(plan, costs), makespan_ns(policies.lower(plan), costs)
+    assert 0 < least.compute_ns(plan) <= least.step_ns(plan) <= time
+    group = plan.knobs.micro_batch_group
+    accumulation = (2 + more) * group * plan.gpus
+    work = msgspec.structs.replace(plan.workload, accumulation=accumulation)
+    longer = msgspec.structs.replace(plan, workload=work)
+    two, short = policies.lower(with_knobs(longer, groups=2)), InShortGroups(costs, group)
+    first, further = makespan_ns(two, short), two_groups_ns(two, short, min(group, 2))[1]
+    assert LowerBound(longer, costs).step_ns(longer) <= first + more * further
+
+
+def test_received_pieces_of_all_parts_have_the_size_of_a_chunk(make_plan: Make) -> None:
+    """The workspace has one piece more, for the pieces that are sent, unless they are whole
+    parts.
+    """
+    sizes = {}
+    for chunk in (2**13, 2**14, 2**20):
+        plan = make_plan("overlapped", gpus=2, accumulation=2, chunk_bytes=chunk)
+        schedule = policies.lower(plan)
+        exchange = schedule.by_id["GX1b.m0"]
+        part = part_elements(plan, "1")
+        assert exchange.elements == min(chunk // 2 // 2, part)
+        sizes[chunk] = schedule.buffer[exchange.writes[1]].bytes
+    largest = max(part_elements(plan, layer) for layer in plan.model.stack)
+    assert sizes == {2**13: 2 * 2**13, 2**14: 2 * 2**14, 2**20: 2 * 2 * largest}
 
 
 def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:
@@ -146,16 +194,33 @@ def without(schedule: Schedule, op: str, other_kind: str) -> Schedule:
         ("G1b.m1.c0", "exchange_gradients"),
         ("NX", "sum_rows"),
         ("C", "exchange_sums"),
+        ("GW0f.m0", "update"),
+        ("GX0b.m0", "backward"),
+        ("F0.m0", "gather_weights"),
     ],
 )
 def test_a_collective_that_does_not_wait_is_a_race(
     make_plan: Make, op: str, waits_for: str
 ) -> None:
-    plan = make_plan("overlapped", gpus=2, accumulation=4, layers=2)
+    on_device = Placement(weights="0", gradients="0")
+    plan = make_plan("overlapped", gpus=2, accumulation=4, layers=2, placement=on_device)
     schedule = policies.lower(plan)
     assert any(schedule.by_id[name].kind == waits_for for name in schedule.by_id[op].after)
     with pytest.raises(ScheduleError, match="race on "):
         without(schedule, op, waits_for).check()
+
+
+def test_weights_are_gathered_from_a_part_into_a_whole_layer(make_plan: Make) -> None:
+    placement = Placement(weights="1")
+    schedule = policies.lower(make_plan("overlapped", gpus=2, accumulation=2, placement=placement))
+    gather = schedule.by_id["GW1f.m0"]
+    assert gather.reads == ("device.weights:1",)
+    buffers = [
+        msgspec.structs.replace(buffer, sharded=False) if buffer.id in gather.reads else buffer
+        for buffer in schedule.buffers
+    ]
+    with pytest.raises(ScheduleError, match=r"GW1f\.m0: gathers device\.weights:1 into"):
+        msgspec.structs.replace(schedule, buffers=tuple(buffers)).check()
 
 
 def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
@@ -171,12 +236,16 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ]
         with pytest.raises(ScheduleError, match=refused):
             msgspec.structs.replace(schedule, buffers=tuple(buffers)).check()
-    workspace = [
-        msgspec.structs.replace(buffer, bytes=64) if buffer.data == "workspace" else buffer
-        for buffer in schedule.buffers
-    ]
-    with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
-        msgspec.structs.replace(schedule, buffers=tuple(workspace)).check()
+    for chunk in (2**12, 2**20):  # parts in pieces, and whole parts
+        whole = policies.lower(make_plan("overlapped", gpus=2, accumulation=2, chunk_bytes=chunk))
+        workspace = [
+            msgspec.structs.replace(buffer, bytes=buffer.bytes - 1)
+            if buffer.data == "workspace"
+            else buffer
+            for buffer in whole.buffers
+        ]
+        with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
+            msgspec.structs.replace(whole, buffers=tuple(workspace)).check()
 
 
 @pytest.mark.parametrize(
@@ -190,14 +259,9 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
         ({"state": "master24"}, "plan for 2 GPUs: workload: state: found master24"),
         ({"fp8": "rowwise"}, "plan for 2 GPUs: workload: fp8: found rowwise; allowed: nothing"),
         (
-            {"placement": Placement(moments="0")},
-            "plan for 2 GPUs: knobs.placement: moments: found 0; allowed: nothing; fix: leave it",
+            {"placement": Placement(weights="0", host_updated="all")},
+            "host_updated: found all; allowed: nothing; fix: leave it .* with --set host_updated=",
         ),
-        (  # all placements that must be empty at once, as options
-            {"placement": Placement(weights="0", gradients="0", host_updated="1")},
-            "with --set weights= --set gradients= --set host_updated=",
-        ),
-        ({"placement": Placement(host_updated="all")}, "knobs.placement: host_updated: found all"),
         ({"micro_batch_group": 2}, "micro_batch_group: found 2; allowed: 1"),
         (
             {"sum_group": 2, "micro_batch_group": 2, "checkpoint_interval": 2},
@@ -221,6 +285,31 @@ def test_unsupported_plans_for_several_gpus_are_refused_by_name(
         )
 
 
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_four_gpus_hold_four_times_as_much_state(make_plan: Make, gpus: int) -> None:
+    """With all state on the device, a rank holds an N-th of it and copies nothing over its link."""
+    whole = dict.fromkeys(("weights", "master_low", "moments", "gradients"), "all")
+    changes: dict[str, Any] = {"hidden": 256, "accumulation": gpus, "chunk_bytes": 2**24}
+    plan = make_plan("overlapped", gpus=gpus, placement=Placement(**whole), **changes)
+    schedule = policies.lower(plan)
+    schedule.check()
+    assert set(schedule.lanes) == {"compute", "update", "exchange"}
+    state = sum(
+        buffer.bytes
+        for buffer in schedule.buffers
+        if buffer.persistent and buffer.data in ("weights", "master_low", "moments", "gradients")
+    )
+    assert state == 16 * sum(part_elements(plan, layer) for layer in plan.model.stack)
+    slots = {buffer.pool for buffer in schedule.buffers if not buffer.persistent}
+    assert "device.streamed_weights" in slots
+    assert not any("chunks" in pool or "parts" in pool for pool in slots)
+    on_host = policies.lower(make_plan("overlapped", gpus=gpus, **changes))
+    costs = cost_model(H200, plan.model, plan.workload, gpus)
+    assert makespan_ns(schedule, costs) < makespan_ns(on_host, costs)
+    bounds_of = [account(each, 2**40, 2**40, None, 0) for each in (schedule, on_host)]
+    assert bounds_of[0].host_peak_bytes == 0 < bounds_of[1].host_peak_bytes
+
+
 def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Make) -> None:
     slots = {"weight_slots": 4, "gradient_slots": 1, "state_slots": 1}
     plan = make_plan("overlapped", gpus=2, accumulation=2, **slots)
@@ -230,10 +319,22 @@ def test_a_plan_that_lacks_little_device_memory_names_fewer_slots(make_plan: Mak
     assert short.advice.startswith("weight_slots = 3 would save ")
 
 
-def test_experts_are_refused(make_plan: Make) -> None:
-    model = ModelSpec.load("mixtral-8x7b").shortest(1)
-    with pytest.raises(UserError, match="plan for 2 GPUs: model: experts: found True"):
-        policies.lower(make_plan("overlapped", model=model, gpus=2, accumulation=2))
+def test_a_mixture_of_experts_is_shared_like_any_model(make_plan: Make) -> None:
+    """Each rank owns a part of the experts and of the router, and gathers them with the layer."""
+    model = ModelSpec.load("mixtral-8x7b").shortest(2)
+    assert model.active_parameters < model.parameters
+    plan = make_plan("overlapped", model=model, gpus=2, accumulation=2, chunk_bytes=2**28)
+    schedule = policies.lower(plan)
+    schedule.check()
+    gathers = [op for op in schedule.ops if op.kind == "gather_weights" and op.layer == "1"]
+    assert {op.bytes for op in gathers} == {2 * part_elements(plan, "1")}
+    assert 2 * part_elements(plan, "1") >= model.stack["1"].elements
+    alone = msgspec.structs.replace(plan, gpus=1)
+    times = [
+        assess(each, cost_model(H200, model, plan.workload, each.gpus)).step_seconds
+        for each in (alone, plan)
+    ]
+    assert times[1] < times[0]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +343,6 @@ def test_experts_are_refused(make_plan: Make) -> None:
         ({"clipping": "none"}, "sum_group 2: workload: clipping: found none; allowed: global"),
         ({"tied": True, "micro_batch_group": 1}, "sum_group 2: model: tied embeddings"),
         ({"micro_batch_group": 4}, "sum_group 2: knobs: micro_batch_group: found 4; allowed: 2"),
-        ({"placement": Placement(gradients="0")}, "knobs.placement: gradients: found 0"),
         ({"policy": "resident"}, "policy resident: sum_group: found 2; allowed: 1 or 4"),
     ],
 )
@@ -269,7 +369,7 @@ def test_a_file_names_the_gpus_only_if_there_are_several(make_plan: Make, tmp_pa
 
 
 def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
-    plan = make_plan("overlapped", gpus=4, accumulation=4)
+    plan = make_plan("overlapped", gpus=4, accumulation=4, chunk_bytes=2**16)
     schedule = policies.lower(plan)
     costs = cost_model(H200, plan.model, plan.workload)
     gather, exchange = schedule.by_id["GW1f.m0"], schedule.by_id["GX1b.m0"]
@@ -279,6 +379,10 @@ def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
     assert costs.duration_ns(gather) == pytest.approx(9000 + arrives, abs=1)
     sums = (4 * 2 * part + 7 * 4 * part) / H200.device_gb_per_s
     assert costs.duration_ns(exchange) == pytest.approx(9000 + arrives + sums, abs=1)
+    pieces = msgspec.structs.replace(exchange, elements=part // 2)
+    copied = 2 * 4 * 2 * part / H200.device_gb_per_s
+    expected = 2 * 9000 + arrives + sums + copied
+    assert costs.duration_ns(pieces) == pytest.approx(expected, abs=1)
     slow = msgspec.structs.replace(H200, peer_gb_per_s=None)
     over_host = cost_model(slow, plan.model, plan.workload)
     assert over_host.duration_ns(gather) == pytest.approx(9000 + 3 * 2 * part / 55.3, abs=1)

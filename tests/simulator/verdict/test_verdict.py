@@ -404,9 +404,28 @@ def test_eight_gpus_share_what_the_host_sustains() -> None:
 
 
 def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
-    verdict = small(policies=["resident"], gpus=4)
+    work = msgspec.structs.replace(WORK, clipping="layer")  # which no schedule of GPUs supports
+    verdict = small(work, policies=["resident"], gpus=4)
     assert verdict.multi_gpu is not None
     assert verdict.multi_gpu.speedup == pytest.approx(4)
+
+
+def test_the_best_plan_for_several_gpus_does_not_depend_on_the_policy_for_one() -> None:
+    resident, streamed = (
+        small(policies=[name], gpus=4).multi_gpu for name in ("resident", "double_buffer")
+    )
+    assert resident is not None
+    assert streamed is not None
+    assert resident.note.startswith("from the schedule of")
+    assert resident.step_seconds == streamed.step_seconds
+    assert resident.host_peak_bytes == 0, "all state is on the GPUs"
+
+
+def test_several_gpus_may_fit_what_one_does_not() -> None:
+    verdict = small(device_limit=4 * GIB, host_limit=GIB // 4, gpus=8)
+    assert not verdict.feasible
+    assert verdict.multi_gpu is not None
+    assert verdict.multi_gpu.feasible
 
 
 @pytest.mark.parametrize("device_limit", [4 * GIB, None], ids=["shared", "resident"])
