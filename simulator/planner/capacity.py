@@ -129,7 +129,7 @@ class MemoryFootprint:
         """Returns buffers whose move to the device makes the rest fit in the host, and the memory
         after the move.
 
-        Up to three choices of buffers are tried. The result is the first with which the plan fits,
+        Up to five choices of buffers are tried. The result is the first with which the plan fits,
         or the first one if it fits with none.
         """
         excess = account.host_peak_bytes - account.host_limit_bytes
@@ -137,7 +137,12 @@ class MemoryFootprint:
         first = self._with_moved(_enough(first_order, excess), plan, account)
         if first[1].fits or not first[0]:
             return first
-        for moved in (_enough(second_order, excess), _closest(second_order, excess)):
+        for moved in (
+            _enough(second_order, excess),
+            _closest(second_order, excess),
+            _prefix(first_order, excess),
+            _prefix(second_order, excess),
+        ):
             other = self._with_moved(moved, plan, account)
             if other[1].fits:
                 return other
@@ -208,6 +213,15 @@ def _enough(order: list[Buffer], excess: int) -> list[Buffer]:
         moved.append(buffer)
         excess -= buffer.allocated
     return moved
+
+
+def _prefix(order: list[Buffer], excess: int) -> list[Buffer]:
+    """Returns the fewest buffers from the front of `order` with a total of at least `excess` bytes.
+
+    The last one may be much larger than the missing bytes, and free the slots of its class.
+    """
+    totals = itertools.accumulate(buffer.allocated for buffer in order)
+    return order[: sum(total < excess for total in totals) + 1]
 
 
 def _closest(order: list[Buffer], excess: int) -> list[Buffer]:

@@ -228,6 +228,12 @@ class PlacementSearch:
         """Returns the candidates that fit, with the most slots with which any fits."""
         return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
 
+    def improved(self, plan: Plan) -> Plan:
+        """Returns the plan at the end of a climb from `plan`, which fits but was not found by
+        `best`.
+        """
+        return self._climbed(self.time(plan), plan)[1]
+
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
         few plans that fit.

@@ -243,7 +243,8 @@ def candidates(
     1. If `policies` is None, the policies that place state or copy nothing are searched first. Any
        other policy is skipped if it would be slower than the best plan even with copies that take
        no time. This halves the time of the search.
-    2. If no plan of `search` fits, the plans that need the least memory (`capacity.py`) are tried.
+    2. If no plan of `search` fits, the plans that need the least memory (`capacity.py`) are tried,
+       and the first that fits is improved.
 
     Raises UserError as `search` does.
     """
@@ -347,10 +348,16 @@ def best_estimate(
 def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]) -> Plan | None:
     """Returns the first plan that fits among those that need the least memory, or None.
 
-    `names` are the policies. Model, workload and limits are those of `plan`.
+    If its policy places state, it is improved by a climb. `names` are the policies. Model, workload
+    and limits are those of `plan`.
     """
     footprint = fitting(plan, hardware, costs, names)
-    return footprint.placed() if footprint else None
+    if footprint is None:
+        return None
+    least = footprint.placed()
+    if policy_library.find(least.policy).places_state:
+        return PlacementSearch(least, costs, more=True).improved(least)
+    return least
 
 
 def _with_runner_up(found: list[_Found], bounded: list[RunnerUp]) -> _Found:

@@ -419,3 +419,18 @@ def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
     verdict = case.judged(host_limit=128 * GIB)
     assert verdict.feasible
     assert verdict.knobs["placement"].offloaded_inputs == "all"
+
+
+@pytest.mark.parametrize("device", [1.8, 2.0])
+def test_more_host_memory_fits_where_hardly_anything_does(device: float) -> None:
+    """Regression test: with 3 GiB of host memory nothing fitted, although a plan with 2.75 did.
+
+    The search finds no plan here. Of the plans that need the least memory, one fits.
+    """
+    work = Workload(batch=1, sequence=512, clipping="none", loss_chunk=512)
+    case = Case("qwen2.5-0.5b", "rtx4090", work, 1.0, 1.0, layers=8)
+    limits = {"device_limit": int(device * GIB) + 2**25, "policies": ["overlapped"]}
+    less, more = (case.judged(host_limit=int(size * GIB), **limits) for size in (2.75, 3))
+    assert less.feasible
+    assert more.feasible
+    assert more.step_seconds <= SLOWER * less.step_seconds
