@@ -26,10 +26,10 @@ WHY = {
         "the eager step is predicted from layers that were timed alone, and its peak from formulas"
     ),
     "no chunked loss": (
-        "the plan was made with an eager head's 12 bytes per logit, but a compiled head needs"
-        " 2, because it fuses cast, softmax and loss and writes the logits' gradient over them;"
-        " to free the overestimated memory, the plan recomputed 12 layers whose activations the"
-        " full plan saves"
+        "the measured plan was made with an eager head's 12 bytes per logit, but a compiled head"
+        " needs 2, because it fuses cast, softmax and loss and writes the logits' gradient over"
+        " them; to free the overestimated memory, the measured plan recomputed 12 layers whose"
+        " activations the full plan saves; the prediction is of today's plan, which saves them"
     ),
 }
 """The reason for the measured result of each of our cases."""
