@@ -44,7 +44,7 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         str(prepared / "tiny"),
         *WORK,
         "--device-memory",
-        "800KiB",
+        "131872KiB",  # 800 KiB, and 128 MiB for libraries
         "--systems",
         "ours,ceiling,zero3",
         "--out",

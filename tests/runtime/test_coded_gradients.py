@@ -296,7 +296,8 @@ def test_a_plan_with_coded_gradients_gets_advice_that_it_can_follow(
     work = Workload(batch=8, sequence=64, loss_chunk=512, gradients="8bit")
     hardware = HardwareSpec.load("h200")
     for device, fits in ((128, True), (64, False)):
-        verdict = judge(model, hardware, work, device_limit=device * 2**20, host_limit=2**30)
+        limit = device * 2**20 + hardware.library_bytes
+        verdict = judge(model, hardware, work, device_limit=limit, host_limit=2**30)
         assert verdict.feasible is fits
         assert not {"accumulation", "policy"} & {key for e in verdict.advice for key in e.options}
         for entry in verdict.advice:

@@ -131,7 +131,8 @@ def test_below_the_bar_are_rate_memory_the_evaluation_s_step_and_the_prediction(
     last = text[text.rindex("7/7") :]
     assert re.search(
         r"loss \d\.\d{4}  lr [\d.]+e-\d  [\d,]+ tokens/s  evaluation \d\.\d{4} at step 4\n"
-        r"[\d.]+ KiB device \+ [\d.]+ [KM]iB host  step time [\d,.]+ times the prediction",
+        r"[\d.]+ KiB device \+ [\d.]+ [KM]iB host  step time"
+        r" ([\d,.]+ times the prediction|predicted with error [+-][\d.]+ %)",
         last,
     ), last
     assert "100% of 0.1 M parameters\n" in text

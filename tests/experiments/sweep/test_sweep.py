@@ -320,7 +320,7 @@ def test_only_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
-    row = rows_of([make_plan("k_buffer")])[0]
+    row = rows_of([make_plan("k_buffer", device_limit_bytes=2**30)])[0]
 
     def at(size: int, speed: float, policy: str = "k_buffer", limit: int = 100) -> SweepRow:
         changes: dict[str, Any] = {
@@ -451,7 +451,7 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
         "--out",
         "swept",
         "--device-memory",
-        "600KiB",
+        "131672KiB",  # 600 KiB, and 128 MiB for libraries
     )
     outcome = command(
         *words,
