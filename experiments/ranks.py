@@ -60,7 +60,7 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
-            executor.state.load(random_weights(0))
+            executor.state.load(random_weights(0, device))
             for number in range(1, steps + 1):
                 batches = batches_of(plan, number)
                 own = [batches[place] for place in own_micro_batches(plan, executor.rank)]

@@ -26,7 +26,7 @@ from megatrain.experiments.benchmarks.steps import (
     RATE,
     Parts,
     Reading,
-    Step,
+    WorkStep,
     alone_in_group,
     random_tokens,
 )
@@ -34,6 +34,7 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.supported import refuse_unsupported
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
 
 NEEDS = ()
@@ -75,8 +76,10 @@ def build(plan: Plan, device: torch.device) -> torch.nn.Module:
     return model
 
 
-def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
-    """Returns a step on random tokens from random weights, and notes on the system."""
+def prepare(plan: Plan, device: torch.device) -> tuple[WorkStep, str]:
+    """Returns a step on random tokens from random weights, and notes on the system. A step can have
+    another batch and sequence than `plan`.
+    """
     alone_in_group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -92,7 +95,7 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
     )
     reason = "by choice" if work.clipping == "none" else _cannot_clip(model)
 
-    def step(number: int) -> Reading:
+    def step(number: int, work: Workload) -> Reading:
         micro_batches = [
             tokens[0].to(device) for tokens in random_tokens(plan.model.vocabulary, work, number)
         ]

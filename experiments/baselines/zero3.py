@@ -15,7 +15,7 @@ from megatrain.experiments.benchmarks.steps import (
     RATE,
     Parts,
     Reading,
-    Step,
+    WorkStep,
     alone_in_group,
     random_tokens,
 )
@@ -64,8 +64,10 @@ def settings(workload: Workload) -> dict[str, Any]:
     }
 
 
-def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
-    """Returns a step on random tokens from random weights, and notes on the system."""
+def prepare(plan: Plan, device: torch.device) -> tuple[WorkStep, str]:
+    """Returns a step on random tokens from random weights, and notes on the system. A step can have
+    another batch and sequence than `plan`.
+    """
     alone_in_group()
     import deepspeed
     from transformers import AutoModelForCausalLM
@@ -87,7 +89,7 @@ def prepare(plan: Plan, device: torch.device) -> tuple[Step, str]:
     )
     del partitioned
 
-    def step(number: int) -> Reading:
+    def step(number: int, work: Workload) -> Reading:
         micro_batches = [
             tokens[0].to(device) for tokens in random_tokens(plan.model.vocabulary, work, number)
         ]

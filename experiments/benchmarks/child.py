@@ -42,7 +42,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
         return MeasuredSteps(system=system, failure="needs a CUDA GPU")
     forget_device_memory(device)
     step, notes = module.prepare(plan, device)
-    readings = repeat(step, steps, system)
+    readings = repeat(lambda number: step(number, plan.workload), steps, system)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return MeasuredSteps(
         system=system,

@@ -62,6 +62,8 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 Step = Callable[[int], Reading]
 """Runs step `number`, counted from 1."""
+WorkStep = Callable[[int, Workload], Reading]
+"""Runs step `number`, counted from 1, with the batch and sequence of a workload."""
 
 
 def repeat(step: Step, steps: int, system: str) -> tuple[Reading, ...]:

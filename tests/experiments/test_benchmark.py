@@ -21,11 +21,12 @@ import torch
 from outside_optimizers import TEXTS
 
 from megatrain.experiments import benchmark
-from megatrain.experiments.baselines import zero3
-from megatrain.experiments.benchmarks import child, own
-from megatrain.experiments.benchmarks.steps import Parts
+from megatrain.experiments.baselines import fsdp2, zero3
+from megatrain.experiments.benchmarks import batches, child, own
+from megatrain.experiments.benchmarks.steps import Parts, Reading, WorkStep
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
@@ -260,3 +261,37 @@ def test_parts_add_up() -> None:
     assert list(parts.seconds) == ["forward"]
     assert parts.seconds["forward"] > 0
     assert (host_peak_bytes() or 0) > 2**20
+
+
+def test_batches_share_a_model_and_a_failed_batch_ends_them(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch has steps of its own size. The batches after one that fails are named."""
+    plan, sizes = make_plan("double_buffer"), []
+
+    def prepare(plan: Plan, _: torch.device) -> tuple[WorkStep, str]:
+        sizes.append(plan.workload.batch)
+
+        def step(number: int, work: Workload) -> Reading:
+            if work.batch == 4:
+                raise RuntimeError("no memory left\nand more")
+            return Reading(seconds=number * work.batch, loss=1.0)
+
+        return step, "a system"
+
+    monkeypatch.setattr(fsdp2, "prepare", prepare)
+    found = batches.measure("fsdp2", plan, [1, 2, 4, 8], 3, torch.device("cpu"))
+    assert sizes == [1]  # the model is prepared once
+    assert [work.batch for work, _ in found] == [1, 2, 4, 8]
+    assert [[step.seconds for step in steps.steps] for _, steps in found] == [
+        [1, 2, 3],
+        [2, 4, 6],
+        [],
+        [],
+    ]
+    assert [steps.failure for _, steps in found] == [
+        "",
+        "",
+        "RuntimeError: no memory left",
+        "not run, because batch 4 failed",
+    ]
