@@ -25,7 +25,7 @@ CASES = (
         "olmoe-1b-7b",
         "gb200",
         Workload(batch=2, sequence=4096, accumulation=2, loss_chunk=4096),
-        (0.75, 0.25),
+        (147773718528, 0.25),  # bytes of the GPU, share of the host's
         96,
     ),
     (
@@ -34,27 +34,39 @@ CASES = (
         Workload(
             batch=8, sequence=2048, accumulation=3, dtype="fp32", clipping="layer", loss_chunk=256
         ),
-        (1.0, 0.1),
+        (42305427865, 0.1),
         42,
     ),
-    ("qwen2.5-0.5b", "h200", Workload(batch=1, sequence=256, loss_chunk=256), (0.75, 0.25), 4086),
+    (
+        "qwen2.5-0.5b",
+        "h200",
+        Workload(batch=1, sequence=256, loss_chunk=256),
+        (107667259392, 0.25),
+        4086,
+    ),
     (
         "qwen3-4b",
         "h200",
         Workload(batch=1, sequence=512, accumulation=4, loss_chunk=1024),
-        (0.25, 0.25),
+        (35889086464, 0.25),
         22,  # with a checkpoint interval above 1, otherwise 14
     ),
     # Few bytes more than needed have to move, so the low halves of some layers move last.
-    ("qwen2.5-7b", "h200", Workload(batch=1, sequence=512, loss_chunk=4096), (1.0, 0.3125), 296),
+    (
+        "qwen2.5-7b",
+        "h200",
+        Workload(batch=1, sequence=512, loss_chunk=4096),
+        (143556345856, 0.3125),
+        296,
+    ),
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "machine", "work", "shares", "most"), CASES, ids=[case[0] for case in CASES]
+    ("name", "machine", "work", "limits", "most"), CASES, ids=[case[0] for case in CASES]
 )
 def test_the_largest_batch_that_fits(
-    name: str, machine: str, work: Workload, shares: tuple[float, float], most: int
+    name: str, machine: str, work: Workload, limits: tuple[int, float], most: int
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
     plan = Plan(
@@ -63,8 +75,8 @@ def test_the_largest_batch_that_fits(
         source=model.name,
         model=model,
         workload=work,
-        device_limit_bytes=int(shares[0] * hardware.device_bytes),
-        host_limit_bytes=int(shares[1] * hardware.host_bytes),
+        device_limit_bytes=limits[0],
+        host_limit_bytes=int(limits[1] * hardware.host_bytes),
     )
     costs = cost_model(hardware, model, work)
     assert largest_batch(list(usable(plan, hardware, costs, ["overlapped"])), work) == most
@@ -79,13 +91,13 @@ def test_the_largest_batch_that_fits(
         assert assess(footprint.placed(), costs).feasible
 
 
-@pytest.mark.parametrize(("name", "machine", "work", "shares", "most"), CASES[:2])
+@pytest.mark.parametrize(("name", "machine", "work", "limits", "most"), CASES[:2])
 def test_whether_a_workload_fits_is_known_before_state_is_moved(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     machine: str,
     work: Workload,
-    shares: tuple[float, float],
+    limits: tuple[int, float],
     most: int,
 ) -> None:
     model, hardware = ModelSpec.load(name), HardwareSpec.load(machine)
@@ -95,8 +107,8 @@ def test_whether_a_workload_fits_is_known_before_state_is_moved(
         source=name,
         model=model,
         workload=work,
-        device_limit_bytes=int(shares[0] * hardware.device_bytes),
-        host_limit_bytes=int(shares[1] * hardware.host_bytes),
+        device_limit_bytes=limits[0],
+        host_limit_bytes=int(limits[1] * hardware.host_bytes),
     )
     footprints = list(usable(plan, hardware, cost_model(hardware, model, work), ["overlapped"]))
     found = set[bool]()
