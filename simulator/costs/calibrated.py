@@ -117,6 +117,7 @@ class Calibrated(ContendedCosts):
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self.library_bytes = datasheet.library_bytes if datasheet else 0
+        self.collective_bytes = datasheet.collective_bytes if datasheet else 0
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
         """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
         extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""

@@ -129,6 +129,7 @@ class Datasheet(EstimatedCosts):
         self.dispatch_ns = hardware.dispatch_ns
         self.step_overhead_ns = hardware.step_overhead_ns
         self.library_bytes = hardware.library_bytes
+        self.collective_bytes = hardware.collective_bytes
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens

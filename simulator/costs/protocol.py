@@ -40,6 +40,12 @@ class CostModel(Protocol):
         includes it.
         """
 
+    @property
+    def collective_bytes(self) -> int:
+        """Device memory in bytes that NCCL keeps on each of several GPUs. A measured `workspace`
+        does not include it.
+        """
+
     def sizes(self, schedule: Schedule) -> Sizes:
         """Returns the ops of the schedule grouped by cost. Simulators then ask for one duration for
         each size, not for each op.
@@ -81,7 +87,7 @@ class ContendedCosts(abc.ABC):
 
     sharing: ContentionModel
     """The resources that the lanes share."""
-    process_bytes = library_bytes = 0
+    process_bytes = library_bytes = collective_bytes = 0
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return schedule.sizes

@@ -49,6 +49,7 @@ class ScaledCosts:
             costs.process_bytes,
         )
         self.library_bytes = costs.library_bytes
+        self.collective_bytes = costs.collective_bytes
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)

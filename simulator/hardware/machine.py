@@ -99,6 +99,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     library_bytes: int = 0
     """GPU memory that libraries for matrix products keep, in bytes. A measured workspace includes
     it."""
+    collective_bytes: int = 0
+    """GPU memory that NCCL keeps on each GPU of a plan for several GPUs, in bytes."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
@@ -397,6 +399,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_RATES, (0.001, 1000000.0)),
     "device_bytes": (2**20, 2**60),
     "library_bytes": (0, 2**40),
+    "collective_bytes": (0, 2**40),
     "host_bytes": (2**20, 2**60),
     "h2d_gb_per_s": (0.001, 5000.0),
     "d2h_gb_per_s": (0.001, 5000.0),

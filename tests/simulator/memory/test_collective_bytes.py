@@ -1,0 +1,47 @@
+"""Tests of the memory that NCCL keeps on each GPU of a plan for several GPUs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import plan_account
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+
+MODEL = ModelSpec.load("qwen2.5-0.5b")
+RESERVED = 1292 * 2**20
+
+
+def _peak(machine: HardwareSpec, gpus: int) -> int:
+    work = Workload(batch=2, sequence=256, accumulation=2)
+    everything = Placement(weights="all", master_low="all", moments="all", gradients="all")
+    plan = Plan(
+        policy="overlapped",
+        model=MODEL,
+        workload=work,
+        hardware=machine.name,
+        source=MODEL.name,
+        gpus=gpus,
+        knobs=Knobs(placement=everything),
+        device_limit_bytes=machine.device_bytes,
+        host_limit_bytes=machine.host_bytes,
+    )
+    return plan_account(plan, lower(plan), cost_model(machine, MODEL, work)).device_peak_bytes
+
+
+def test_only_a_plan_for_several_gpus_needs_memory_for_collectives() -> None:
+    machine = HardwareSpec.load("h100-sxm")
+    assert machine.collective_bytes == RESERVED
+    without = msgspec.structs.replace(machine, collective_bytes=0)
+    assert _peak(machine, 1) == _peak(without, 1)
+    assert _peak(machine, 2) == _peak(without, 2) + RESERVED
+
+
+def test_a_calibrated_machine_keeps_its_collective_bytes() -> None:
+    measured = HardwareSpec.load("experiments/results/h200-heldout/hardware.toml")
+    kept = msgspec.structs.replace(measured, collective_bytes=RESERVED)
+    assert _peak(kept, 2) == _peak(measured, 2) + RESERVED
