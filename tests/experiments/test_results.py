@@ -35,7 +35,7 @@ EAGER = RESULTS / "figures" / "measured" / "table4-no-compile.json"
 """a benchmark that was predicted from separately timed layers, not from the hardware file"""
 FILES = [
     path
-    for found in ("h200-*/*.json", "figures/measured/*.json")
+    for found in ("h[12]00-*/*.json", "figures/measured/*.json")
     for path in RESULTS.glob(found)
     if path != EAGER and path.parent not in PROOFS
 ]
