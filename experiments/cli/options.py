@@ -597,8 +597,8 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cores",
         type=whole("--cores"),
-        help="processor cores of the host (default: as in the hardware file); the speed of the CPU"
-        " optimizer is proportional to them",
+        help="processor cores of the host (default: as in the hardware file); with fewer, the"
+        " CPU optimizer is slower in proportion; with more, it is as fast, because DRAM limits it",
     )
     add_workload(parser, batch=None, loss_chunk=None)
     add_step_tokens(parser)

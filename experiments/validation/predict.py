@@ -18,7 +18,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.planner.search import plan_account
 from megatrain.simulator.policies import megatrain_code
 from megatrain.simulator.policies.building.builder import Builder
@@ -70,10 +70,12 @@ class _Case(NamedTuple):
     """Sequences in a micro-batch."""
     sequence: int
     """Tokens in a sequence."""
+    clipping: Clipping = "global"
+    """How gradients are clipped."""
 
     def plan(self, hardware: HardwareSpec) -> Plan:
         """Returns the system's plan on `hardware`."""
-        work = Workload(batch=self.batch, sequence=self.sequence)
+        work = Workload(batch=self.batch, sequence=self.sequence, clipping=self.clipping)
         return Plan(
             policy=self.policy,
             hardware=hardware.name,
@@ -238,13 +240,15 @@ def _filled(row: PublishedRow, setting: Setting) -> _Case:
     batch, sequence = row.batch or setting.batch, row.sequence or setting.sequence
 
     def case(batch: int, sequence: int) -> _Case:
-        return _Case(setting, row.policy, model, tuple(row.ablation.items()), batch, sequence)
+        ablation = tuple(row.ablation.items())
+        return _Case(setting, row.policy, model, ablation, batch, sequence, clipping)
 
     def fits(batch: int, sequence: int) -> bool:
         account = _account(case(batch, sequence))
         return account.device_peak_bytes <= account.device_limit_bytes
 
     model = row.spec()
+    clipping: Clipping = "none" if row.changes.get("clipping") == "none" else "global"
     if sequence == "fill":
         if batch == "fill":
             raise ValueError(f"row {row.item}: batch and sequence cannot both fill the memory")

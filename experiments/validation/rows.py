@@ -60,7 +60,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the library."""
     changes: dict[str, str]
     """Changed keys of the model's config.json; `buffers`, `staging_buffers` and `interval` of the
-    published code; `lanes` of a rate.
+    published code; `lanes` of a rate; `clipping` of the workload, `none` if a step was not clipped.
     """
     batch: int | None
     """Sequences in a micro-batch, or None if the source does not report it."""
@@ -99,7 +99,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
         keys = {
             key: int(value)
             for key, value in self.changes.items()
-            if key not in (*_ABLATIONS, "lanes")
+            if key not in (*_ABLATIONS, "lanes", "clipping")
         }
         return (
             ModelSpec.from_config(model.config | keys, f"row {self.item}", model.name)
@@ -117,7 +117,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
         """Who published the figure, one of ORIGINS."""
         if self.source.startswith("paper"):
             return PAPER
-        return OWN if self.setting in ("h200-a", "h200-b") else OTHERS
+        return OWN if self.setting in ("h100-x2", "h200-a", "h200-b") else OTHERS
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

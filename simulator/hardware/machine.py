@@ -186,7 +186,10 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return (min(device, host),) * 2 if self.unified else (device, host)
 
     def with_cores(self, cores: int) -> HardwareSpec:
-        """Returns the machine with `cores` cores, and CPU optimizer rates scaled in proportion.
+        """Returns the machine with `cores` cores. With fewer cores, the rates of the CPU optimizer
+        are scaled in proportion. With more, they stay, because DRAM limits them: DeepSpeed's and
+        PyTorch's AdamW were hardly faster on a host with 32 cores than a host with 16 is predicted
+        (experiments/results/h100-x2-qwen2.5-7b).
 
         Raises UserError if the machine was measured with another number of cores.
         """
@@ -197,7 +200,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 allowed=f"{self.cores}, the number with which {self.name} was measured",
                 fix="calibrate on the other machine, or leave --cores out",
             )
-        share = cores / self.cores
+        share = min(cores / self.cores, 1)
         return msgspec.structs.replace(
             self,
             cores=cores,

@@ -12,8 +12,9 @@ reduction, and pinned memory. Numbers in parentheses are bytes read + bytes writ
   to the device. Embedding and head are gathered together at the start and stay.
 * A gradient is copied into the buffer of the reduction (2 + 2), copied again (2 + 2), cast to fp32
   (2 + 4) and copied to the host (4 bytes per parameter) during the next layer's backward.
-* After backward, PyTorch's fused AdamW runs on the CPU, all in fp32. Clipping fails with this
-  offload, so it is left out even if the workload clips.
+* After backward, one CPU thread computes the norm of the fp32 gradients (reads 4), all threads
+  scale the gradients (4 + 4), and PyTorch's fused AdamW runs on the CPU, all in fp32. Clipping
+  fails with this offload in some versions of PyTorch (pytorch #148532). It works in 2.11.
 
 Host bytes per parameter:
 
@@ -94,7 +95,18 @@ class _Sharded(Gathered):
 
     def update(self) -> None:
         self.release()
-        self.adam(self.all("gradients"), self.all("weights") + self.all("moments"))
+        gradients = self.all("gradients")
+        if self.plan.workload.clipping == "global":
+            self.builder.op(
+                OpId("thread_pass"),
+                "cpu",
+                gradients,
+                gradients,
+                bytes=4 * self.parameters,
+                parameters=self.parameters,
+            )
+            self.host_pass(4 + 4, gradients, gradients)
+        self.adam(gradients, self.all("weights") + self.all("moments"))
 
 
 class Fsdp2Offload(PeerPolicy):

@@ -143,6 +143,7 @@ def test_no_row_has_an_assumption_of_its_own() -> None:
         "staging_buffers",
         "interval",
         "lanes",
+        "clipping",
     }
     assert all(set(row.changes) <= stated for row in load_rows())
     assert all(setting.assumed for setting in settings.values())

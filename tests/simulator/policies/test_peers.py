@@ -45,8 +45,10 @@ THREE = ModelSpec(
 WORK = Workload(batch=32, sequence=1024)
 
 
-def choice(policy: str, model: ModelSpec, hardware: HardwareSpec, **limits: int) -> Choice:
-    return search(model, hardware, WORK, policies=[policy], **limits)[0]
+def choice(
+    policy: str, model: ModelSpec, hardware: HardwareSpec, work: Workload = WORK, **limits: int
+) -> Choice:
+    return search(model, hardware, work, policies=[policy], **limits)[0]
 
 
 def schedule_of(policy: str, model: ModelSpec = SEVEN) -> Schedule:
@@ -286,20 +288,16 @@ def test_a_norm_is_bound_by_a_core_and_not_by_its_memory() -> None:
     assert times[0] / 1e9 == pytest.approx(2.2 - 0.18, rel=0.01)  # clipping without scaling
 
 
-def test_clipping_adds_a_norm_on_one_thread_and_a_pass_that_scales() -> None:
-    """The published code needs both only for clipping by the global norm."""
-    plan = choice("megatrain_code", SEVEN, A).plan
+@pytest.mark.parametrize("policy", ["megatrain_code", "fsdp2_offload"])
+def test_clipping_adds_a_norm_on_one_thread_and_a_pass_that_scales(policy: str) -> None:
+    """The two systems need both only for clipping by the global norm."""
+    plan = choice(policy, SEVEN, A).plan
     kinds = []
     for clipping in ("global", "none"):
         work = msgspec.structs.replace(plan.workload, clipping=clipping)
         schedule = policies.lower(msgspec.structs.replace(plan, workload=work, digest=""))
         kinds.append(Counter(op.kind for op in schedule.ops if op.lane == "cpu"))
     assert kinds[0] - kinds[1] == Counter({"thread_pass": 1, "host_pass": 1})
-
-
-def test_fsdp2_does_not_clip() -> None:
-    kinds = {op.kind for op in schedule_of("fsdp2_offload").ops if op.lane == "cpu"}
-    assert kinds == {"cpu_adam"}
 
 
 # ---- refusals and the search
@@ -366,7 +364,7 @@ class Measured(NamedTuple):
     """Measured seconds and GiB of a step.
 
     `parts` and `whole` are bounds of predicted / measured, for the parts of the step and for the
-    whole.
+    whole. The steps of FSDP2 were not clipped.
     """
 
     policy: str
@@ -403,9 +401,12 @@ def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     The forward pass ends with the loss. The forward pass of DeepSpeed and FSDP2 includes a third of
     the head. `--log-cli-level=INFO` shows predicted / measured for each part.
     """
-    found = choice(row.policy, row.model, row.hardware)
+    work = WORK
+    if row.policy == "fsdp2_offload":
+        work = msgspec.structs.replace(WORK, clipping="none")
+    found = choice(row.policy, row.model, row.hardware, work)
     schedule = policies.lower(found.plan)
-    spans = simulate(schedule, cost_model(row.hardware, row.model, WORK)).by_op
+    spans = simulate(schedule, cost_model(row.hardware, row.model, work)).by_op
     head = spans["H.m0"]
     forward = head.start_ns + (0 if row.policy == "megatrain_code" else head.duration_ns / 3)
     optimizer = min(spans[op.id].start_ns for op in schedule.ops if of_the_update(op))
@@ -436,3 +437,25 @@ def test_predicted_steps_are_near_the_measured_ones(row: Measured) -> None:
     assert row.whole[0] <= whole <= row.whole[1]
     assert device == pytest.approx(1, abs=0.035)
     assert 0.95 <= host <= 1  # without the process itself, which takes 1.5 to 3 GiB
+
+
+H100_STEPS = [
+    ("zero3_offload", 1, 3.969),
+    ("zero3_offload", 4, 3.998),
+    ("zero3_offload", 8, 4.037),
+    ("zero3_offload", 32, 6.151),  # its second step, before it ran out of memory
+    ("fsdp2_offload", 1, 6.063),
+    ("fsdp2_offload", 4, 6.458),
+    ("fsdp2_offload", 8, 6.652),  # the faster of two; the other took 9.277 s
+    ("fsdp2_offload", 32, 9.587),
+]
+
+
+@pytest.mark.parametrize(("policy", "batch", "seconds"), H100_STEPS)
+def test_clipped_steps_on_an_h100_are_predicted_within_12_percent(
+    policy: str, batch: int, seconds: float
+) -> None:
+    """The steps are those of experiments/results/h100-x2-qwen2.5-7b, on a host with 32 cores."""
+    machine = HardwareSpec.load("h100-sxm").with_cores(32)
+    work = Workload(batch=batch, sequence=1024, documents=False)
+    assert choice(policy, SEVEN, machine, work).step_seconds == pytest.approx(seconds, rel=0.12)
