@@ -7,15 +7,16 @@ is suggested for the host only. A GPU's memory cannot be enlarged, so other mach
 models of the library are suggested instead (`alternatives.py`).
 
 If the model fits, the whole search is repeated with each change, so the gain is what the user will
-see. A change is skipped if a lower bound shows that it gains less than 1 %. The loss chunk is not
-changed, even if the planner chose it. Other state formats are tried on the chosen plan without a
-search, so a search might gain more. They come after all other changes, because training with them
-is not exact AdamW.
+see. Changes that gain less than 2 % are left out. A change is not searched if bounds show that it
+gains too little. The loss chunk is not changed, even if the planner chose it. Other state formats
+are tried on the chosen plan without a search, so a search might gain more. They come after all
+other changes, because training with them is not exact AdamW.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
@@ -29,7 +30,13 @@ from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, Estimate, estimate, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    Estimate,
+    estimate,
+    group_sizes,
+    with_knobs,
+)
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -42,7 +49,9 @@ from megatrain.simulator.verdict.suggestion import Suggestion
 
 _GIB = 2**30
 _PLENTY = 2**59  # more bytes of host memory than any plan needs
-_LEAST_GAIN = 0.01  # suggestions that gain less are left out
+_LEAST_GAIN = 0.02  # suggestions that gain less are left out
+# A search is skipped if the plans from which it begins gain less by their lower bounds.
+_LIKELY_GAIN = 0.01
 _LOSS_CHUNKS = (512, 256, 128)
 
 
@@ -372,13 +381,14 @@ class Adviser:
         """Returns the suggestion to use another workload or other limits, with the gain that the
         search finds.
 
-        Returns None if nothing fits, or if a lower bound of the step time shows that the change
-        gains too little.
+        Returns None if nothing fits, or if bounds of the step time show that the change gains too
+        little.
         """
         new_limits = self._limits | limits
-        least = self._least_seconds(work, new_limits["device_limit"], new_limits["host_limit"])
-        if least and tokens_per_second(work, least) < (1 + _LEAST_GAIN) * self.speed:
-            return None
+        bounds = self._bounds(work, new_limits["device_limit"], new_limits["host_limit"])
+        for least, needed in zip(bounds, (_LEAST_GAIN, _LIKELY_GAIN), strict=False):
+            if tokens_per_second(work, least) < (1 + needed) * self.speed:
+                return None
         # Slower steps gain so little that `suggestions` leaves them out.
         most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
         best = self.search(work, **new_limits, most_seconds=most_seconds)
@@ -394,18 +404,28 @@ class Adviser:
             note="nothing streams then" if note else _note(options, work),
         )
 
-    def _least_seconds(self, work: Workload, device_limit: int, host_limit: int) -> float:
-        """Returns a lower bound, in seconds, of the step time of the choice's policy, for another
-        workload and limits. 0 if no bound is known.
+    def _bounds(self, work: Workload, device_limit: int, host_limit: int) -> Iterator[float]:
+        """Yields two step times of the choice's policy in seconds, for another workload and limits.
+
+        The first is a lower bound for every plan. The second is a lower bound for the plans from
+        which a search begins, and takes longer to compute. The search improves these plans, but
+        seldom by more than half a percent over the bound. A time that is not known is left out.
         """
         if not policy_library.find(self.plan.policy).places_state:
-            return 0.0
+            return
         plan = msgspec.structs.replace(
             self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
         )
+        costs = cost_model(self.hardware, plan.model, work)
+        searches = [
+            PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+            for size in group_sizes(plan)
+        ]
         # Single micro-batches leave the most memory for saved activations.
-        plan = with_knobs(plan, micro_batch_group=1)
-        return PlacementSearch(plan, cost_model(self.hardware, plan.model, work)).least_ns() / 1e9
+        yield searches[0].least_ns() / 1e9
+        likely = [found[0] for search in searches if (found := search.likely())]
+        if likely:
+            yield min(likely) / 1e9
 
     def _gained(
         self,

@@ -263,7 +263,7 @@ def test_advice_names_the_state_format_in_which_a_model_fits(host: int, wanted: 
         assert again.tokens_per_second == pytest.approx(entry.tokens_per_second)
 
 
-def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelSpec) -> None:
+def test_bounds_for_another_workload_hold_for_groups_of_any_size(model: ModelSpec) -> None:
     """Smaller groups than the choice's leave more memory for saved activations."""
     work = msgspec.structs.replace(WORK, accumulation=4)
     costs = cost_model(H200, model, work)
@@ -274,8 +274,9 @@ def test_a_bound_for_another_workload_holds_for_groups_of_any_size(model: ModelS
     for group in (1, 4):
         choice = assess(with_knobs(plan, micro_batch_group=group, placement=Placement()), costs)
         adviser = Adviser(choice, H200, costs, ["overlapped"], lambda *_, found=choice: found, [])
-        bounds.append(adviser._least_seconds(work, limit, plan.host_limit_bytes))
-    assert bounds[0] == bounds[1] > 0
+        bounds.append(list(adviser._bounds(work, limit, plan.host_limit_bytes)))
+    assert bounds[0] == bounds[1]
+    assert 0 < bounds[0][0] < bounds[0][1]
 
 
 def test_no_bound_is_known_for_a_policy_without_placements(model: ModelSpec) -> None:
@@ -283,7 +284,7 @@ def test_no_bound_is_known_for_a_policy_without_placements(model: ModelSpec) -> 
     choice = candidates(model, H200, WORK, policies=["k_buffer"])[0]
     costs = cost_model(H200, model, WORK)
     some = Adviser(choice, H200, costs, ["k_buffer"], lambda *_, **__: None, [])
-    assert some._least_seconds(WORK, choice.plan.device_limit_bytes, 2**40) == 0
+    assert not list(some._bounds(WORK, choice.plan.device_limit_bytes, 2**40))
 
 
 def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
