@@ -14,14 +14,14 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 
 from megatrain.experiments.benchmark import commit, summary
 from megatrain.experiments.benchmarks.child import BASELINES
-from megatrain.experiments.benchmarks.steps import MeasuredSteps, repeat
+from megatrain.experiments.benchmarks.steps import MeasuredSteps, Reading, repeat
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.machine import default_device, describe, forget_device_memory
@@ -56,8 +56,12 @@ def measure(
             results.append((work, MeasuredSteps(system=system, failure=failure)))
             continue
         forget_device_memory(device)
+
+        def timed(number: int, work: Workload = work) -> Reading:
+            return cast("Reading", step(number, work))
+
         try:
-            readings = repeat(lambda number, work=work: step(number, work), steps, system)
+            readings = repeat(timed, steps, system)
         except Exception as error:  # another batch may be too large for the GPU
             traceback.print_exc()
             first = (str(error).splitlines() or [""])[0]
@@ -81,7 +85,7 @@ def measure(
 def _batches(text: str) -> list[int]:
     """Returns the numbers in a text such as `1,8,32`, smallest first, each once."""
     number = options.whole("--batches")
-    return sorted({number(part.strip()) for part in text.split(",")})
+    return sorted({int(number(part.strip())) for part in text.split(",")})
 
 
 def parser() -> options.OneLineParser:

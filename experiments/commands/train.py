@@ -461,7 +461,7 @@ def _train(
     """
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
-    from megatrain.experiments.cli.training.step_comparison import StepComparison
+    from megatrain.experiments.cli.training.step_comparison import RangeWatch, StepComparison
     from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
@@ -472,10 +472,11 @@ def _train(
     folder, leads = lock.folder, ranks is None or ranks.leads
     shown = leads and sys.stdout.isatty()
     bars = ProgressBars(Plan.load(plan_file).model.parameters) if shown else None
-    comparison = StepComparison(
-        None if bars is None else bars.compared,
-        recalibrates=prepare.names_model(args) and not args.hardware,
-    )
+    recalibrates = prepare.names_model(args) and not args.hardware
+    comparisons = [
+        StepComparison(None if bars is None else bars.compared, recalibrates=recalibrates),
+        RangeWatch(recalibrates=recalibrates),
+    ]
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
         resume = "scratch" if args.from_scratch else args.from_step or "newest"
@@ -489,7 +490,7 @@ def _train(
         callbacks=[
             *([] if bars is None else [bars]),
             start,
-            *([comparison] if leads else []),
+            *(comparisons if leads else []),
             *([Adaptation()] if args.adapt else []),
         ],
         progress=bars is None,

@@ -39,7 +39,9 @@ _COMMENTS = {
     "peak_tflops": "Speed of a large matrix product in 10^12 FLOP/s, by dtype.",
     "costs": (
         "Durations of measured operations, which are used instead of the rates above.\n"
-        "process_bytes: host memory of a process besides its pools."
+        "process_bytes: host memory of a process besides its pools.\n"
+        "host_factors: times of the CPU optimizer in short windows, divided by their median. Each\n"
+        "is equally likely."
     ),
     "costs.fixed": (
         "Host time of one kernel launch and of recording one event, and the rates at which new\n"

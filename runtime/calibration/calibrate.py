@@ -121,6 +121,8 @@ class _Bench:
         """The durations that were measured so far, in ns."""
         self.amounts: dict[tuple[str, str | int], int] = {}
         """Key of a sample -> the amount of work in the op (`Op.amount`)."""
+        self.host_windows: dict[tuple[str, str | int], list[float]] = {}
+        """(kind of CPU update, number of parameters) -> mean duration in each turn, in ns."""
         self.process_growth: list[int] = []
         """For each run of the CPU optimizer, the bytes that the process allocated outside of its
         pools."""
@@ -388,6 +390,7 @@ def calibrate(
     table = cost_table(
         bench.samples,
         bench.amounts,
+        bench.host_windows,
         bench.process_growth,
         rates,
         together,
@@ -459,6 +462,7 @@ def _measure_host_optimizer(
     bench.process_growth += grown
     for key, durations in chunks.measure(_HOST_SECONDS).items():
         bench.samples.setdefault(key, []).extend(durations)
+        bench.host_windows.setdefault(key, []).append(statistics.fmean(durations))
 
 
 def _measure_format(bench: _Bench, state: str, count: int) -> None:

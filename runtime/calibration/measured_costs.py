@@ -22,6 +22,9 @@ from megatrain.simulator.model.workload import Workload
 
 _MARGIN_BYTES = 2**21
 """The size of a small block of PyTorch's allocator."""
+_LEAST_WINDOW = 2**22
+"""The least number of parameters of an update whose windows show how much the host's speed varies.
+The overhead of smaller updates would hide it."""
 OPTIMIZER_KINDS = ("update", "norm", "clip", "update_ratios")
 """The kinds of the optimizer's ops on the device."""
 Samples = dict[tuple[str, str | int], list[int]]
@@ -44,6 +47,7 @@ class GridPoint(NamedTuple):
 def cost_table(
     samples: Samples,
     amounts: Mapping[tuple[str, str | int], int],
+    host_windows: Mapping[tuple[str, str | int], Sequence[float]],
     process_growth: Sequence[int],
     rates: MeasuredRates,
     together: StepProfile,
@@ -58,6 +62,8 @@ def cost_table(
     Args:
         samples: Durations in ns.
         amounts: Key of a sample of compute -> the amount of work in the op (`Op.amount`).
+        host_windows: (kind of CPU update, number of parameters) -> mean durations in windows that
+            are spread over the calibration.
         process_growth: For each run of the CPU optimizer, the bytes that the process allocated
             outside of its pools.
         rates: The rates that do not depend on a model.
@@ -105,10 +111,26 @@ def cost_table(
         turns=lanes.turns,
         fixed=rates.fixed,
         process_bytes=_process_bytes(process_growth, device),
+        host_factors=host_factors(host_windows),
         dispatch_ns=_dispatch(waits),
         spread=spreads,
         step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )
+
+
+def host_factors(windows: Mapping[tuple[str, str | int], Sequence[float]]) -> tuple[float, ...]:
+    """Returns `CostTable.host_factors`: the duration of each window divided by the median of the
+    windows with the same update, in ascending order, with four decimals.
+
+    Small updates are left out.
+    """
+    factors = [
+        round(duration / statistics.median(durations), 4)
+        for (_, size), durations in windows.items()
+        if isinstance(size, int) and size >= _LEAST_WINDOW
+        for duration in durations
+    ]
+    return tuple(sorted(factors))
 
 
 def _process_bytes(grown: Sequence[int], device: torch.device) -> int:

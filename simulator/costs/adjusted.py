@@ -40,7 +40,9 @@ class WithinSpread(ScaledCosts):
     All ops change together, as they do when the host is busy with other work. The spread of a
     number is the interquartile range of its repetitions divided by their median. With normally
     distributed repetitions, 82 % are within one spread of the median. An op has the spread of the
-    nearest measured number. If its duration is extrapolated, `uncertainty` is used instead.
+    nearest measured number. If its duration is extrapolated, `uncertainty` is used instead. Ops of
+    the lane `cpu` get the factor below which, or above which, 5 % of `CostTable.host_factors` lie,
+    if these were measured.
     """
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
@@ -50,7 +52,13 @@ class WithinSpread(ScaledCosts):
         super().__init__(costs, lambda op: op)
         self._calibrated, self._uncertainty, self._longer = costs, uncertainty, longer
 
+        factors = costs.table.host_factors
+        outside = len(factors) // 20
+        self._host = (factors[-1 - outside] if longer else factors[outside]) if factors else None
+
     def duration_ns(self, op: Op) -> int:
         duration, known = self._calibrated.duration_ns(op), not self._calibrated.extrapolated(op)
+        if op.lane == "cpu" and self._host and known:
+            return round(duration * self._host)
         times = 1 + (self._calibrated.spread(op) if known else self._uncertainty)
         return round(duration * times if self._longer else duration / times)

@@ -46,6 +46,12 @@ class CostModel(Protocol):
         does not include it.
         """
 
+    @property
+    def host_factors(self) -> tuple[float, ...]:
+        """Factors on the time of ops of the lane `cpu`, which are equally likely. Empty if the
+        host's speed does not vary, or if this was not measured.
+        """
+
     def sizes(self, schedule: Schedule) -> Sizes:
         """Returns the ops of the schedule grouped by cost. Simulators then ask for one duration for
         each size, not for each op.
@@ -88,6 +94,7 @@ class ContendedCosts(abc.ABC):
     sharing: ContentionModel
     """The resources that the lanes share."""
     process_bytes = library_bytes = collective_bytes = 0
+    host_factors: tuple[float, ...] = ()
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return schedule.sizes

@@ -50,6 +50,7 @@ class ScaledCosts:
         )
         self.library_bytes = costs.library_bytes
         self.collective_bytes = costs.collective_bytes
+        self.host_factors = costs.host_factors
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)

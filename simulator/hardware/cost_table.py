@@ -197,6 +197,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     a curve, `KIND SHAPE` for compute, or the path of a field of this table or of HardwareSpec, such
     as `contention.h2d.cpu` or `duplex_curve 1048576`. It is used by `megatrain calibrate --again`
     and for the uncertainty of a predicted step."""
+    host_factors: tuple[float, ...] = ()
+    """How much the speed of the host's cores varies: times of the CPU optimizer in short windows,
+    divided by their median, in ascending order. Each is equally likely. Empty if they were not
+    measured."""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():
@@ -263,6 +267,16 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                         allowed="ascending loss chunks",
                         fix=CALIBRATE_AGAIN,
                     )
+        if (
+            list(self.host_factors) != sorted(self.host_factors)
+            or min(self.host_factors, default=1) <= 0
+        ):
+            raise UserError(
+                "costs.host_factors",
+                found=str(list(self.host_factors)),
+                allowed="positive numbers in ascending order",
+                fix=CALIBRATE_AGAIN,
+            )
         at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
         at_least("costs.process_bytes", self.process_bytes, 0)
         check_lanes("costs", self.contention, self.dispatch_ns)

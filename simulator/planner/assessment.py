@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -119,8 +121,26 @@ def streams(schedule: Schedule) -> bool:
 
 
 def step_seconds(schedule: Schedule, costs: CostModel) -> float:
-    """Returns the engine's makespan plus the host's time outside the schedule, in seconds."""
-    return (makespan_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+    """Returns the expected makespan plus the host's time outside the schedule, in seconds."""
+    return (expected_ns(schedule, costs) + costs.step_overhead_ns) / 1e9
+
+
+def expected_ns(
+    schedule: Schedule,
+    costs: CostModel,
+    played: Callable[[Schedule, CostModel], float] = makespan_ns,
+) -> float:
+    """Returns the mean makespan in ns over the speeds of the host (`CostModel.host_factors`).
+
+    If the schedule has no ops on the lane `cpu`, or the host's speed does not vary, this is the
+    makespan. `played` returns the makespan of a schedule under a cost model.
+    """
+    if not costs.host_factors or LANES.index("cpu") not in schedule.compiled.lanes:
+        return played(schedule, costs)
+    return statistics.fmean(
+        played(schedule, ScaledCosts(costs, lambda op: op, {"cpu": factor}))
+        for factor in costs.host_factors
+    )
 
 
 def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:

@@ -58,13 +58,13 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Estimate,
     InShortGroups,
     RunnerUp,
+    expected_ns,
     schedule_to_time,
     step_seconds,
     streams,
@@ -161,8 +161,8 @@ class _Run:
 
     @functools.cached_property
     def step_ns(self) -> float:
-        """Step time in ns, from the engine. The first access runs the simulation."""
-        return makespan_ns(self._schedule, self._costs) * self._step_ratio
+        """Expected step time in ns, from the engine. The first access runs the simulation."""
+        return expected_ns(self._schedule, self._costs) * self._step_ratio
 
 
 class PlacementSearch:

@@ -33,6 +33,7 @@ from megatrain.simulator.planner.assessment import (
     Estimate,
     InShortGroups,
     RunnerUp,
+    expected_ns,
     with_knobs,
 )
 from megatrain.simulator.planner.capacity import (
@@ -232,7 +233,10 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
     work, seconds = plan.workload, choice.step_seconds
     peer = policy_library.find(plan.policy).prediction_only
     peak, matmul = hardware.datasheet_tflops(work.dtype), hardware.peak_tflops.get(work.dtype)
-    low, high = _range(choice, hardware)
+    low: float | None = None
+    high: float | None = None
+    if hardware.costs is None or choice.feasible:
+        low, high = step_range(choice.plan, choice.step_seconds, hardware)
     unknown = _unknown_memory(choice, hardware)
     left = plan.device_limit_bytes - account.device_peak_bytes
     verdict = Verdict(
@@ -332,25 +336,33 @@ def _shares(exposed: dict[str, float], makespan_ns: int, step_seconds: float) ->
     return shares
 
 
-def _range(choice: Choice, hardware: HardwareSpec) -> tuple[float | None, float | None]:
-    """Returns the lower and the upper end of the range of the step time, in seconds."""
-    seconds, table, plan = choice.step_seconds, hardware.costs, choice.plan
+def step_range(
+    plan: Plan, seconds: float, hardware: HardwareSpec
+) -> tuple[float, float] | tuple[None, None]:
+    """Returns the lower and the upper end of the range of the step time, in seconds.
+
+    Args:
+        plan: The plan.
+        seconds: Its predicted step time.
+        hardware: The machine. If it was measured but without spreads, the range is not known, and
+            two times None are returned.
+    """
+    table = hardware.costs
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload, few.gpus)
-    if not (isinstance(costs, Calibrated) and table.spread and choice.feasible):
+    if not (isinstance(costs, Calibrated) and table.spread):
         return None, None
     schedule = policy_library.lower(few)
-    least, usual, most = (
-        uncontended_makespan_ns(schedule, InShortGroups(within, group))
-        for within in (
-            WithinSpread(costs, hardware.uncertainty, longer=False),
-            costs,
-            WithinSpread(costs, hardware.uncertainty, longer=True),
+    least, most = (
+        uncontended_makespan_ns(
+            schedule, InShortGroups(WithinSpread(costs, hardware.uncertainty, longer=longer), group)
         )
+        for longer in (False, True)
     )
+    usual = expected_ns(schedule, InShortGroups(costs, group), uncontended_makespan_ns)
     return seconds * least / usual, seconds * most / usual
 
 

@@ -1,10 +1,13 @@
-"""StepComparison: a callback that compares the first steps of a training with their prediction.
+"""Callbacks that compare the steps of a training with their prediction.
 
-It uses only measurements that every run makes, and runs between steps.
+`StepComparison` compares the first steps, and `RangeWatch` all later ones. They use only
+measurements that every run makes, and run between steps.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 
 from megatrain.experiments.cli.options import hardware_of
@@ -22,11 +25,15 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.verdict.verdict import step_range
 
 COMPARED_STEPS = 3
 """Number of steps that are compared, after the warm-up."""
 LARGE = 0.05
 """If the step is slower than predicted by more than this error, the difference is explained."""
+WATCHED, OUTSIDE = 20, 15
+"""If `OUTSIDE` of the last `WATCHED` steps are longer, or shorter, than the predicted range, the
+user is told. At random this is rare: the range holds for 90 % of steps."""
 _LEAST_SHARE = 0.1
 """A kind of operation is named only if it explains at least this share of the difference."""
 
@@ -89,6 +96,67 @@ class StepComparison(Callback):
             overhead_ns=costs.step_overhead_ns,
             memory=memory_errors(memory, plan, schedule, costs),
         )
+
+
+class RangeWatch(Callback):
+    """Notes once for each plan that steps have left the predicted range of the step time.
+
+    They have left it if at least `OUTSIDE` of the last `WATCHED` steps are longer than the range,
+    or if as many are shorter. The range holds for most steps, so single steps outside are expected.
+    """
+
+    def __init__(self, *, recalibrates: bool = False) -> None:
+        """`recalibrates` is an argument of `StepComparison`."""
+        self._recalibrates = recalibrates
+        self._seconds: deque[float] = deque(maxlen=WATCHED)
+        self._range: tuple[float, float] | None = None
+        self._done = False
+
+    def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
+        """Watches the steps of the new plan."""
+        self._seconds.clear()
+        self._range, self._done = None, False
+
+    def on_step(self, trainer: TrainingRun, step: Step) -> None:
+        if self._done or step.number < trainer.first_step + WARM_UP_STEPS:
+            return
+        self._seconds.append(step.seconds)
+        if len(self._seconds) < WATCHED:
+            return
+        if self._range is None:
+            self._range = _predicted_range(trainer)
+            self._done = self._range is None
+        if self._range is not None and (note := self._note(*self._range, trainer)):
+            self._done = True
+            trainer.note(note)
+
+    def _note(self, low: float, high: float, trainer: TrainingRun) -> str:
+        """Returns the note, or an empty text if the steps are within the range."""
+        longer = sum(seconds > high for seconds in self._seconds)
+        shorter = sum(seconds < low for seconds in self._seconds)
+        if max(longer, shorter) < OUTSIDE:
+            return ""
+        count, word = (longer, "longer") if longer >= OUTSIDE else (shorter, "shorter")
+        calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
+        advice = advice_on(calibrated=calibrated, recalibrates=self._recalibrates)
+        return (
+            f"{count} of the last {WATCHED} steps were {word} than the predicted range of"
+            f" {format_seconds(low)} to {format_seconds(high)} (median"
+            f" {format_seconds(statistics.median(self._seconds))}): {advice}"
+        )
+
+
+def _predicted_range(trainer: TrainingRun) -> tuple[float, float] | None:
+    """Returns the range of the step time in seconds, or None if it is not known."""
+    plan = trainer.plan
+    if plan.prediction is None:
+        return None
+    try:
+        hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
+        low, high = step_range(plan, plan.prediction.step_seconds, hardware)
+    except UserError:  # a missing or damaged hardware file must not stop the training
+        return None
+    return None if low is None or high is None else (low, high)
 
 
 def error_text(report: ErrorReport, before: str = "") -> str:

@@ -1,16 +1,22 @@
-"""Tests of StepComparison, which compares the first steps of a training with the prediction."""
+"""Tests of StepComparison, which compares the first steps of a training with the prediction, and of
+RangeWatch, which notes steps outside of the predicted range.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from megatrain.experiments.cli.training.step_comparison import (
+    OUTSIDE,
+    WATCHED,
+    RangeWatch,
     advice_on,
     describe_difference,
     error_text,
@@ -137,3 +143,52 @@ def test_the_advice_names_only_options_of_the_command() -> None:
     assert "`--recalibrate`" in advice_on(calibrated=True, recalibrates=True)
     assert "`megatrain calibrate`, and plan again" in advice_on(calibrated=True, recalibrates=False)
     assert "machine of the library" in advice_on(calibrated=False, recalibrates=True)
+
+
+class Watched:
+    """A training whose plan is for the library's H200, with a step of 1 s: 0.9 to 1.1 s."""
+
+    first_step = 1
+
+    def __init__(self, plan: Plan, hardware: str = "h200") -> None:
+        assert plan.prediction is not None
+        prediction = msgspec.structs.replace(plan.prediction, step_seconds=1.0)
+        self.plan = msgspec.structs.replace(plan, prediction=prediction, hardware=hardware)
+        self.origin, self.notes, self.number = Path(), list[str](), 0
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def run(self, watch: RangeWatch, *seconds: float) -> None:
+        for each in seconds:
+            self.number += 1
+            watch.on_step(self, SimpleNamespace(number=self.number, seconds=each))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_steps_that_leave_the_predicted_range_are_noted_once_for_each_plan() -> None:
+    training, watch = Watched(Plan.load(Path("plan.toml"))), RangeWatch()
+    training.run(watch, *[9.0] * 2)  # the warm-up
+    training.run(watch, *[1.0] * (WATCHED - OUTSIDE + 1), *[1.5] * (OUTSIDE - 1))
+    assert not training.notes
+    training.run(watch, 1.5)
+    (note,) = training.notes
+    assert note.startswith(
+        "15 of the last 20 steps were longer than the predicted range of 900.000 ms to 1.100 s"
+        " (median 1.500 s): "
+    ), note
+    assert "megatrain calibrate" in note
+    training.run(watch, *[2.0] * 50)
+    assert len(training.notes) == 1
+    watch.on_switch(training, 1.0)
+    training.run(watch, *[0.5] * WATCHED)
+    assert "20 of the last 20 steps were shorter" in training.notes[1]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_steps_on_both_sides_of_the_range_and_a_missing_hardware_file_are_not_noted() -> None:
+    training, watch = Watched(Plan.load(Path("plan.toml"))), RangeWatch()
+    training.run(watch, *[0.5, 1.5] * 40)
+    lost = Watched(Plan.load(Path("plan.toml")), "lost.toml")
+    lost.run(RangeWatch(), *[9.0] * 80)
+    assert training.notes == lost.notes == []

@@ -86,6 +86,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     table = hardware.costs
     assert table is not None
 
+    assert table.host_factors == (), "the updates of so small a model are left out"
     assert table.process_bytes == 0, (
         "without a GPU, the pools of device memory would count as the process'"
     )
@@ -530,3 +531,40 @@ def test_measured_shapes_are_listed_by_their_numbers_of_rows() -> None:
         ("forward", "a/3x512"),
         ("forward", "a/12x512"),
     ]
+
+
+def test_host_factors_are_windows_relative_to_the_median_of_their_update() -> None:
+    """Updates of few parameters and ops without a size are left out."""
+    windows = {
+        ("cpu_update", 2**24): [100.0, 110.0, 100.0, 90.0],
+        ("cpu_update:wide", 2**25): [30.0, 20.0, 20.0],
+        ("cpu_update", 2**14): [1.0, 9.0],
+        ("forward", "a/1x2-bf16"): [1.0, 9.0],
+    }
+    assert measured_costs.host_factors(windows) == (0.9, 1, 1, 1, 1, 1.1, 1.5)
+    assert measured_costs.host_factors({}) == ()
+
+
+def test_each_turn_of_the_cpu_optimizer_is_a_window(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = module._Bench(torch.device("cpu"), (2**30, 2**30), lambda _: None)
+    monkeypatch.setattr(bench, "run", lambda *_, **__: None)
+    monkeypatch.setattr(bench, "plan", lambda *_, **__: None)
+    plan = executable()
+    subject = module.Subject(plan.model, config_of(plan.model))
+
+    class Chunks:
+        """Takes longer in each turn."""
+
+        times = itertools.count(1)
+
+        def measure(self, _: float) -> dict[tuple[str, str | int], list[int]]:
+            time = 10 * next(self.times)
+            return {("cpu_update", 2**24): [time, time + 2]}
+
+    chunks = Chunks()
+    for turn in (1, 2):
+        module._measure_host_optimizer(bench, chunks, subject, plan.workload, turn)
+    assert bench.host_windows == {("cpu_update", 2**24): [11.0, 21.0]}
+    assert bench.samples == {("cpu_update", 2**24): [10, 12, 20, 22]}
