@@ -72,7 +72,8 @@ from megatrain.simulator.schedule import (
 )
 
 _STEADY = 1.01
-"""The CPU's speed counts as constant if its thirds differ by less than this factor."""
+"""The CPU's speed counts as constant if its slower and its faster half differ by less than this
+factor."""
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
 _HEADS = re.compile(r"-(\d+):\d+x(\d+)")
 
@@ -610,18 +611,19 @@ def _larger(one: Workspace, other: Workspace) -> Workspace:
 
 
 def _few(factors: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns the means of the lower, middle and upper third of `factors`, which are ascending.
+    """Returns the means of the lower and the upper half of `factors`, which are ascending.
 
-    Three simulations then give the expected step time. Returns nothing if the thirds differ by less
+    Two simulations then give the expected step time. Returns nothing if the halves differ by less
     than 1 %.
 
-    >>> _few((0.9, 1.0, 1.0, 1.0, 1.1, 1.3))
-    (0.95, 1.0, 1.2)
+    >>> _few((0.9, 1.0, 1.1, 1.3))
+    (0.95, 1.2)
     """
-    count = len(factors)
-    thirds = [factors[count * third // 3 : count * (third + 1) // 3] for third in range(3)]
-    means = tuple(round(statistics.fmean(third), 4) for third in thirds if third)
-    return means if means and means[-1] > _STEADY * means[0] else ()
+    half = len(factors) // 2
+    if not half:
+        return ()
+    low, high = (round(statistics.fmean(part), 4) for part in (factors[:half], factors[-half:]))
+    return (low, high) if high > _STEADY * low else ()
 
 
 def _tokens(shape: str) -> tuple[int, int]:
