@@ -724,18 +724,20 @@ class PlacementSearch:
         which update all streamed layers on the host and keep the whole state of the others on the
         device.
 
-        These plans differ in the number of layers on the device and in the memory that holds layer
-        inputs. As many layers as fit save their activations. Evenly spaced numbers of layers are
-        tried first, and then the numbers near the best one. `time` is the step time of `plan` in
-        ns.
+        These plans differ in the number of layers on the device, in the memory that holds layer
+        inputs, and in the weight slots: as many as `plan` has, or one for each streamed layer, so
+        that it is loaded once a step. As many layers as fit save their activations. Evenly spaced
+        numbers of layers are tried first, and then the numbers near the best one. `time` is the
+        step time of `plan` in ns.
         """
         limit, placement = time / _LEAST_HOST_GAIN, plan.knobs.placement
-        for offloaded in dict.fromkeys((placement.offloaded_inputs, "", "all")):
+        places = dict.fromkeys((placement.offloaded_inputs, "", "all"))
+        for offloaded in places:
             inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
             if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
                 time, plan = faster
                 limit = time / _TIE
-        return time, plan
+        return self._fastest_whole(limit, plan, every_slot=True) or (time, plan)
 
     def _with_fewer_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the step time and the plan of the fastest of `plan` and plans with fewer slots.
@@ -770,9 +772,12 @@ class PlacementSearch:
                     time, plan = self.time(wider), wider
         return time, plan
 
-    def _fastest_whole(self, limit_ns: float, base: Plan) -> tuple[float, Plan] | None:
+    def _fastest_whole(
+        self, limit_ns: float, base: Plan, *, every_slot: bool = False
+    ) -> tuple[float, Plan] | None:
         """Returns the step time and the plan of the fastest plan of `with_whole_layers` that keeps
-        layer inputs where `base` does. Returns None if all take `limit_ns` or more.
+        layer inputs where `base` does. With `every_slot`, each streamed layer has a slot. Returns
+        None if all take `limit_ns` or more.
         """
         layers, tried = base.model.layers, set[int]()
         best: tuple[float, int, Plan] | None = None
@@ -784,7 +789,7 @@ class PlacementSearch:
             bounds = [
                 (self.lower_bound.step_ns(other), count, other)
                 for count in counts
-                if (other := self._whole_layers_plan(base, count, limit_ns))
+                if (other := self._whole_layers_plan(base, count, limit_ns, every_slot=every_slot))
             ]
             # With the lowest bounds first, fewer plans have to be simulated.
             fastest = best
@@ -799,8 +804,12 @@ class PlacementSearch:
             best = fastest
         return (best[0], best[2]) if best else None
 
-    def _whole_layers_plan(self, plan: Plan, count: int, limit_ns: float) -> Plan | None:
+    def _whole_layers_plan(
+        self, plan: Plan, count: int, limit_ns: float, *, every_slot: bool = False
+    ) -> Plan | None:
         """Returns `Filling.whole` of `plan`, with as many layers as fit saving their activations.
+
+        With `every_slot`, each streamed decoder layer has a weight slot.
 
         Returns None if it does not fit, if it streams no layer that the host can update, or if it
         would take `limit_ns` or more even if all layers saved their activations.
@@ -815,6 +824,9 @@ class PlacementSearch:
             )
 
         whole = self.filling.whole(plan, count)
+        if every_slot:
+            slots = max(plan.model.layers - count, plan.knobs.weight_slots)
+            whole = with_knobs(whole, weight_slots=slots)
         if (
             not whole.placed("host_updated")
             or self.lower_bound.step_ns(saving(plan.model.layers)) >= limit_ns
