@@ -86,7 +86,7 @@ def largest(words: list[str]) -> str:
             host_limit_bytes=host,
         )
         footprints = list(least_memory_plans(plan, cost_model(hardware, model, work), names))
-        if any(largest_batch(footprints, chunks) for chunks in least_chunks(work, hardware)):
+        if largest_batch(footprints, *least_chunks(work, hardware)):
             return model.name
     return "none"
 

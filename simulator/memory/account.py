@@ -15,6 +15,7 @@ them with the argument `extra`.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -62,7 +63,7 @@ def kinds_of(schedule: Schedule) -> dict[str, Buffer]:
     return {buffer.pool: buffer for buffer in schedule.buffers}
 
 
-class Account(msgspec.Struct, frozen=True, kw_only=True):
+class Account(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The memory that one schedule needs, in bytes."""
 
     pools: dict[str, int]
@@ -102,12 +103,12 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         start = f"{place}."
         return sum([size for pool, size in self.pools.items() if pool.startswith(start)])
 
-    @property
+    @functools.cached_property
     def device_peak_bytes(self) -> int:
         """The bytes of all pools on the device."""
         return self._peak("device")
 
-    @property
+    @functools.cached_property
     def host_peak_bytes(self) -> int:
         """The bytes of all pools in host memory."""
         return self._peak("host")

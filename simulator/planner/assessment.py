@@ -216,7 +216,8 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
             below.append(group * place + len(block))
     extra = max([0, *(count - group * len(saved) for count in below)])
     slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
-    reused = set(slots[extra:])
+    if not (reused := set(slots[extra:])):
+        return schedule
     return msgspec.structs.replace(
         schedule, buffers=tuple([buffer for buffer in schedule.buffers if buffer.id not in reused])
     )

@@ -15,6 +15,7 @@ Step times are not considered. The algorithm:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -165,7 +166,7 @@ class MemoryFootprint:
         if 0 < lacking <= self._slots and after.host_peak_bytes <= after.host_limit_bytes:
             # The sum above still counts the slots that the moved state no longer needs.
             placed = self._with_on_device(plan, moved)
-            after = plan_account(placed, policy_library.outline(placed), self.costs)
+            after = plan_account(placed, policy_library.outline(placed, merged=True), self.costs)
         return moved, after
 
     def placed(self) -> Plan:
@@ -392,58 +393,51 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
             break
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Returns the largest number from 1 to `most` for which `fits` is true, or 0 if there is none.
+def _most(tests: Iterable[Callable[[int], bool]], most: int) -> int:
+    """Returns the largest number from 1 to `most` for which any of `tests` is true, or 0 if there
+    is none.
 
-    If `fits` is true for a number, it must be true for all smaller ones.
+    A test that is true for a number must be true for all smaller ones. Each test is first tried
+    with the number after the largest one so far. For most tests, nothing else has to be tried.
     """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    low = 0
+    for fits in tests:
+        high = low + 1
+        while high <= most and fits(high):
+            low, high = high, high * 2
+        high = min(high, most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def _any_fits(
-    footprints: list[MemoryFootprint], workload: Workload, host_limit: int | None = None
-) -> bool:
-    """Returns whether `workload` fits with any of the footprints. The one with which it fits moves
-    to the front, because a similar workload probably fits with the same one.
-    """
-    for index, footprint in enumerate(footprints):
-        if footprint.fits(workload, host_limit):
-            footprints.insert(0, footprints.pop(index))
-            return True
-    return False
-
-
 def largest_batch(
-    footprints: list[MemoryFootprint], workload: Workload, host_limit: int | None = None
+    footprints: list[MemoryFootprint], *workloads: Workload, host_limit: int | None = None
 ) -> int:
-    """Returns the most sequences per micro-batch that fit with any of the footprints.
+    """Returns the most sequences per micro-batch that fit with any of the footprints and any of the
+    workloads.
 
-    The sequence length is that of `workload`. `host_limit` in bytes replaces the plan's limit.
-    Returns 0 if one sequence does not fit.
+    The sequence lengths are those of the workloads. `host_limit` in bytes replaces the plan's
+    limit. Returns 0 if one sequence does not fit.
     """
-    tried = list(footprints)
 
-    def fits(count: int) -> bool:
-        return _any_fits(tried, msgspec.structs.replace(workload, batch=count), host_limit)
+    def fits(footprint: MemoryFootprint, workload: Workload, count: int) -> bool:
+        return footprint.fits(msgspec.structs.replace(workload, batch=count), host_limit)
 
-    return _most(fits, 2**20)
+    pairs = itertools.product(footprints, workloads)
+    return _most((functools.partial(fits, *pair) for pair in pairs), 2**20)
 
 
-def longest_context(footprints: list[MemoryFootprint], workload: Workload, batch: int = 1) -> int:
-    """Returns the most tokens per sequence that fit with any of the footprints.
+def longest_context(footprints: list[MemoryFootprint], *workloads: Workload, batch: int = 1) -> int:
+    """Returns the most tokens per sequence that fit with any of the footprints and any of the
+    workloads.
 
     A micro-batch has `batch` sequences. Returns 0 if one token does not fit.
     """
-    tried = list(footprints)
 
-    def fits(count: int) -> bool:
-        return _any_fits(tried, msgspec.structs.replace(workload, batch=batch, sequence=count))
+    def fits(footprint: MemoryFootprint, workload: Workload, count: int) -> bool:
+        return footprint.fits(msgspec.structs.replace(workload, batch=batch, sequence=count))
 
-    return _most(fits, 2**24)
+    pairs = itertools.product(footprints, workloads)
+    return _most((functools.partial(fits, *pair) for pair in pairs), 2**24)

@@ -154,8 +154,11 @@ class Filling:
             if self._attention_share(plan, name) >= _LEAST_OFFLOADED
         }
         """The layers of `attention_layers` whose attention output may be kept in host memory."""
-        layers = list(plan.model.stack)
+        self._layers = layers = list(plan.model.stack)
         first, rest = CLASSES[:2], CLASSES[2:]
+        self._sizes = _state_bytes(plan, self.defers_update)
+        self._smallest = min(self._sizes.values())
+        """The bytes of the smallest (class, layer) pair."""
         self._orders = [
             [(name, layer) for name in CLASSES for layer in layers],
             [(name, layer) for layer in layers for name in CLASSES],
@@ -171,7 +174,7 @@ class Filling:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
             self._orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
-        self._sizes = _state_bytes(plan, self.defers_update)
+        self._orders = [[pair for pair in order if pair in self._sizes] for order in self._orders]
 
     def _attention_share(self, plan: Plan, layer: str) -> float:
         """Returns attention's share of the layer's recompute time, or 0 if the attention output
@@ -333,20 +336,25 @@ class Filling:
 
         Args:
             plan: The plan to add state to.
-            order: (class, layer) pairs. A pair that does not fit is skipped.
+            order: (class, layer) pairs that can stay on the device. A pair that does not fit is
+                skipped.
             room: Free bytes of device memory.
             chosen: For each class, the layers whose state is on the device already.
 
         Returns:
             The new plan, and for each class all layers whose state is now on the device.
         """
+        if chosen and room < self._smallest:
+            return plan, chosen
         held = {name: set(chosen[name]) if chosen else set[str]() for name in CLASSES}
-        for name, layer in order:
-            size = self._sizes.get((name, layer), room + 1)
-            if size <= room and layer not in held[name]:
+        for pair in order:
+            name, layer = pair
+            if (size := self._sizes[pair]) <= room and layer not in held[name]:
                 room -= size
                 held[name].add(layer)
-        texts = {name: ranges(list(plan.model.stack), layers) for name, layers in held.items()}
+                if room < self._smallest:
+                    break
+        texts = {name: ranges(self._layers, layers) for name, layers in held.items()}
         return (
             with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)),
             held,

@@ -243,7 +243,7 @@ class Adviser:
             choice = estimate(MemoryFootprint(plan, self.costs).placed(), self.costs)
             suggestions += self._memory({"host": least}, choice=choice)
             suggestions += self._most_useful_host(least)
-        elif batch := largest_batch(self.footprints, self.work, _PLENTY):
+        elif batch := largest_batch(self.footprints, self.work, host_limit=_PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)
             least = min(
                 self._least_host(footprint, work)

@@ -563,12 +563,8 @@ def explored(
     verdict = msgspec.structs.replace(
         verdict,
         one_more_gib=one_more_gib(choice, hardware, costs) if marginal else (),
-        longest_context=(
-            max(longest_context(footprints, work) for work in works) if footprints else None
-        ),
-        largest_batch=(
-            max(largest_batch(footprints, work) for work in works) if footprints else None
-        ),
+        longest_context=longest_context(footprints, *works) if footprints else None,
+        largest_batch=largest_batch(footprints, *works) if footprints else None,
     )
     if not (advise and footprints):
         return verdict

@@ -29,6 +29,9 @@ class _Use:
     writer: int
     """The op that wrote the buffer last, or `_NEVER`."""
 
+    def __init__(self) -> None:
+        self.writer, self.readers, self.others = _NEVER, _NO_READERS, _NO_OTHERS
+
 
 class LatestUses:
     """The last ops that touched each buffer. Ops are given by their index in program order, and
@@ -43,7 +46,8 @@ class LatestUses:
         these."""
         self._split_buffers: set[str] = set()
         """Buffers of which parts are touched one by one."""
-        self._lane_of: list[int] = []
+        self.lanes: list[int] = []
+        """The lane of each op."""
         self._waited = [[_NEVER] * len(LANES) for _ in LANES]
         """Lane -> for each other lane, the last op that the lane has waited for."""
 
@@ -61,7 +65,7 @@ class LatestUses:
         buffers that it reads, the readers and writers of buffers that it writes, and the op `also`.
         Ops for which the lane has waited already are left out.
         """
-        uses, lanes = self._uses, self._lane_of
+        uses, lanes = self._uses, self.lanes
         op, waited = len(lanes) + count - 1, self._waited[lane]
         after: tuple[int, ...] = ()
         lanes += [lane] * count
@@ -111,7 +115,7 @@ class LatestUses:
         Op number i touches only part i of the buffers `parted`, and the whole of the others.
         Returns what `append` returns for each op.
         """
-        runs: list[tuple[_Use, bool]] = []
+        runs: list[_Use] = []
         for name in parted:
             run = self._run(name, count)
             if run is None:
@@ -123,38 +127,34 @@ class LatestUses:
                     )
                     for number in range(count)
                 ]
-            runs.append((run, name in writes))
+            runs.append(run)
         after = self.append(
             lane,
             [name for name in reads if name not in parted],
             [name for name in writes if name not in parted],
             count=count,
         )
-        lanes, waited, op = self._lane_of, self._waited[lane], len(self._lane_of) - 1
+        lanes, waited, op = self.lanes, self._waited[lane], len(self.lanes) - 1
         last: dict[int, int] = {}
         """Lane -> the op of an earlier run on that lane that the last of these ops waits for."""
-        for run, written in runs:
-            (whole,) = run.others
-            others = [run.writer]
-            if written:
-                others += run.readers.values()
-                run.writer, run.readers = op, _NO_READERS
-                for other in whole.readers.values():
+        for name, run in zip(parted, runs, strict=True):
+            written = name in writes
+            for whole in run.others:
+                others = [whole.writer, *whole.readers.values()] if written else [whole.writer]
+                for other in others:
                     if waited[lanes[other]] < other:
                         waited[lanes[other]] = other
                         after += (other,)
+            for other in (run.writer, *run.readers.values()) if written else (run.writer,):
+                number = lanes[other]
+                if waited[number] < other > last.get(number, _NEVER):
+                    last[number] = other
+            if written:
+                run.writer, run.readers = op, _NO_READERS
             elif run.readers:
                 run.readers[lane] = op
             else:
                 run.readers = {lane: op}
-            other = whole.writer
-            if waited[lanes[other]] < other:
-                waited[lanes[other]] = other
-                after += (other,)
-            for other in others:
-                number = lanes[other]
-                if waited[number] < other > last.get(number, _NEVER):
-                    last[number] = other
         every = [after]
         every += [()] * (count - 1)
         for number, other in last.items():
@@ -170,15 +170,17 @@ class LatestUses:
         """
         run, parts = self._runs.get(buffer, (None, count))
         if run is None and buffer not in self._split_buffers:
-            run = self._first_use(f"{buffer}#")
+            run = _Use()
             self._runs[buffer] = run, count
+            if whole := self._uses.get(buffer):
+                _overlap(whole, run)
         return run if parts == count else None
 
     def _split(self, buffer: str) -> None:
         """Replaces the use of all parts of a buffer by a use of each part."""
         run, count = self._runs.pop(buffer)
-        (whole,) = run.others
-        whole.others.remove(run)
+        for whole in run.others:
+            whole.others.remove(run)
         for number in range(count):
             part, before = self._first_use(f"{buffer}#{number}"), count - 1 - number
             part.writer = run.writer - before if run.writer != _NEVER else _NEVER
@@ -194,12 +196,17 @@ class LatestUses:
                 if buffer in self._uses:
                     return self._uses[buffer]
         own = self._uses[buffer] = _Use()
-        own.writer, own.readers, own.others = _NEVER, _NO_READERS, _NO_OTHERS
-        if whole != buffer:
-            overlapping = self._uses.get(whole) or self._first_use(whole)
-            own.others = [overlapping]
-            if overlapping.others:
-                overlapping.others.append(own)
-            else:
-                overlapping.others = [own]
+        if part:
+            _overlap(self._uses.get(whole) or self._first_use(whole), own)
+        elif buffer in self._runs:
+            _overlap(own, self._runs[buffer][0])
         return own
+
+
+def _overlap(whole: _Use, part: _Use) -> None:
+    """Notes that a buffer and a part of it, or all parts of it, overlap."""
+    part.others = [whole]
+    if whole.others:
+        whole.others.append(part)
+    else:
+        whole.others = [part]

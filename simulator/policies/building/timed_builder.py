@@ -33,6 +33,7 @@ class TimedBuilder(Builder):
         super().__init__(policy, serial=serial)
         self._uses = LatestUses()
         self._append = self._uses.append
+        self._lanes = self._uses.lanes
         self._last: dict[int, int] = {}
         """Micro-batch -> its last compute op so far."""
         self._indices: dict[tuple[object, ...], int] = {}
@@ -88,7 +89,6 @@ class TimedBuilder(Builder):
     ) -> None:
         micro, number, op = id[3], _LANES[lane], len(self._lanes)
         also = op - 1 if self._serial and op and self._lanes[-1] != number else None
-        self._lanes.append(number)
         self._after.append(self._append(number, reads, writes, also))
         if number == _COMPUTE and micro is not None:
             self._last[micro] = op
@@ -110,7 +110,6 @@ class TimedBuilder(Builder):
             return
         kind, layer, _, _, _ = id
         number = _LANES[lane]
-        self._lanes += [number] * len(chunks)
         self._after += self._uses.append_chunks(number, reads, writes, parted, len(chunks))
         key = kind, "" if layer.isdigit() else layer, width
         known = self._chunk_sizes.get(key)

@@ -153,9 +153,10 @@ def test_few_bytes_more_than_needed_move(sizes: list[int], excess: int) -> None:
         assert all(sum(found) - excess < size for size in staying)
 
 
-@given(st.integers(0, 100), st.integers(1, 70))
-def test_the_most_is_found_by_bisection(limit: int, most: int) -> None:
-    assert _most(lambda count: count <= limit, most) == min(limit, most)
+@given(st.lists(st.integers(0, 100), max_size=4), st.integers(1, 70))
+def test_the_most_is_found_by_bisection(limits: list[int], most: int) -> None:
+    tests = [limit.__ge__ for limit in limits]
+    assert _most(tests, most) == min(max(limits, default=0), most)
 
 
 @pytest.mark.parametrize("policy", policies.names())
