@@ -149,6 +149,7 @@ def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
     ]
     implied = {record.item: record.implied for record in records if record.implied}
     fsdp, zero3 = implied["FSDP 56 layers"], implied["ZeRO-3 84 layers"]
+    others = [found.batch for found in implied.values() if found not in (fsdp, zero3)]
     shallow, deep = data.device[0].gib, data.device[-1].gib
     return Drawn(
         figure,
@@ -163,9 +164,10 @@ def _drawn(data: Figure5Data, figure: Any, date: str) -> Drawn:
             f"From 28 to 132 layers the code loses {lost[1]:.0%} in the prediction and"
             f" {lost[0]:.0%} in the paper. The device's peak at 32 x 1,024 tokens grows from"
             f" {shallow['code']:.1f} to {deep['code']:.1f} GiB, because every fourth layer's input"
-            " stays on it. A batch of 1 explains the collapse to 43 TFLOPS: it gives"
-            f" {fsdp.value:.0f} for FSDP2 at 56 layers and {zero3.value:.0f} for ZeRO-3 at 84. The"
-            " other speeds imply batches of 5 to 8. By our account, ZeRO-3 at 84 layers and"
+            f" stays on it. Small batches explain the collapse to 43 TFLOPS: {fsdp.batch} for FSDP2"
+            f" at 56 layers ({fsdp.value:.0f} TFLOPS) and {zero3.batch} for ZeRO-3 at 84"
+            f" ({zero3.value:.0f}). The other speeds imply batches of {min(others)} to"
+            f" {max(others)}. By our account, ZeRO-3 at 84 layers and"
             " MegaTrain at 180 exceed the host's memory. So these runs swapped or stored less (bf16"
             " moments would fit)."
         ),

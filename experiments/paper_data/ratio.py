@@ -1,5 +1,6 @@
-"""Ratio: every system's speed at the same number of sequences per step, for 7B and 14B on a GH200
-and on an H200 whose host has 512 GiB. The simulation takes about 60 s.
+"""Ratio: every system's speed at the same number of sequences per step, for 7B and 14B on a GH200,
+on an H200 whose host has 512 GiB, and on an H100 whose host has 256 GiB. The simulation takes about
+90 s.
 
 Sequences have 1,024 tokens and layers are eager. For every system, a micro-batch that does not fit
 is split into 2, 4, 8 or 16. The published code is the version without pinned copies.
@@ -29,7 +30,7 @@ from megatrain.simulator.policies.megatrain_code import Ablation, lower_ablated
 from megatrain.simulator.schedule.plan import Plan
 
 MODELS = ("qwen2.5-7b", "qwen2.5-14b")
-MACHINES = ("gh200-96", "h200-4x")
+MACHINES = ("gh200-96", "h200-4x", "h100-sxm")
 BATCHES = (1, 4, 8, 16, 32, 96)
 SEQUENCE = 1024
 SYSTEMS = ("megatrain_code", "zero3_offload", "fsdp2_offload")

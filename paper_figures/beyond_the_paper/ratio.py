@@ -14,12 +14,13 @@ from megatrain.paper_figures.common.table import Drawn, TableRow
 
 SYSTEMS = ("ours", "paper_stated", "megatrain_code", "fsdp2_offload")
 BASE = "zero3_offload"
-MACHINES = {"gh200-96": "GH200", "h200-4x": "H200, 512 GiB of host memory"}
+MACHINES = {"gh200-96": "GH200", "h200-4x": "H200, 512 GiB", "h100-sxm": "H100, 256 GiB"}
 MODELS = {"qwen2.5-7b": "7B", "qwen2.5-14b": "14B"}
 SEVEN = "qwen2.5-7b"
 CLAIM, CLAIMED_FOR = 1.84, ("gh200-96", "qwen2.5-14b")
 BENCHMARKS = ("benchmark.json", "fsdp2.json")
 PEERS = "h200-x2-qwen2.5-7b-peers"
+H100 = "h100-x2-qwen2.5-7b"
 
 
 class RatioPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatioStar(NamedTuple):
-    """A measured speed divided by ZeRO-3's, with the same tokens per step on an H200."""
+    """A measured speed divided by ZeRO-3's, with the same tokens per step on the same machine."""
 
     system: str
     """Key of the system in `style.LOOKS`."""
@@ -91,6 +92,8 @@ class RatioStar(NamedTuple):
     """ZeRO-3's time divided by the system's."""
     where: str
     """The file, and what differs."""
+    machine: str = "h200-4x"
+    """Key of the machine in `MACHINES`."""
 
 
 def measured(results: Results) -> list[RatioStar]:
@@ -123,6 +126,29 @@ def measured(results: Results) -> list[RatioStar]:
         ratio = steps["DeepSpeed ZeRO-3 7b"] / steps[item]
         where = f"experiments/published/h200.csv, {what}"
         found.append(RatioStar(system, SEVEN, 32, ratio, where))
+    return found + _on_the_h100(results)
+
+
+def _on_the_h100(results: Results) -> list[RatioStar]:
+    """Returns the measured ratios with 4 and 8 sequences on an H100, where ZeRO-3 ran."""
+    steps = {
+        row["item"]: float(row["published"])
+        for row in results.validation()
+        if row["setting"] == "h100-x2" and row["quantity"] == "step_s"
+    }
+    found = []
+    for batch in (4, 8):
+        zero3 = steps[f"ZeRO-3 7b, batch {batch}"]
+        path = f"{H100}/b{batch}.json"
+        for system, seconds, where in (
+            ("ours", _seconds(results.benchmark(path))["ours"], path),
+            (
+                "fsdp2_offload",
+                steps[f"FSDP2 7b, clipped, batch {batch}"],
+                "experiments/published/h100.csv",
+            ),
+        ):
+            found.append(RatioStar(system, SEVEN, batch, zero3 / seconds, where, "h100-sxm"))
     return found
 
 
@@ -137,19 +163,17 @@ def _seconds(file: dict[str, Any]) -> dict[str, float]:
 def draw(results: Results) -> Drawn:
     data, date = results.typed("ratio", RatioData)
     stars = measured(results)
-    figure, panels = style.canvas(style.PAGE, 5.0, nrows=2, ncols=2, sharey=True)
-    for row, (machine, where) in zip(panels, MACHINES.items(), strict=True):
-        for axes, (model, size) in zip(row, MODELS.items(), strict=True):
+    figure, panels = style.canvas(style.PAGE, 5.0, nrows=2, ncols=3, sharey=True)
+    for row, (model, size) in zip(panels, MODELS.items(), strict=True):
+        for axes, (machine, where) in zip(row, MACHINES.items(), strict=True):
             mine = [
                 point for point in data.points if (point.machine, point.model) == (machine, model)
             ]
             style.plain(axes, f"{size}, {where}", "", "")
             _panel(axes, mine)
-            here = [star for star in stars if machine == "h200-4x" and star.model == model]
+            here = [star for star in stars if (star.machine, star.model) == (machine, model)]
             for star in here:
                 style.measured(axes, [star.sequences], [star.ratio], star.system)
-            if model == SEVEN and here:
-                axes.text(33, 0.52, "code, FSDP2 (clipped)", fontsize=7, va="top", ha="left")
     for axes in panels[1]:
         axes.set_xlabel("sequences per step (log scale)")
     for axes in panels[:, 0]:
@@ -158,8 +182,9 @@ def draw(results: Results) -> Drawn:
     caption = (
         f"Predictions of {date}: library's machines, eager layers, sequences of 1,024 tokens. All"
         " systems have the same number of sequences in a step; micro-batches that do not fit are"
-        " split. Measured 2026-11-21 on H200 machines, 32 x 1,024: ours with compiled layers. All"
-        " systems clip gradients, except FSDP2 in its prediction and its upper star."
+        " split. A system is not drawn where it or ZeRO-3 does not fit. Measured on H200 machines"
+        " (2026-11-21, 32 x 1,024) and on an H100 (2026-11-26, 4 and 8 x 1,024): ours with compiled"
+        " layers. All systems clip gradients, except FSDP2's upper star on the H200."
     )
     return _drawn(data, stars, figure, caption)
 
@@ -178,6 +203,8 @@ def _panel(axes: Any, points: list[RatiosAtBatch]) -> None:
             [point.ratio(system) for point in points],
             system,
         )
+    if all(point.ratio(BASE) is None for point in points):
+        axes.text(10, 3, "ZeRO-3 does not fit", fontsize=7, ha="center")
     axes.set_ylim(0.2, 20)
     axes.set_xlim(0.85, 115)
     axes.set_yticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
@@ -213,7 +240,10 @@ def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, caption: str) -
     for star in stars:
         rows.append(
             TableRow(
-                item=f"{star.system}, {star.model}, on our H200, {star.sequences} sequences",
+                item=(
+                    f"{star.system}, {star.model}, on our"
+                    f" {MACHINES[star.machine].partition(',')[0]}, {star.sequences} sequences"
+                ),
                 quantity="ratio",
                 unit="times ZeRO-3",
                 workload=f"{star.sequences} x 1024",
@@ -237,6 +267,8 @@ def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, caption: str) -
         )
     )
     at_32 = [star for star in stars if (star.model, star.sequences) == (SEVEN, 32)]
+    few = [star.ratio for star in stars if (star.machine, star.system) == ("h100-sxm", "ours")]
+    likely = [data.at("h100-sxm", SEVEN, batch).ratio("ours") or 0 for batch in (4, 8)]
     known = {found.system: found.ratio for found in reversed(at_32)}
     clipped = next(found.ratio for found in at_32 if "clipped, through" in found.where)
     plain = next(found.ratio for found in at_32 if "not clipped" in found.where)
@@ -259,9 +291,10 @@ def _drawn(data: RatioData, stars: list[RatioStar], figure: Any, caption: str) -
             f" on an H200, ours was measured at {known['ours']:.2f} times ZeRO-3's speed with"
             f" compiled layers ({here.ratio('ours') or 0:.2f} is predicted with eager ones). The"
             f" code was measured at {known['megatrain_code']:.2f} times"
-            f" ({here.ratio('megatrain_code') or 0:.2f} predicted), and FSDP2 at {plain:.2f} times"
-            f" without clipping ({here.ratio('fsdp2_offload') or 0:.2f} predicted) and"
-            f" {clipped:.2f} with it."
+            f" ({here.ratio('megatrain_code') or 0:.2f} predicted), and FSDP2 at {clipped:.2f}"
+            f" times ({here.ratio('fsdp2_offload') or 0:.2f} predicted) and {plain:.2f} without"
+            f" clipping. On an H100, ours was measured at {few[0]:.2f} times with 4 sequences and"
+            f" {few[1]:.2f} with 8 ({likely[0]:.2f} and {likely[1]:.2f} predicted)."
         ),
         caption=caption,
         caption_columns=122,
