@@ -58,6 +58,7 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.remembered import Remembered, costs_sizes
 from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
@@ -196,7 +197,8 @@ class PlacementSearch:
             costs,
         )
         group = plan.knobs.micro_batch_group
-        self.timing = InShortGroups(costs, group) if group > 2 else costs
+        timing = InShortGroups(costs, group) if group > 2 else costs
+        self.timing = Remembered(timing) if costs_sizes(timing) else timing
         """The costs of shortened plans."""
         self.filling = Filling(plan, costs, more=more)
         self.lower_bound = LowerBound(plan, costs)

@@ -204,6 +204,23 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.flops or self.elements
 
     @property
+    def size(self) -> tuple[object, ...]:
+        """The size of the op, as in `Sizes`. Ops of one size have the same cost."""
+        kind, layer, _, _, _ = parse_id(self.id)
+        return (
+            kind,
+            "" if layer.isdigit() else layer,
+            self.lane,
+            self.adds,
+            self.bytes,
+            self.parameters,
+            self.flops,
+            self.elements,
+            self.shape,
+            self.high_priority,
+        )
+
+    @property
     def adds(self) -> bool:
         """Whether the op adds to a buffer: whether it reads a buffer that it also writes."""
         return any(buffer in self.reads for buffer in self.writes)
