@@ -61,6 +61,11 @@ class LowerBound:
         self._copied: dict[tuple[object, ...], _Size] = {}
         self._exchanged: dict[tuple[object, ...], int] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
+        self._signatures = {"": ""} | {
+            name: layer.signature for name, layer in plan.model.stack.items()
+        }
+        self.parts = {layer: part_elements(plan, layer) for layer in plan.model.stack}
+        """For each layer, the elements that a rank owns: all of them with one GPU."""
 
     def compute_ns(self, plan: Plan) -> int:
         """Returns a lower bound of the step time in ns: the durations of all compute ops of the
@@ -102,7 +107,7 @@ class LowerBound:
             layer: Name of the layer. Empty for the head.
             kept: Whether the attention output is saved, so that recompute skips attention.
         """
-        key = kind, self._plan.model.stack[layer].signature if layer else "", kept
+        key = kind, self._signatures[layer], kept
         if key not in self._known:
             op = Op(
                 id=f"{_CODES[kind]}{layer}.m0",
@@ -196,8 +201,7 @@ class _EarliestTimes:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
-        self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
-        """For each layer, the elements that a rank owns: all of them with one GPU."""
+        self.parts = bounds.parts
         self.state = stack_state(plan)
         self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
