@@ -12,7 +12,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.costs.protocol import ContendedCosts
+from megatrain.simulator.costs.remembered import costs_sizes
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
@@ -149,10 +149,9 @@ def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
     Its ops and buffers may be missing if `costs` uses only `Schedule.sizes`, as the cost models of
     this package do.
     """
-    while isinstance(costs, ScaledCosts):
-        costs = costs.costs
-    by_size = getattr(type(costs), "sizes", None) is ContendedCosts.sizes
-    return policy_library.lower_for_timing(plan) if by_size else policy_library.lower_uncached(plan)
+    if costs_sizes(costs):
+        return policy_library.lower_for_timing(plan)
+    return policy_library.lower_uncached(plan)
 
 
 def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:

@@ -43,7 +43,7 @@ from megatrain.simulator.schedule.arithmetic import (
     stack_state,
     whole_matrices,
 )
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
 _Size = tuple[float, float, float]
@@ -60,7 +60,13 @@ class LowerBound:
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
         self._exchanged: dict[tuple[object, ...], int] = {}
+        self._steps: dict[Knobs, float] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
+        self._signatures = {"": ""} | {
+            name: layer.signature for name, layer in plan.model.stack.items()
+        }
+        self.parts = {layer: part_elements(plan, layer) for layer in plan.model.stack}
+        """For each layer, the elements that a rank owns: all of them with one GPU."""
 
     def compute_ns(self, plan: Plan) -> int:
         """Returns a lower bound of the step time in ns: the durations of all compute ops of the
@@ -72,14 +78,17 @@ class LowerBound:
         """Returns a lower bound of the step time in ns, which also considers copies and updates.
 
         Groups of micro-batches between the first and the last add only their compute time. If the
-        policy does not go through the model layer by layer, the result is `compute_ns`.
+        policy does not go through the model layer by layer, the result is `compute_ns`. Results are
+        cached.
         """
         if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
-        group = plan.knobs.micro_batch_group
-        groups = plan.micro_batches // group
-        further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
-        return _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
+        if plan.knobs not in self._steps:
+            group = plan.knobs.micro_batch_group
+            groups = plan.micro_batches // group
+            further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
+            self._steps[plan.knobs] = _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
+        return self._steps[plan.knobs]
 
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the total duration of all compute ops of one micro-batch."""
@@ -102,7 +111,7 @@ class LowerBound:
             layer: Name of the layer. Empty for the head.
             kept: Whether the attention output is saved, so that recompute skips attention.
         """
-        key = kind, self._plan.model.stack[layer].signature if layer else "", kept
+        key = kind, self._signatures[layer], kept
         if key not in self._known:
             op = Op(
                 id=f"{_CODES[kind]}{layer}.m0",
@@ -196,8 +205,7 @@ class _EarliestTimes:
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         self.defers_update = policies.find(plan.policy).defers_update(plan)
         self.on_host = plan.placed("host_updated")
-        self.parts = {layer: part_elements(plan, layer) for layer in self.stack}
-        """For each layer, the elements that a rank owns: all of them with one GPU."""
+        self.parts = bounds.parts
         self.state = stack_state(plan)
         self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}

@@ -58,6 +58,7 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs.remembered import Remembered, costs_sizes
 from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
@@ -196,7 +197,8 @@ class PlacementSearch:
             costs,
         )
         group = plan.knobs.micro_batch_group
-        self.timing = InShortGroups(costs, group) if group > 2 else costs
+        timing = InShortGroups(costs, group) if group > 2 else costs
+        self.timing = Remembered(timing) if costs_sizes(timing) else timing
         """The costs of shortened plans."""
         self.filling = Filling(plan, costs, more=more)
         self.lower_bound = LowerBound(plan, costs)
@@ -208,7 +210,7 @@ class PlacementSearch:
         Plans that are slower than a step time of `limit_ns` by more than `_MOST_REFINED` are
         skipped.
         """
-        usual = self._usual()
+        usual = self._usual
         estimates = [
             estimate
             for fitting in (*map(self._fitting, self._whole_layers()), usual)
@@ -219,13 +221,14 @@ class PlacementSearch:
             other = PlacementSearch(self.plan, self.costs, more=True)
             other.lower_bound, other._runs = self.lower_bound, self._runs
             known = set(usual)
-            candidates = [plan for plan in other._usual() if plan not in known]
+            candidates = [plan for plan in other._usual if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
+    @functools.cached_property
     def _usual(self) -> list[Plan]:
-        """Returns the candidates that fit, with the most slots with which any fits."""
+        """The candidates that fit, with the most slots with which any fits."""
         return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
 
     def improved(self, plan: Plan) -> Plan:
@@ -258,7 +261,7 @@ class PlacementSearch:
         It has the lowest bound of the plans that `best` begins with. No plan is lowered. Returns
         None if none of them fits.
         """
-        fitting = self._usual()
+        fitting = self._usual
         bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
         return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
 
@@ -266,7 +269,7 @@ class PlacementSearch:
         """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
         infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """
-        fitting = self._usual()
+        fitting = self._usual
         ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
         return min(map(self.time, ranked), default=math.inf)
 

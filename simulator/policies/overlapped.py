@@ -146,12 +146,13 @@ class _OverlappedStore(ChunkedStore):
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for streamed weights and for gradients."""
-        kinds = {
-            layer: (spec.kind, spec.elements, spec.signature) for layer, spec in self.stack.items()
-        }
         for name in STATE if self.defers else UPDATED:
             # Layers of one kind need the same slots, so one of them is enough.
-            alike = {kinds[layer]: layer for layer in self.streaming[name] - self.on_host}
+            alike = {
+                (spec.kind, spec.elements, spec.signature): layer
+                for layer in self.streaming[name] - self.on_host
+                for spec in (self.stack[layer],)
+            }
             streaming = {
                 (self.state[layer][name], self._longest_chunk(layer)) for layer in alike.values()
             }

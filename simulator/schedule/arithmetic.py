@@ -253,7 +253,14 @@ def cost_keys(
         kept: True for a recompute that skips attention because the forward saved it.
         read: True for a recompute whose output the recompute of the next layer reads.
     """
-    model, work = plan.model, plan.workload
+    return _cost_keys(plan.model, plan.workload, kind, layer, kept, read)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cost_keys(
+    model: ModelSpec, work: Workload, kind: str, layer: str, kept: bool, read: bool
+) -> dict[str, Any]:
+    """Returns what `cost_keys` returns. Cached because a search lowers many plans of a workload."""
     whole = read and bool(work.piece)
     flops = model.work("forward" if whole else kind, layer, work, kept=kept).flops
     signature = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -85,7 +84,7 @@ class ScheduleError(ValueError):
     """Raised if a schedule breaks a rule. The text names the ops and the buffer."""
 
 
-class OpId(NamedTuple):
+class OpId(msgspec.Struct, frozen=True):
     """The parts of an op id: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward
     pass of micro-batch 0.
     """
@@ -103,11 +102,10 @@ class OpId(NamedTuple):
     """The chunk, if the op works on one of several."""
 
     def __str__(self) -> str:
-        kind, layer, phase, micro, chunk = self
-        text = f"{_CODE_OF[kind]}{layer}{phase}"
-        if micro is not None:
-            text += f".m{micro}"
-        return text if chunk is None else f"{text}.c{chunk}"
+        text = f"{_CODE_OF[self.kind]}{self.layer}{self.phase}"
+        if self.micro is not None:
+            text += f".m{self.micro}"
+        return text if self.chunk is None else f"{text}.c{self.chunk}"
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -202,6 +200,23 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         the elements that it moves.
         """
         return self.flops or self.elements
+
+    @property
+    def size(self) -> tuple[object, ...]:
+        """The size of the op, as in `Sizes`. Ops of one size have the same cost."""
+        id = parse_id(self.id)
+        return (
+            id.kind,
+            "" if id.layer.isdigit() else id.layer,
+            self.lane,
+            self.adds,
+            self.bytes,
+            self.parameters,
+            self.flops,
+            self.elements,
+            self.shape,
+            self.high_priority,
+        )
 
     @property
     def adds(self) -> bool:

@@ -143,8 +143,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             start = op.id.partition(".")[0]
             name = named.get(start)
             if name is None:
-                kind, layer, _, _, _ = parse_id(op.id)
-                name = named[start] = kind if layer.isdigit() else f"{kind} {layer}"
+                id = parse_id(op.id)
+                name = named[start] = id.kind if id.layer.isdigit() else f"{id.kind} {id.layer}"
             reads, adds = op.reads, False
             for buffer in op.writes:
                 if buffer in reads:

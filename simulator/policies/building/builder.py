@@ -232,7 +232,7 @@ class Builder:
         for number, first, count in chunks:
             part = {name: f"{name}#{number}" for name in parted}
             self.op(
-                id._replace(chunk=number),
+                msgspec.structs.replace(id, chunk=number),
                 lane,
                 [part.get(name, name) for name in reads],
                 [part.get(name, name) for name in writes],
@@ -292,7 +292,7 @@ class Builder:
             for buffer in writes:
                 if buffer in reads:
                     adds = True
-            kind, layer, get = id[0], id[1], sizes.get
+            kind, layer, get = id.kind, id.layer, sizes.get
             key = (
                 kind,
                 "" if layer.isdigit() else layer,

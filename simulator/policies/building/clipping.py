@@ -53,17 +53,11 @@ class Clipping:
         """
         self.builder, self.stack, self.kind = builder, plan.model.stack, plan.workload.clipping
         self.lane, by_update = lane, self.kind == "update"
-        self.side = {
-            layer: ("host", "cpu") if by_update and layer in on_host else (place, update_lane)
-            for layer in self.stack
-        }
-        values = {
-            layer: len(spec.tensors) if self.kind in BY_TENSOR else 1
-            for layer, spec in self.stack.items()
-        }
-        sizes = {
-            layer: -(-4 * count // SCALAR_BYTES) * SCALAR_BYTES for layer, count in values.items()
-        }
+        self._usual_side, self._on_host = (place, update_lane), on_host if by_update else ()
+        sizes = dict.fromkeys(self.stack, SCALAR_BYTES)
+        if self.kind in BY_TENSOR:
+            for layer, spec in self.stack.items():
+                sizes[layer] = -(-4 * len(spec.tensors) // SCALAR_BYTES) * SCALAR_BYTES
         normed = self.stack if self.kind in ("global", "layer", "adagc") else ()
         self.norm = {
             layer: builder.persistent(f"{place}.norm", layer, sizes[layer], "norms")
@@ -83,15 +77,22 @@ class Clipping:
         else:
             for layer, size in sizes.items():
                 self.own[layer] = builder.persistent(
-                    f"{self.side[layer][0]}.clips", layer, size, "clips"
+                    f"{self._side(layer)[0]}.clips", layer, size, "clips"
                 )
-        for side, _ in dict.fromkeys(self.side.values()) if by_update else ():
+        sides = dict.fromkeys(map(self._side, self.stack)) if by_update else ()
+        for side, _ in sides:
             most = max(
-                spec.elements for layer, spec in self.stack.items() if self.side[layer][0] == side
+                spec.elements for layer, spec in self.stack.items() if self._side(layer)[0] == side
             )
             builder.slots(f"{side}.ratio_rows", 1, 4 * most // RATIO_ROW, "ratio_sums")
         self.losses: list[str] = []
         """The buffers of all losses. The policy sets them in `losses_written`."""
+
+    def _side(self, layer: str) -> tuple[str, str]:
+        """Returns the place of the layer's buffers of clipping by `update`, and the lane that runs
+        its ops.
+        """
+        return ("host", "cpu") if layer in self._on_host else self._usual_side
 
     def factor(self, layer: str) -> str:
         """Returns the buffer with the factor that the layer's update reads."""
@@ -127,7 +128,7 @@ class Clipping:
 
     def rows(self, layer: str) -> str:
         """Returns a slot for the layer's sums of g^2 / v. `clip_by` releases it."""
-        return self.builder.acquire(f"{self.side[layer][0]}.ratio_rows")
+        return self.builder.acquire(f"{self._side(layer)[0]}.ratio_rows")
 
     def ratios(
         self, layer: str, gradient: str, moments: str, rows: str, chunk: Chunk | None = None
@@ -136,7 +137,7 @@ class Clipping:
         number, first, count = chunk or (None, 0, self.stack[layer].elements)
         self.builder.op(
             OpId("update_ratios", layer, chunk=number),
-            self.side[layer][1],
+            self._side(layer)[1],
             [gradient, moments],
             [rows],
             offset=first,
@@ -149,7 +150,7 @@ class Clipping:
         """
         self.builder.op(
             OpId("clip", layer),
-            self.side[layer][1],
+            self._side(layer)[1],
             [rows, *self.losses],
             [self.own[layer]],
             parameters=self.stack[layer].elements,

@@ -91,9 +91,9 @@ class LatestUses:
         for buffer in writes:
             use = uses.get(buffer) or self._first_use(buffer)
             for overlapping in (use, *use.others) if use.others else (use,):
-                for other in overlapping.readers.values():
-                    if waited[lanes[other]] < other:
-                        waited[lanes[other]] = other
+                for number, other in overlapping.readers.items():
+                    if waited[number] < other:
+                        waited[number] = other
                         after += (other,)
                 other = overlapping.writer
                 if waited[lanes[other]] < other:

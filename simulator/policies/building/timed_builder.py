@@ -87,7 +87,7 @@ class TimedBuilder(Builder):
         offset: int = 0,
         **sizes: Any,
     ) -> None:
-        micro, number, op = id[3], _LANES[lane], len(self._lanes)
+        micro, number, op = id.micro, _LANES[lane], len(self._lanes)
         also = op - 1 if self._serial and op and self._lanes[-1] != number else None
         self._after.append(self._append(number, reads, writes, also))
         if number == _COMPUTE and micro is not None:
@@ -108,8 +108,7 @@ class TimedBuilder(Builder):
         if self._serial or lane == "compute":
             super().in_chunks(id, lane, reads, writes, chunks, parted, size, width)
             return
-        kind, layer, _, _, _ = id
-        number = _LANES[lane]
+        kind, layer, number = id.kind, id.layer, _LANES[lane]
         self._after += self._uses.append_chunks(number, reads, writes, parted, len(chunks))
         key = kind, "" if layer.isdigit() else layer, width
         known = self._chunk_sizes.get(key)
@@ -131,8 +130,7 @@ class TimedBuilder(Builder):
         sizes: dict[str, Any],
     ) -> int:
         """Returns the index of the size of an op in `Sizes.ops`."""
-        kind, layer, _, _, _ = id
-        adds = False
+        kind, layer, adds = id.kind, id.layer, False
         for buffer in writes:
             if buffer in reads:
                 adds = True

@@ -240,7 +240,7 @@ class _Compute(_Buffers):
 
     def __init__(self, builder: Builder, plan: Plan, storage: ParameterStore) -> None:
         super().__init__(builder, plan)
-        self.storage = storage
+        self.storage, self.stack = storage, plan.model.stack
         self.costs: dict[tuple[str, str, bool, bool], dict[str, Any]] = {}
         """(kind, layer signature, kept, read) -> the fields of an op that its cost depends on."""
         self.inputs: dict[tuple[int, int], str] = {}
@@ -262,7 +262,7 @@ class _Compute(_Buffers):
         read: bool = False,
     ) -> None:
         """Emits a compute op. `kept` and `read` are the arguments of `cost_keys`."""
-        key = kind, self.plan.model.stack[layer].signature if layer else "", kept, read
+        key = kind, self.stack[layer].signature if layer else "", kept, read
         if key not in self.costs:
             self.costs[key] = cost_keys(self.plan, kind, layer, kept=kept, read=read)
         self.builder.op(OpId(kind, layer, micro=micro), "compute", reads, writes, **self.costs[key])
