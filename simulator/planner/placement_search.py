@@ -210,7 +210,7 @@ class PlacementSearch:
         Plans that are slower than a step time of `limit_ns` by more than `_MOST_REFINED` are
         skipped.
         """
-        usual = self._usual
+        usual = self._usual()
         estimates = [
             estimate
             for fitting in (*map(self._fitting, self._whole_layers()), usual)
@@ -221,14 +221,13 @@ class PlacementSearch:
             other = PlacementSearch(self.plan, self.costs, more=True)
             other.lower_bound, other._runs = self.lower_bound, self._runs
             known = set(usual)
-            candidates = [plan for plan in other._usual if plan not in known]
+            candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
-    @functools.cached_property
     def _usual(self) -> list[Plan]:
-        """The candidates that fit, with the most slots with which any fits."""
+        """Returns the candidates that fit, with the most slots with which any fits."""
         return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
 
     def improved(self, plan: Plan) -> Plan:
@@ -261,7 +260,7 @@ class PlacementSearch:
         It has the lowest bound of the plans that `best` begins with. No plan is lowered. Returns
         None if none of them fits.
         """
-        fitting = self._usual
+        fitting = self._usual()
         bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
         return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
 
@@ -269,7 +268,7 @@ class PlacementSearch:
         """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
         infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """
-        fitting = self._usual
+        fitting = self._usual()
         ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
         return min(map(self.time, ranked), default=math.inf)
 

@@ -169,34 +169,25 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         return assess(plan, costs)
     if not policy.places_state:
         return SlotSearch(plan, costs).best()
-    best = fastest(_searches(plan, costs))
+    best = _best_placed(plan, costs)
     if best is None:
         return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
     return msgspec.structs.replace(assess(best.plan, costs), runner_up=best.runner_up)
 
 
-def _searches(plan: Plan, costs: CostModel) -> list[PlacementSearch]:
-    """Returns a search for each size of micro-batch groups, the smallest size first. The policy of
-    `plan` must place state.
+def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
+    """Returns the fastest plan that fits, with its runner-up, for a policy that places state.
+
+    Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
+    takes `most_ns` or longer.
     """
-    return [
-        PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
-        for size in group_sizes(plan)
-    ]
-
-
-def _are_slow(searches: list[PlacementSearch], most_ns: float, likely_ns: float) -> bool:
-    """Returns whether bounds show that every plan of `searches` takes `most_ns` or longer, or that
-    the plans from which they begin take `likely_ns` or longer.
-
-    A search improves the plans from which it begins, but seldom by more than half a percent over
-    the bound. `searches` are those of `_searches`.
-    """
-    # Single micro-batches leave the most memory for saved activations.
-    if searches[0].least_ns() >= most_ns:
-        return True
-    likely = [found[0] for search in searches if (found := search.likely())]
-    return bool(likely) and min(likely) >= likely_ns
+    return fastest(
+        [
+            PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+            for size in group_sizes(plan)
+        ],
+        most_ns,
+    )
 
 
 def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estimate | None:
@@ -321,14 +312,13 @@ def best_estimate(
     host_limit: int | None = None,
     policies: list[str] | None = None,
     most_seconds: float = math.inf,
-    likely_seconds: float = math.inf,
 ) -> Estimate | None:
     """Returns the memory and the time of the first of `candidates`, or None if it does not fit.
 
-    With a single policy that places state, the plan is not lowered in full, which saves time. The
-    result may then also be None if bounds show that every plan takes `most_seconds` per step or
-    longer, or that the plans from which the search begins take `likely_seconds` or longer. The
-    other arguments are those of `candidates`. Raises UserError as `candidates` does.
+    The arguments are those of `candidates`, and `most_seconds`: if every plan takes that many
+    seconds per step or longer, the result may be None or any such plan. With a single policy that
+    places state, the plan is not lowered in full, which saves time. Raises UserError as
+    `candidates` does.
     """
     if not policies or len(policies) > 1 or not policy_library.find(policies[0]).places_state:
         best = candidates(
@@ -349,10 +339,7 @@ def best_estimate(
         policies=policies,
     )
     costs = cost_model(hardware, model, workload)
-    searches = _searches(plan, costs)
-    if most_seconds < math.inf and _are_slow(searches, most_seconds * 1e9, likely_seconds * 1e9):
-        return None
-    if placed := fastest(searches, most_seconds * 1e9):
+    if placed := _best_placed(plan, costs, most_seconds * 1e9):
         return placed
     least = _least(PlacementSearch(plan, costs).nearest_miss(), hardware, costs, policies)
     return estimate(least, costs) if least else None

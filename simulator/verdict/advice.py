@@ -16,6 +16,7 @@ other changes, because training with them is not exact AdamW.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
@@ -29,13 +30,20 @@ from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, Estimate, estimate
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    Estimate,
+    estimate,
+    group_sizes,
+    with_knobs,
+)
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
     longest_context,
     usable,
 )
+from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.verdict.alternatives import alternatives
 from megatrain.simulator.verdict.suggestion import Suggestion
 
@@ -51,16 +59,11 @@ class Search(Protocol):
     """The planner's search for one model, machine and set of policies."""
 
     def __call__(
-        self,
-        work: Workload,
-        device_limit: int,
-        host_limit: int,
-        most_seconds: float = math.inf,
-        likely_seconds: float = math.inf,
+        self, work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
     ) -> Estimate | None:
         """Returns the best plan for a workload and limits in bytes, or None if none fits.
 
-        `most_seconds` and `likely_seconds` are those of `best_estimate`.
+        If every plan takes `most_seconds` per step or longer, the result may be None or any plan.
         """
 
 
@@ -382,14 +385,13 @@ class Adviser:
         little.
         """
         new_limits = self._limits | limits
+        bounds = self._bounds(work, new_limits["device_limit"], new_limits["host_limit"])
+        for least, needed in zip(bounds, (_LEAST_GAIN, _LIKELY_GAIN), strict=False):
+            if tokens_per_second(work, least) < (1 + needed) * self.speed:
+                return None
         # Slower steps gain so little that `suggestions` leaves them out.
-        most_seconds, likely_seconds = (
-            work.step_tokens / ((1 + 0.999 * gain) * self.speed)
-            for gain in (_LEAST_GAIN, _LIKELY_GAIN)
-        )
-        best = self.search(
-            work, **new_limits, most_seconds=most_seconds, likely_seconds=likely_seconds
-        )
+        most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
+        best = self.search(work, **new_limits, most_seconds=most_seconds)
         if best is None:
             return None
         note = ", and nothing streams" if limits and not best.streams else ""
@@ -401,6 +403,29 @@ class Adviser:
             _total(self.choice.account) - _total(best.account),
             note="nothing streams then" if note else _note(options, work),
         )
+
+    def _bounds(self, work: Workload, device_limit: int, host_limit: int) -> Iterator[float]:
+        """Yields two step times of the choice's policy in seconds, for another workload and limits.
+
+        The first is a lower bound for every plan. The second is a lower bound for the plans from
+        which a search begins, and takes longer to compute. The search improves these plans, but
+        seldom by more than half a percent over the bound. A time that is not known is left out.
+        """
+        if not policy_library.find(self.plan.policy).places_state:
+            return
+        plan = msgspec.structs.replace(
+            self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
+        )
+        costs = cost_model(self.hardware, plan.model, work)
+        searches = [
+            PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+            for size in group_sizes(plan)
+        ]
+        # Single micro-batches leave the most memory for saved activations.
+        yield searches[0].least_ns() / 1e9
+        likely = [found[0] for search in searches if (found := search.likely())]
+        if likely:
+            yield min(likely) / 1e9
 
     def _gained(
         self,

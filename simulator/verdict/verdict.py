@@ -572,11 +572,7 @@ def explored(
     searched = [plan.policy] if policy_library.find(plan.policy).places_state else names
 
     def search_again(
-        work: Workload,
-        device_limit: int,
-        host_limit: int,
-        most_seconds: float = math.inf,
-        likely_seconds: float = math.inf,
+        work: Workload, device_limit: int, host_limit: int, most_seconds: float = math.inf
     ) -> Estimate | None:
         return best_estimate(
             plan.model,
@@ -586,7 +582,6 @@ def explored(
             host_limit=host_limit,
             policies=searched,
             most_seconds=most_seconds,
-            likely_seconds=likely_seconds,
         )
 
     adviser = Adviser(choice, hardware, costs, names, search_again, footprints)

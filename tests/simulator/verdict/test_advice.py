@@ -18,9 +18,10 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.assessment import assess, with_knobs
 from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict import advice
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
@@ -260,6 +261,48 @@ def test_advice_names_the_state_format_in_which_a_model_fits(host: int, wanted: 
             advise=False,
         )
         assert again.tokens_per_second == pytest.approx(entry.tokens_per_second)
+
+
+def test_a_change_of_a_plan_with_host_updates_is_searched() -> None:
+    """Without clipping, a search begins with plans that the device updates. Their bound is 39 s,
+    but the search finds a plan with host updates that takes 22 s. So the bound must be of plans
+    with the host updates of the chosen plan.
+    """
+    verdict = judge(
+        ModelSpec.load("qwen2.5-72b"),
+        HardwareSpec.load("a100-80-sxm"),
+        Workload(batch=1, sequence=1024, loss_chunk=1024),
+        policies=["overlapped"],
+        device_limit=12 * 2**30,
+        host_limit=2 * 2**40,
+    )
+    assert verdict.feasible
+    (entry,) = [entry for entry in verdict.advice if entry.options == {"clipping": "none"}]
+    assert entry.gain > 0.04
+
+
+def test_bounds_for_another_workload_hold_for_groups_of_any_size(model: ModelSpec) -> None:
+    """Smaller groups than the choice's leave more memory for saved activations."""
+    work = msgspec.structs.replace(WORK, accumulation=4)
+    costs = cost_model(H200, model, work)
+    plan = candidates(model, H200, work, policies=["overlapped"])[0].plan
+    assert plan.prediction is not None
+    limit = plan.prediction.device_peak_bytes // 2
+    bounds = []
+    for group in (1, 4):
+        choice = assess(with_knobs(plan, micro_batch_group=group, placement=Placement()), costs)
+        adviser = Adviser(choice, H200, costs, ["overlapped"], lambda *_, found=choice: found, [])
+        bounds.append(list(adviser._bounds(work, limit, plan.host_limit_bytes)))
+    assert bounds[0] == bounds[1]
+    assert 0 < bounds[0][0] < bounds[0][1]
+
+
+def test_no_bound_is_known_for_a_policy_without_placements(model: ModelSpec) -> None:
+    """So no change of its plan is left out as too slow."""
+    choice = candidates(model, H200, WORK, policies=["k_buffer"])[0]
+    costs = cost_model(H200, model, WORK)
+    some = Adviser(choice, H200, costs, ["k_buffer"], lambda *_, **__: None, [])
+    assert not list(some._bounds(WORK, choice.plan.device_limit_bytes, 2**40))
 
 
 def adviser(make_model: Callable[..., ModelSpec], machine: str) -> Adviser:
