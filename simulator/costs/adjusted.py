@@ -45,8 +45,9 @@ class WithinSpread(ScaledCosts):
     the lane `cpu` get a factor of `CostTable.host_factors` instead, if these were measured. With n
     factors, it is the one at place (n + 1) / 20 from either end, rounded down and at least 1. A
     further factor is equally likely in each of the n + 1 intervals that n factors make. So it is
-    between these two with a probability of at least 90 %, if n is at least 19. An extrapolated
-    duration changes by the factor and by `uncertainty`.
+    between these two with a probability of at least 90 %, if n is at least 19 and the host later
+    varies as it did during the calibration. An extrapolated duration changes by the factor and by
+    `uncertainty`.
     """
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
