@@ -40,8 +40,8 @@ _COMMENTS = {
     "costs": (
         "Durations of measured operations, which are used instead of the rates above.\n"
         "process_bytes: host memory of a process besides its pools.\n"
-        "host_factors: times of the CPU optimizer in short windows, divided by their median. Each\n"
-        "is equally likely."
+        "host_factors: times of the CPU optimizer in short windows, divided by the times in the\n"
+        "curves. Each is equally likely."
     ),
     "costs.fixed": (
         "Host time of one kernel launch and of recording one event, and the rates at which new\n"

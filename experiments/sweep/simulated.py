@@ -33,7 +33,7 @@ from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import plan_account
+from megatrain.simulator.planner.assessment import expected_ns, plan_account
 from megatrain.simulator.planner.capacity import resized
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule import OFFLOADING, Op, Schedule, has_saved_attention, is_whole
@@ -161,7 +161,7 @@ class Simulator:
         )
         player = engine.makespan_ns if decided == "engine" else evaluator.uncontended_makespan_ns
         return (
-            (player(schedule, costs) + costs.step_overhead_ns) / 1e9,
+            (expected_ns(schedule, costs, player) + costs.step_overhead_ns) / 1e9,
             max(lanes, key=lanes.__getitem__, default="none"),
             decided,
         )

@@ -84,6 +84,9 @@ _HOST_SECONDS = 1.0
 """The least duration of each run of the CPU optimizer in seconds."""
 _HOST_TURNS = 4
 """Number of runs of the CPU optimizer. Its speed varies by a tenth within minutes."""
+_WINDOW_SECONDS = 0.15
+"""The least duration of the CPU optimizer after each run of a plan, in seconds. About 30 such
+windows show how much its speed varies."""
 _LEAST_UPDATED = 2**23
 """The least number of parameters in the CPU updates that run at the same time as copies, even if
 the host memory is limited: 150 MB. With fewer, the result would depend on Python's lock."""
@@ -122,7 +125,9 @@ class _Bench:
         self.amounts: dict[tuple[str, str | int], int] = {}
         """Key of a sample -> the amount of work in the op (`Op.amount`)."""
         self.host_windows: dict[tuple[str, str | int], list[float]] = {}
-        """(kind of CPU update, number of parameters) -> mean duration in each turn, in ns."""
+        """(kind of CPU update, number of parameters) -> mean duration in each window, in ns."""
+        self.updates: ChunkUpdates | None = None
+        """Runs in a window after each plan."""
         self.process_growth: list[int] = []
         """For each run of the CPU optimizer, the bytes that the process allocated outside of its
         pools."""
@@ -155,7 +160,8 @@ class _Bench:
         evaluates: bool = False,
         seconds: float | None = None,
     ) -> StepProfile:
-        """Runs steps of `plan`, and collects the durations of the ops of `kinds`.
+        """Runs steps of `plan`, and collects the durations of the ops of `kinds`. A window of the
+        CPU optimizer follows.
 
         Args:
             subject: the model.
@@ -186,6 +192,8 @@ class _Bench:
                 )
         if profile.evaluation:
             self._collect(plan, *profile.evaluation)
+        if self.updates is not None:
+            self.collect_window(self.updates.window(_WINDOW_SECONDS))
         return profile
 
     def _collect(self, plan: Plan, op: Op, durations: list[int]) -> None:
@@ -197,6 +205,14 @@ class _Bench:
         )
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount
+
+    def collect_window(self, durations: dict[tuple[str, str | int], list[int]]) -> None:
+        """Adds durations of CPU updates in ns, which were measured without a pause, to the samples.
+        Their means are added to the windows.
+        """
+        for key, measured in durations.items():
+            self.samples.setdefault(key, []).extend(measured)
+            self.host_windows.setdefault(key, []).append(statistics.fmean(measured))
 
     def layers(self, subject: Subject, workload: Workload, base: Workload) -> GridPoint | None:
         """Measures all times and memory that depend on the tokens, for one workload of the grid.
@@ -351,15 +367,19 @@ def calibrate(
             progress("host memory: touching and registering")
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 bench.memory.reserve(needed)
-        count = min(
-            sum(layer.elements for layer in small.decoders), max(limits[1] - needed, 0) // BYTES
+        # The layers of the largest model, because updates that fit in a cache are faster.
+        elements = max(
+            sum(layer.elements for layer in measured.model.shortest(_LAYERS).decoders)
+            for measured in (subject, *others)
         )
+        count = min(elements, max(limits[1] - needed, 0) // BYTES)
         chunks = ChunkUpdates(
-            max(count, min(sum(layer.elements for layer in small.decoders), _LEAST_UPDATED)),
+            max(count, min(elements, _LEAST_UPDATED)),
             TORCH_DTYPE[workload.dtype],
             lane_threads(device)["cpu"],
         )
         cleanup.callback(chunks.close)
+        bench.updates = chunks
         _measure_optimizer(bench, subject, quick)
         progress("all lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
@@ -460,9 +480,7 @@ def _measure_host_optimizer(
             work = msgspec.structs.replace(workload, accumulation=accumulation)
             bench.run(subject, bench.plan("sequential", small, work), kinds, seconds=_HOST_SECONDS)
     bench.process_growth += grown
-    for key, durations in chunks.measure(_HOST_SECONDS).items():
-        bench.samples.setdefault(key, []).extend(durations)
-        bench.host_windows.setdefault(key, []).append(statistics.fmean(durations))
+    bench.collect_window(chunks.measure(_HOST_SECONDS))
 
 
 def _measure_format(bench: _Bench, state: str, count: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -112,15 +113,31 @@ class ChunkUpdates:
         Updates with gradients in the dtype of the weights and, if this is not fp32, in fp32 are
         timed. A size is timed if the state has at least two chunks of it.
         """
+        return self._timed(self._sizes, list(self._gradients), seconds)
+
+    def window(self, seconds: float) -> dict[tuple[str, str | int], list[int]]:
+        """Times updates as `measure` does, but only those of the largest size with gradients in the
+        dtype of the weights.
+        """
+        return self._timed(self._sizes[-1:], list(self._gradients)[:1], seconds)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The sizes to time, in ascending order."""
+        return [size for size in _SIZES if 2 * size <= self._count]
+
+    def _timed(
+        self, sizes: Sequence[int], kinds: Sequence[str], seconds: float
+    ) -> dict[tuple[str, str | int], list[int]]:
+        """Returns (kind, size) -> durations in ns, measured within about `seconds` in all."""
         samples: dict[tuple[str, str | int], list[int]] = {}
-        sizes = [size for size in _SIZES if 2 * size <= self._count]
         own_threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)  # for updates in PyTorch, if there are no C kernels
-        for size, (kind, gradient) in itertools.product(sizes, self._gradients.items()):
+        for size, kind in itertools.product(sizes, kinds):
             durations = samples.setdefault((kind, size), [])
-            ends = time.perf_counter() + seconds / (len(self._gradients) * len(sizes))
+            ends = time.perf_counter() + seconds / (len(kinds) * len(sizes))
             for start in itertools.cycle(range(0, self._count - size + 1, size)):
-                durations.append(self._update(slice(start, start + size), gradient))
+                durations.append(self._update(slice(start, start + size), self._gradients[kind]))
                 if len(durations) >= _LEAST and time.perf_counter() > ends:
                     break
         torch.set_num_threads(own_threads)

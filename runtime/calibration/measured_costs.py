@@ -111,22 +111,25 @@ def cost_table(
         turns=lanes.turns,
         fixed=rates.fixed,
         process_bytes=_process_bytes(process_growth, device),
-        host_factors=host_factors(host_windows),
+        host_factors=host_factors(host_windows, samples),
         dispatch_ns=_dispatch(waits),
         spread=spreads,
         step_overhead_ns=max(round(statistics.median(overhead)), 0),
     )
 
 
-def host_factors(windows: Mapping[tuple[str, str | int], Sequence[float]]) -> tuple[float, ...]:
-    """Returns `CostTable.host_factors`: the duration of each window divided by the median of the
-    windows with the same update, in ascending order, with four decimals.
+def host_factors(
+    windows: Mapping[tuple[str, str | int], Sequence[float]], samples: Samples
+) -> tuple[float, ...]:
+    """Returns `CostTable.host_factors`: the mean duration of an update in each window, divided by
+    its median over all windows, in ascending order, with four decimals.
 
-    Small updates are left out.
+    This median is the duration in the cost table, so that the product is the duration in the
+    window. Small updates are left out.
     """
     factors = [
-        round(duration / statistics.median(durations), 4)
-        for (_, size), durations in windows.items()
+        round(duration / statistics.median(samples[kind, size]), 4)
+        for (kind, size), durations in windows.items()
         if isinstance(size, int) and size >= _LEAST_WINDOW
         for duration in durations
     ]

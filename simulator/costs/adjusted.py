@@ -5,6 +5,7 @@ How lanes slow each other down and the dispatch time do not change.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 from megatrain.simulator.costs.calibrated import Calibrated
@@ -41,8 +42,12 @@ class WithinSpread(ScaledCosts):
     number is the interquartile range of its repetitions divided by their median. With normally
     distributed repetitions, 82 % are within one spread of the median. An op has the spread of the
     nearest measured number. If its duration is extrapolated, `uncertainty` is used instead. Ops of
-    the lane `cpu` get the factor below which, or above which, 5 % of `CostTable.host_factors` lie,
-    if these were measured.
+    the lane `cpu` get a factor of `CostTable.host_factors` instead, if these were measured. With n
+    factors, it is the one at place (n + 1) / 20 from either end, rounded down and at least 1. A
+    further factor is equally likely in each of the n + 1 intervals that n factors make. So it is
+    between these two with a probability of at least 90 %, if n is at least 19 and the host later
+    varies as it did during the calibration. An extrapolated duration changes by the factor and by
+    `uncertainty`.
     """
 
     def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
@@ -52,13 +57,17 @@ class WithinSpread(ScaledCosts):
         super().__init__(costs, lambda op: op)
         self._calibrated, self._uncertainty, self._longer = costs, uncertainty, longer
 
-        factors = costs.table.host_factors
-        outside = len(factors) // 20
-        self._host = (factors[-1 - outside] if longer else factors[outside]) if factors else None
+        self._host: float | None = None
+        if factors := costs.table.host_factors:
+            place = max((len(factors) + 1) // 20, 1)
+            end = factors[-place] if longer else factors[place - 1]
+            self._host = end / statistics.fmean(factors)
 
     def duration_ns(self, op: Op) -> int:
         duration, known = self._calibrated.duration_ns(op), not self._calibrated.extrapolated(op)
-        if op.lane == "cpu" and self._host and known:
-            return round(duration * self._host)
+        if op.lane == "cpu" and self._host is not None:
+            duration = round(duration * self._host)
+            if known:
+                return duration
         times = 1 + (self._calibrated.spread(op) if known else self._uncertainty)
         return round(duration * times if self._longer else duration / times)

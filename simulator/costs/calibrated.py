@@ -121,13 +121,19 @@ class Calibrated(ContendedCosts):
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self.library_bytes = datasheet.library_bytes if datasheet else 0
         self.collective_bytes = datasheet.collective_bytes if datasheet else 0
+        # The time of the CPU's ops is the mean over the factors, and `host_factors` are relative to
+        # it. Then one simulation is close to the expected step, and lower bounds hold for both.
+        self._host_mean = statistics.fmean(table.host_factors or (1.0,))
         self.host_factors = _few(table.host_factors)
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
         """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
         extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
 
     def duration_ns(self, op: Op) -> int:
-        return self._look_up(op)[0]
+        duration = self._look_up(op)[0]
+        if op.lane != "cpu" or self._host_mean == 1:
+            return duration
+        return round(self._host_mean * duration)
 
     def touched_bytes(self, op: Op) -> int:
         return (self._elementwise.touched_bytes(op) or 0) if self._elementwise else 0
@@ -611,19 +617,21 @@ def _larger(one: Workspace, other: Workspace) -> Workspace:
 
 
 def _few(factors: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns the means of the lower and the upper half of `factors`, which are ascending.
+    """Returns the means of the lower and the upper half of `factors`, which are ascending, divided
+    by the mean of all.
 
     Two simulations then give the expected step time. Returns nothing if the halves differ by less
     than 1 %.
 
-    >>> _few((0.9, 1.0, 1.1, 1.3))
-    (0.95, 1.2)
+    >>> _few((0.9, 1.0, 1.1, 1.4))
+    (0.8636, 1.1364)
     """
     half = len(factors) // 2
     if not half:
         return ()
-    low, high = (round(statistics.fmean(part), 4) for part in (factors[:half], factors[-half:]))
-    return (low, high) if high > _STEADY * low else ()
+    low, high = (statistics.fmean(part) for part in (factors[:half], factors[-half:]))
+    mean = (low + high) / 2
+    return (round(low / mean, 4), round(high / mean, 4)) if high > _STEADY * low else ()
 
 
 def _tokens(shape: str) -> tuple[int, int]:

@@ -198,9 +198,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     as `contention.h2d.cpu` or `duplex_curve 1048576`. It is used by `megatrain calibrate --again`
     and for the uncertainty of a predicted step."""
     host_factors: tuple[float, ...] = ()
-    """How much the speed of the host's cores varies: times of the CPU optimizer in short windows,
-    divided by their median, in ascending order. Each is equally likely. Empty if they were not
-    measured."""
+    """How much the speed of the host's cores varies: mean durations of CPU updates in short windows
+    that are spread over the calibration, divided by the durations in `curves`, in ascending order.
+    Each is equally likely. Empty if they were not measured."""
 
     def __post_init__(self) -> None:
         for key, points in self.curves.items():

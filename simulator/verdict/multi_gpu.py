@@ -20,11 +20,11 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
-from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
 from megatrain.simulator.planner.shared_step import shared_step, shares
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
@@ -165,7 +165,7 @@ def estimate(
 
     slower = {"h2d": links.slower, "d2h": links.slower}
     changed = ScaledCosts(costs, change, slower, links.both_slower)
-    seconds = (makespan_ns(schedule, changed) + costs.step_overhead_ns) / 1e9
+    seconds = expected_seconds(schedule, changed)
     speed = gpus * tokens_per_second(plan.workload, seconds)
     per_gpu = account.pools.get(PROCESS, 0)  # each GPU has its own process
     per_gpu += sum(

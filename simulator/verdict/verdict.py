@@ -525,11 +525,19 @@ def described(
             flagged[op.kind] += counts[index]
     timeline = play(schedule, costs)
     exposed = exposed_ns(timeline)
+    # With a host whose speed varies, the expected step is longer than one at the mean speed.
+    waits, makespan_ns, seconds = exposed, timeline.makespan_ns, verdict.step_seconds
+    if costs.host_factors:
+        played_ns = makespan_ns + costs.step_overhead_ns
+        if (late := round(1e9 * seconds) - played_ns) > 0:
+            waits, makespan_ns = exposed | {"cpu": exposed.get("cpu", 0) + late}, makespan_ns + late
+        else:
+            seconds = played_ns / 1e9
     verdict = msgspec.structs.replace(
         verdict,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
-        step_shares=_shares(exposed, timeline.makespan_ns, verdict.step_seconds),
+        step_shares=_shares(waits, makespan_ns, seconds),
         extrapolated=dict(flagged),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,

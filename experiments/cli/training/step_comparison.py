@@ -34,6 +34,8 @@ LARGE = 0.05
 WATCHED, OUTSIDE = 20, 15
 """If `OUTSIDE` of the last `WATCHED` steps are longer, or shorter, than the predicted range, the
 user is told. At random this is rare: the range holds for 90 % of steps."""
+_USUAL = "other programs may be running now, or ran when this machine was measured"
+"""The usual reason why a calibrated machine is slower or faster than predicted."""
 _LEAST_SHARE = 0.1
 """A kind of operation is named only if it explains at least this share of the difference."""
 
@@ -139,6 +141,8 @@ class RangeWatch(Callback):
         count, word = (longer, "longer") if longer >= OUTSIDE else (shorter, "shorter")
         calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
         advice = advice_on(calibrated=calibrated, recalibrates=self._recalibrates)
+        if calibrated and not self._recalibrates:
+            advice = f"{_USUAL}; {advice}"
         return (
             f"{count} of the last {WATCHED} steps were {word} than the predicted range of"
             f" {format_seconds(low)} to {format_seconds(high)} (median"
@@ -209,10 +213,7 @@ def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
             " calibrate`, and plan again"
         )
     if recalibrates:
-        return (
-            "other programs may be running now, or ran when this machine was measured; a run with"
-            " `--recalibrate` measures it again"
-        )
+        return f"{_USUAL}; a run with `--recalibrate` measures it again"
     return "measure this machine again with `megatrain calibrate`, and plan again"
 
 

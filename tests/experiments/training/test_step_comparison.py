@@ -145,8 +145,13 @@ def test_the_advice_names_only_options_of_the_command() -> None:
     assert "machine of the library" in advice_on(calibrated=False, recalibrates=True)
 
 
+CALIBRATED = (
+    Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b" / "hardware.toml"
+)
+
+
 class Watched:
-    """A training whose plan is for the library's H200, with a step of 1 s: 0.9 to 1.1 s."""
+    """A training with a step of 1 s. With the library's H200, the range is 0.9 to 1.1 s."""
 
     first_step = 1
 
@@ -192,3 +197,19 @@ def test_steps_on_both_sides_of_the_range_and_a_missing_hardware_file_are_not_no
     lost = Watched(Plan.load(Path("plan.toml")), "lost.toml")
     lost.run(RangeWatch(), *[9.0] * 80)
     assert training.notes == lost.notes == []
+
+
+def test_on_a_measured_machine_the_usual_cause_is_named() -> None:
+    """The command `train MODEL` names its own option, which other commands do not have."""
+    plan = Plan.load(CALIBRATED.parent / "plan.toml")
+    for recalibrates, advice in (
+        (False, "measure this machine again with `megatrain calibrate`, and plan again"),
+        (True, "a run with `--recalibrate` measures it again"),
+    ):
+        training = Watched(plan, str(CALIBRATED))
+        training.run(RangeWatch(recalibrates=recalibrates), *[9.0] * 40)
+        (note,) = training.notes
+        assert "20 of the last 20 steps were longer than the predicted range of" in note
+        cause = "other programs may be running now, or ran when this machine was measured"
+        assert note.endswith(f": {cause}; {advice}"), note
+        assert "\n" not in note

@@ -56,6 +56,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(rates, "_COPY_SIZES", sizes := (2**16, 2**18, 2**20))
     monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
+    monkeypatch.setattr(measured_costs, "_LEAST_WINDOW", 512)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
     monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(module, "_LEAST_ATTENTION", 0.0)
@@ -86,7 +87,9 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     table = hardware.costs
     assert table is not None
 
-    assert table.host_factors == (), "the updates of so small a model are left out"
+    assert len(table.host_factors) > 10, "there are windows in each turn and after each plan"
+    assert list(table.host_factors) == sorted(table.host_factors)
+    assert table.host_factors[0] > 0
     assert table.process_bytes == 0, (
         "without a GPU, the pools of device memory would count as the process'"
     )
@@ -533,7 +536,7 @@ def test_measured_shapes_are_listed_by_their_numbers_of_rows() -> None:
     ]
 
 
-def test_host_factors_are_windows_relative_to_the_median_of_their_update() -> None:
+def test_host_factors_are_windows_relative_to_the_cost_table() -> None:
     """Updates of few parameters and ops without a size are left out."""
     windows = {
         ("cpu_update", 2**24): [100.0, 110.0, 100.0, 90.0],
@@ -541,30 +544,81 @@ def test_host_factors_are_windows_relative_to_the_median_of_their_update() -> No
         ("cpu_update", 2**14): [1.0, 9.0],
         ("forward", "a/1x2-bf16"): [1.0, 9.0],
     }
-    assert measured_costs.host_factors(windows) == (0.9, 1, 1, 1, 1, 1.1, 1.5)
-    assert measured_costs.host_factors({}) == ()
+    samples = {("cpu_update", 2**24): [99, 100, 200], ("cpu_update:wide", 2**25): [20, 30]}
+    assert measured_costs.host_factors(windows, samples) == (0.8, 0.8, 0.9, 1, 1, 1.1, 1.2)
+    assert measured_costs.host_factors({}, samples) == ()
 
 
-def test_each_turn_of_the_cpu_optimizer_is_a_window(
+def test_the_cpu_optimizer_has_a_window_in_each_turn_and_after_each_plan(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = module._Bench(torch.device("cpu"), (2**30, 2**30), lambda _: None)
-    monkeypatch.setattr(bench, "run", lambda *_, **__: None)
-    monkeypatch.setattr(bench, "plan", lambda *_, **__: None)
+    """The windows have the mean durations of updates, and their samples are pooled."""
     plan = executable()
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    monkeypatch.setattr(
+        module,
+        "profile_steps",
+        lambda plan, *_, **__: StepProfile(lower(plan), [], [], None, {}, 0, 0, 1),
+    )
+    monkeypatch.setattr(bench, "_collect", lambda *_: None)
     subject = module.Subject(plan.model, config_of(plan.model))
 
     class Chunks:
-        """Takes longer in each turn."""
+        """Takes longer each time."""
 
         times = itertools.count(1)
 
-        def measure(self, _: float) -> dict[tuple[str, str | int], list[int]]:
+        def window(self, _: float) -> dict[tuple[str, str | int], list[int]]:
             time = 10 * next(self.times)
             return {("cpu_update", 2**24): [time, time + 2]}
 
-    chunks = Chunks()
-    for turn in (1, 2):
-        module._measure_host_optimizer(bench, chunks, subject, plan.workload, turn)
-    assert bench.host_windows == {("cpu_update", 2**24): [11.0, 21.0]}
-    assert bench.samples == {("cpu_update", 2**24): [10, 12, 20, 22]}
+        def measure(self, seconds: float) -> dict[tuple[str, str | int], list[int]]:
+            return {**self.window(seconds), ("cpu_update", 2**14): [7, 9]}
+
+    bench.updates = chunks = Chunks()
+    bench.run(subject, bench.plan("resident", plan.model, plan.workload), ())
+    assert bench.host_windows == {("cpu_update", 2**24): [11]}
+    module._measure_host_optimizer(bench, chunks, subject, plan.workload, 1)
+    assert bench.host_windows == {
+        ("cpu_update", 2**24): [11, 21, 31, 41],
+        ("cpu_update", 2**14): [8],
+    }
+    assert bench.samples == {
+        ("cpu_update", 2**24): [10, 12, 20, 22, 30, 32, 40, 42],
+        ("cpu_update", 2**14): [7, 9],
+    }
+
+
+def test_updates_are_as_large_as_the_layers_of_the_largest_model(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates of the first model may be too small to show how the host's speed varies."""
+    plan, other, made = executable(), executable(hidden=48), list[int]()
+    sizes = [
+        sum(layer.elements for layer in each.model.shortest(module._LAYERS).decoders)
+        for each in (plan, other)
+    ]
+    assert sizes[0] < sizes[1]
+    monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            others=[module.Subject(other.model, config_of(other.model))],
+            host_bytes=2**33,
+            device_bytes=2**33,
+        )
+    assert made == [sizes[1]]
+
+
+def test_a_window_has_the_largest_updates_of_the_state() -> None:
+    chunks = chunk_updates.ChunkUpdates(2**15 + 10, torch.bfloat16, 1)
+    try:
+        ((key, durations),) = chunks.window(0.0).items()
+    finally:
+        chunks.close()
+    assert key == ("cpu_update", 2**14)
+    assert len(durations) == chunk_updates._LEAST
