@@ -222,6 +222,17 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     )
 
 
+def without_unused_inputs(plan: Plan) -> Plan:
+    """Returns `plan` without offloaded inputs if all decoder layers save their activations.
+
+    The schedule is the same, because only inputs of recomputed layers are offloaded.
+    """
+    placement = plan.knobs.placement
+    if placement.saved_activations != "all" or not placement.offloaded_inputs:
+        return plan
+    return with_knobs(plan, placement=msgspec.structs.replace(placement, offloaded_inputs=""))
+
+
 def with_knobs(
     plan: Plan, *, layers: int | None = None, groups: int | None = None, **knobs: Any
 ) -> Plan:

@@ -32,6 +32,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.planner.assessment import without_unused_inputs
 from megatrain.simulator.policies.building.training_step import update_flops
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
@@ -43,7 +44,7 @@ from megatrain.simulator.schedule.arithmetic import (
     stack_state,
     whole_matrices,
 )
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
 _Size = tuple[float, float, float]
@@ -60,6 +61,7 @@ class LowerBound:
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
         self._exchanged: dict[tuple[object, ...], int] = {}
+        self._steps: dict[Knobs, float] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
         self._signatures = {"": ""} | {
             name: layer.signature for name, layer in plan.model.stack.items()
@@ -77,14 +79,18 @@ class LowerBound:
         """Returns a lower bound of the step time in ns, which also considers copies and updates.
 
         Groups of micro-batches between the first and the last add only their compute time. If the
-        policy does not go through the model layer by layer, the result is `compute_ns`.
+        policy does not go through the model layer by layer, the result is `compute_ns`. Results are
+        cached.
         """
+        plan = without_unused_inputs(plan)
         if not policies.find(plan.policy).goes_layer_by_layer:
             return self.compute_ns(plan)
-        group = plan.knobs.micro_batch_group
-        groups = plan.micro_batches // group
-        further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
-        return _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
+        if plan.knobs not in self._steps:
+            group = plan.knobs.micro_batch_group
+            groups = plan.micro_batches // group
+            further_ns = max(groups - 2, 0) * group * self._micro_batch_ns(plan)
+            self._steps[plan.knobs] = _EarliestTimes(self, plan, min(groups, 2)).end_ns(further_ns)
+        return self._steps[plan.knobs]
 
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the total duration of all compute ops of one micro-batch."""

@@ -70,6 +70,7 @@ from megatrain.simulator.planner.assessment import (
     step_seconds,
     streams,
     with_knobs,
+    without_unused_inputs,
 )
 from megatrain.simulator.planner.filling import (
     CLASSES,
@@ -458,6 +459,7 @@ class PlacementSearch:
         """Returns the plan, lowered with at most two groups of micro-batches. Results are
         cached.
         """
+        plan = without_unused_inputs(plan)
         if plan.knobs not in self._runs:
             schedule = schedule_to_time(with_knobs(plan, groups=2), self.timing)
             group = plan.knobs.micro_batch_group

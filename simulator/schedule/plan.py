@@ -45,7 +45,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     saved_activations: str = ""
     """Decoder layers whose activations are saved from forward to backward, not recomputed."""
     offloaded_inputs: str = ""
-    """Decoder layers whose input is kept in host memory until the backward pass."""
+    """Decoder layers whose input is kept in host memory until the backward pass. Ignored for layers
+    in `saved_activations`."""
     saved_attention: str = ""
     """Decoder layers that keep their attention output and log-sum-exp on the device, so that
     recompute skips attention. Ignored for layers in `saved_activations`."""

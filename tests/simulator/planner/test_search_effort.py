@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner import batch_splits
+from megatrain.simulator.planner import batch_splits, placement_search
 from megatrain.simulator.planner.assessment import assess, estimate, group_sizes, with_knobs
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.filling import Filling, last
@@ -86,6 +87,32 @@ def test_an_estimate_has_the_memory_and_the_time_of_an_assessment(
     assert quick.step_seconds == whole.step_seconds
     assert quick.account.pools == whole.account.pools
     assert quick.streams == whole.streams == (policy != "resident")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_offloaded_inputs_are_ignored_where_all_layers_save_their_activations(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    """The schedule is the same, so a search lowers only one of the plans."""
+    work = msgspec.structs.replace(WORK, accumulation=accumulation)
+    (plan,) = plans_of(model, H200, work, policies=["overlapped"])
+    kept, moved = (
+        with_knobs(
+            plan,
+            placement=Placement(weights="0-1", saved_activations="all", offloaded_inputs=inputs),
+        )
+        for inputs in ("", "all")
+    )
+    assert policies.lower(kept).digest == policies.lower(moved).digest
+    lowered = counted(monkeypatch, placement_search, "schedule_to_time")
+    search = PlacementSearch(plan, cost_model(H200, model, work))
+    assert search.time(kept) == search.time(moved)
+    assert search.lower_bound.step_ns(kept) == search.lower_bound.step_ns(moved)
+    assert len(lowered) == 1
+    fewer = msgspec.structs.replace(moved.knobs.placement, saved_activations="1-3")
+    search.time(with_knobs(plan, placement=fewer))
+    assert len(lowered) == 2
+    assert lowered[-1][0].knobs.placement == fewer
 
 
 @settings(max_examples=12, deadline=None)
