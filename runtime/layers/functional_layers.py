@@ -27,14 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import (
-    attention,
-    compiling,
-    fp8_linear,
-    lengths,
-    linear_documents,
-    token_pieces,
-)
+from megatrain.runtime.layers import attention, compiling, fp8_linear, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -157,11 +150,6 @@ class FunctionalLayers:
             # `zip` is not strict, because a plan for calibration has fewer layers than the config.
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
-        if workload.piece:
-            for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
-                pieces = model.layer_pieces(layer.name, compiled=workload.compiled)
-                assert pieces is not None  # otherwise `preflight` refuses the plan
-                token_pieces.install(module, pieces, workload.piece, compiled=workload.compiled)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))
@@ -184,6 +172,13 @@ class FunctionalLayers:
             routed=self.routing is not None,
             compiled=[workload.compiled and layer.compilable for layer in model.decoders],
             draws=bool(family.draws),
+            pieces=[
+                model.layer_pieces(layer.name, compiled=workload.compiled)
+                if workload.piece
+                else None
+                for layer in model.decoders
+            ],
+            piece=workload.piece,
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
         self._micro_batches = micro_batches or range(workload.accumulation)

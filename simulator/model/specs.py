@@ -191,6 +191,11 @@ class KeptAttention(NamedTuple):
         return self.offset + self.log_sum_exp
 
 
+TILE = 128
+"""Rows of a tile in the products of experts, of which a GPU computes whole ones."""
+_ROUTER_LOSS_BYTES = (4, 20)
+"""Bytes of each logit that a router loss keeps from forward to backward, the logit in fp32 at most,
+and in the backward pass: the probabilities, their fp32 copy, and three gradients."""
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 _SEEDS = 2 * 512
 """Bytes of the random generator's state that an attention kernel returns: two blocks of PyTorch's
@@ -375,27 +380,38 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def pieces_obstacle(self, *, compiled: bool = False) -> str | None:
         """Returns why decoder layers cannot be computed in pieces of tokens, or None if they can.
 
-        They can if the MLP of each layer is one module that computes each token by itself. If
-        layers are `compiled`, none may have linear attention or a state-space mixer, because there
-        is no formula for their memory.
+        They can if the MLP of each layer, or its router and experts, are one module that computes
+        each token by itself and draws no random numbers. If layers are `compiled`, none may have
+        linear attention or a state-space mixer, because there is no formula for their memory.
         """
         if compiled and not all(layer.compilable for layer in self.decoders):
             return f"compiled layers of {self.family}, some of which have no softmax attention"
         if self._architecture.family.carried:
             return f"{self.family}, whose layers carry more than one row for each token"
+        if self._architecture.family.draws:
+            return f"{self.family}, whose experts draw random numbers"
         layers = {layer.signature: layer.name for layer in self.decoders}
         if all(self.layer_pieces(name) for name in layers.values()):
             return None
-        return f"{self.family}, in which the MLP of some layer is not dense, or not one module"
+        return f"{self.family}, in which the MLP of some layer is not one module"
 
     def skips_mlp(self, layer: str) -> bool:
         """Returns whether a recompute in pieces can leave out the MLP of a decoder layer.
 
         It can if the output of the MLP is only added to the output of the layer. It cannot if there
-        is a norm after the MLP, which saves or reads this output.
+        is a norm after the MLP, which saves or reads this output, or if the layer has experts and
+        the model is trained with a router loss, which reads the logits of the router.
         """
         pieces = self.layer_pieces(layer)
-        return pieces is not None and len(self._part(layer).early) == len(pieces.mlp.early)
+        if pieces is None or self.router_logits(layer):
+            return False
+        return len(self._part(layer).early) == len(pieces.mlp.early)
+
+    def router_logits(self, layer: str) -> int:
+        """Returns the elements per token of the logits that a decoder layer keeps for the router
+        loss. 0 without experts, or if the config does not ask for the loss.
+        """
+        return self._part(layer).logits if self.config.get("output_router_logits") else 0
 
     def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
         """Returns name -> shape [out, in] of the weights of a decoder layer whose products can be
@@ -644,7 +660,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With n pieces, and P parameters of b bytes in the modules that are computed in pieces:
 
-        * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b.
+        * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b. This includes
+          the weights of all experts.
+        * The products of experts have fewer rows each, and compute whole tiles
+          (`_tiled_elements`).
         * `recompute` leaves out the MLP, if `skips_mlp`.
         * `backward` runs the forward pass of the pieces first. The gradients of weights are written
           n times, P b each. Their fp32 sum is written once, read and written n - 1 times, and read
@@ -656,6 +675,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tokens, width, count = workload.tokens, DTYPE_BYTES[workload.dtype], workload.pieces
         chain, first = pieces.chain, pieces.first
         weights = elements_of(chain) + (elements_of(first) if first else 0)
+        tiles = 2 * self._tiled_elements(chain, workload)
         if kind == "recompute" and self.skips_mlp(layer):
             again = (count - 1) * width * (weights - elements_of(chain))
             left_out, unread = tokens * chain.forward.bytes(width), width * elements_of(chain)
@@ -663,13 +683,33 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 left_out, unread = left_out + unread, 0  # eager weights count as elementwise
             return -2 * tokens * chain.active, -left_out, again - unread
         if kind != "backward":
-            return 0, 0, (count - 1) * width * weights
+            return tiles, 0, (count - 1) * width * weights
         once_more = tokens * (
             chain.forward.bytes(width) + (first.forward.bytes(width) if first else 0)
         )
         read, written = (2 * count - 1) * width, (count - 1) * width
         again = weights * (read + written + 8 * count + width)
-        return 2 * tokens * chain.active, once_more, again
+        return 2 * tokens * chain.active + 3 * tiles, once_more, again
+
+    @staticmethod
+    def _tiled_elements(chain: Part, workload: Workload) -> int:
+        """Returns the elements of experts' weights that a pass over the pieces multiplies in
+        addition, because the products compute whole tiles of rows.
+
+        Each expert computes a multiple of `TILE` rows. This is half a tile more than its rows on
+        average, or one tile if it has fewer rows than half a tile. The result is the number for all
+        pieces, minus the number for all tokens at once.
+        """
+        count, chosen = chain.rows
+        if not count:
+            return 0
+
+        def added(tokens: int) -> int:
+            rows = tokens * chosen // count
+            return max(TILE // 2, TILE - rows)
+
+        more = workload.pieces * added(workload.piece) - added(workload.tokens)
+        return more * chain.experts
 
     def saved_bytes(
         self,
@@ -690,7 +730,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         up, the activation and their product.
 
         With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
-        norm before attention saves only its output, which projections read.
+        norm before attention saves only its output, which projections read. With a router loss, a
+        layer with experts keeps the logits of its router.
 
         A `compiled` layer saves the tensors that the compiler's partitioner chooses. Elementwise
         kernels run again in the backward pass, so mainly the operands and results of matrix
@@ -706,7 +747,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kept, scores = part.in_compiled.kept, part.scores.compiled[0]
             once = _SEEDS + 4 * sequence * self.heads.size
             once += 4 * part.in_compiled.cast if width < 4 else 0
-        saved = kept.bytes(width)
+        saved = kept.bytes(width) + _ROUTER_LOSS_BYTES[0] * self.router_logits(layer)
         if piece and (pieces := self.layer_pieces(layer, compiled=compiled)):
             hidden = self.hidden * width
             chain = pieces.chain.in_compiled.kept if compiled else pieces.chain.kept
@@ -848,6 +889,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled)
             + max(parts)
+            + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
 
@@ -881,11 +923,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         def held(*states: Kept) -> int:
             return max((state.bytes(width) for state in states), default=0)
 
-        in_piece = (
-            kept.bytes(width)
-            + max(held(*early), held(chain.middle), held(*chain.between) - held(freed), 0)
-            + 4 * row
-        )
+        after = held(*chain.between, *chain.late) - held(freed)
+        in_piece = kept.bytes(width) + max(held(*early), held(chain.middle), after, 0) + 4 * row
         parameters = elements_of(chain)
         norms = tuple(state for state in part.early if state not in chain.early)
         around = max(
@@ -898,6 +937,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
             + around
+            + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + tokens * sequence * scores.bytes(width)
             + 24 * sequence * self.heads.size
         )

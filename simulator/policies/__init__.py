@@ -212,7 +212,8 @@ def _refuse_pieces(plan: Plan, policy: Policy) -> None:
         raise UserError(
             "workload: token_piece",
             found=f"{plan.workload.token_piece} with {obstacle}",
-            allowed="a model of this project's policies whose layers each have one dense MLP",
+            allowed="a model whose layers each have one MLP or one mixture of experts, with this"
+            " project's policies",
             fix="leave out --token-piece",
         )
 

@@ -200,7 +200,8 @@ Place = Literal["", "first", "norm", "mlp"]
 
 * `first`: the norm at the beginning of the layer.
 * `norm`: the norm before the MLP, if only the MLP reads its output.
-* `mlp`: an MLP that is one module and computes each token independently.
+* `mlp`: an MLP, or a router with its experts, that is one module and computes each token
+  independently.
 * Empty: none of these.
 """
 
@@ -241,6 +242,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of attention scores, if they are written out."""
     inner: int = 0
     """Elements between the projections of an MLP."""
+    logits: int = 0
+    """Elements of a router's logits."""
+    experts: int = 0
+    """Elements of the weights of all routed experts, not per token."""
+    rows: tuple[int, int] = (0, 0)
+    """The number of routed experts, and how many of them a token uses."""
     early: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of an MLP, or of a norm after it, in addition to the
     saved tensors and the gradients of weights. All activations of the layer are still saved then.
@@ -279,8 +286,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class LayerPieces(NamedTuple):
     """The parts of a decoder layer that can be computed in pieces of tokens.
 
-    They form up to two chains of modules. One chain is the MLP, with the norm before it if only the
-    MLP reads that norm's output. The other is the norm at the beginning of the layer.
+    They form up to two chains of modules. One chain is the MLP or the experts with their router,
+    with the norm before it if only this module reads that norm's output. The other is the norm at
+    the beginning of the layer.
     """
 
     first: Part | None
@@ -288,7 +296,7 @@ class LayerPieces(NamedTuple):
     norm: Part | None
     """The norm before the MLP. None if it is not computed in pieces."""
     mlp: Part
-    """The MLP."""
+    """The MLP, or the experts with their router."""
 
     @property
     def chain(self) -> Part:
@@ -304,19 +312,24 @@ class LayerPieces(NamedTuple):
 
 def _module(part: Part) -> str:
     """Returns the name of the layer's module that has the parameters of `part`."""
-    return part.tensors[0][0].partition(".")[0]
+    return _root(part.tensors[0][0])
+
+
+def _root(name: str) -> str:
+    """Returns the name of the layer's module that has the parameter `name`."""
+    return name.partition(".")[0]
 
 
 def layer_pieces(parts: tuple[Part, ...]) -> LayerPieces | None:
     """Returns the parts of a layer that can be computed in pieces of tokens, or None if its MLP
-    cannot be. `parts` are all parts of the layer.
+    cannot be, or is more than one module. `parts` are all parts of the layer.
     """
     pieces = {
         place: merge_parts(tuple(part for part in parts if part.place == place))
         for place in ("first", "norm", "mlp")
         if any(part.place == place and part.tensors for part in parts)
     }
-    if "mlp" not in pieces:
+    if "mlp" not in pieces or len({_root(name) for name, _ in pieces["mlp"].tensors}) > 1:
         return None
     return LayerPieces(pieces.get("first"), pieces.get("norm"), pieces["mlp"])
 
@@ -343,6 +356,9 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         attended=functools.reduce(Kept.plus, [part.attended for part in parts]),
         scores=functools.reduce(Scores.plus, [part.scores for part in parts]),
         inner=sum(part.inner for part in parts),
+        logits=sum(part.logits for part in parts),
+        experts=sum(part.experts for part in parts),
+        rows=max(part.rows for part in parts),
         early=tuple(held for part in parts for held in part.early),
         middle=functools.reduce(Kept.plus, [part.middle for part in parts]),
         down=sum(part.down for part in parts),

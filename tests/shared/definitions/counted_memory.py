@@ -235,14 +235,18 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
             forward = live.peak
             live.reset_peak()
             output, logits = run(weights | buffers, x, arguments)
-            del logits
             recompute, saved = live.peak, live.bytes
             live.reset_peak()
+            outputs, uppers = [output], list[torch.Tensor | None]([gradient])
+            if layers.routing and logits is not None:
+                layers.routing.begin(0, None)
+                outputs.append(layers.routing.share(0, logits))
+                uppers.append(None)
             gradients = torch.autograd.grad(
-                [output], (x, *weights.values()), [gradient], allow_unused=True
+                outputs, (x, *weights.values()), uppers, allow_unused=True
             )
             backward = live.peak
-            del gradients, output
+            del gradients, output, outputs, logits
     return Peaks(forward, recompute, saved, backward)
 
 
