@@ -360,8 +360,8 @@ def add_workload(
         type=whole("--token-piece"),
         metavar="N",
         help="number of tokens that the MLP or the experts of a layer compute at one time, for long"
-        " contexts (default: all; `check`, `plan` and `train MODEL` choose a number if the model does not"
-        " fit otherwise, or if a long sequence is faster with it)",
+        " contexts (default: all; `check`, `plan` and `train MODEL` choose a number if the model"
+        " does not fit otherwise, or if a long sequence is faster with it)",
     )
     group.add_argument(
         "--compile",
