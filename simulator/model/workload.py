@@ -24,6 +24,10 @@ DOCUMENTS = "-documents"
 _FP8 = "-fp8-"
 _PIECES = "-pieces"
 _MOST_PIECE = 2**24
+LEAST_PIECE = 2**11
+"""The smallest token piece that is tried if none is given. Smaller pieces take more time."""
+LONG_SEQUENCE = 2**16
+"""Tokens of a sequence from which pieces are tried even if the model fits without them."""
 FP8_MULTIPLE = 16
 """The sizes of fp8 matrix products must be multiples of this number."""
 MOST_MICRO_BATCHES = 1024

@@ -35,6 +35,37 @@ def good(outcome: Any) -> str:
     return str(outcome.out)
 
 
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_share_of_attention_is_said_if_it_is_large(command: Command) -> None:
+    """It grows with the square of the length, and the rest of a layer with the length."""
+    found = {
+        sequence: json.loads(good(command(*LONG, "--seq", sequence, "--json")))
+        for sequence in (1024, 131072, 524288)
+    }
+    rest = {
+        sequence: each["lane_seconds"]["compute"] - each["attention_seconds"]
+        for sequence, each in found.items()
+    }
+    assert 0 < found[1024]["attention_seconds"] < 0.1 * rest[1024]
+    # The shorter plan computes some layers twice.
+    assert rest[524288] / rest[131072] < 4.1
+    assert found[524288]["attention_seconds"] > 6 * found[131072]["attention_seconds"]
+    for sequence, shown in ((1024, False), (131072, True)):
+        share = found[sequence]["attention_seconds"] / found[sequence]["step_seconds"]
+        line = f"Step GPU computes 100% (attention {share:.0%})"
+        assert (line in flat(good(command(*LONG, "--seq", sequence)))) is shown
+
+
+def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
+    words = ("check", "qwen3-30b-a3b", "--hardware", "h200", "--host-memory", "1TiB", "--json")
+    found = json.loads(good(command(*words, "--seq", 524288)))
+    assert (found["feasible"], found["workload"]["batch"]) == (True, 1)
+    assert found["workload"]["token_piece"] >= 2048
+
+
 def namespace_of(*words: object) -> argparse.Namespace:
     """Returns the options of `megatrain check`."""
     parser = OneLineParser(prog="megatrain check")
@@ -75,6 +106,10 @@ def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Com
     assert long["workload"]["token_piece"] >= 2048
     assert named["workload"]["token_piece"] == 4096
     assert named["longest_context"] > 524288 > short["longest_context"]
+    assert short["longest_context_in_pieces"] >= named["longest_context"]
+    assert named["longest_context_in_pieces"] is long["longest_context_in_pieces"] is None
+    text = good(command(*LONG, "--seq", 131072))
+    assert f", {short['longest_context_in_pieces']:,} with --token-piece 2048" in flat(text)
     text = good(command(*LONG, "--seq", 524288))
     assert text.replace("\\\n", "").count(f"--token-piece {long['workload']['token_piece']}") == 2
 
@@ -85,7 +120,7 @@ def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
     """The model fits without pieces, but then some layers compute their attention twice."""
     words = ("check", "qwen2.5-0.5b", "--hardware", "rtx4090", "--seq", 262144, "--json")
     chosen = json.loads(good(command(*words)))
-    monkeypatch.setattr("megatrain.experiments.cli.verdict.from_options._LONG", 2**30)
+    monkeypatch.setattr("megatrain.experiments.cli.verdict.from_options.LONG_SEQUENCE", 2**30)
     whole = json.loads(good(command(*words)))
     assert (whole["feasible"], whole["workload"]["token_piece"]) == (True, None)
     assert chosen["workload"]["token_piece"] >= 2048
