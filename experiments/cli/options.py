@@ -356,6 +356,13 @@ def add_workload(
         f" {loss_chunk or 'the planner chooses'})",
     )
     group.add_argument(
+        "--head-groups",
+        type=whole("--head-groups"),
+        metavar="N",
+        help="compute attention for one of N groups of key-value heads at a time, with less memory"
+        " for long contexts (default: all heads at once)",
+    )
+    group.add_argument(
         "--token-piece",
         type=whole("--token-piece"),
         metavar="N",
@@ -448,6 +455,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         clipping=args.clipping,
         loss_chunk=args.loss_chunk or LOSS_CHUNK,
         token_piece=args.token_piece,
+        head_groups=args.head_groups,
         compiled=args.compile,
         attention=args.attention,
         documents=args.documents is not False and not obstacle,

@@ -130,7 +130,9 @@ class FunctionalLayers:
         quiet.output_router_logits = False
         whole = meta_model(quiet, self.dtype, device)
         self._kernel = (
-            attention.kernel_of(model, workload, device) if workload.attention or keeps else None
+            attention.kernel_of(model, workload, device)
+            if workload.attention or workload.groups > 1 or keeps
+            else None
         )
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
@@ -370,12 +372,14 @@ class FunctionalLayers:
 
     def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
         """Returns the keyword arguments of a layer, including the arguments of `attention.attend`
-        if the workload names a kernel or `kept` attention results are reused.
+        if the workload names a kernel or has groups of heads, or if `kept` attention results are
+        reused.
         """
         arguments = (self._arguments.get(micro) or self._causal_arguments)[int(layer)]
-        if self.workload.attention or kept is not None:
-            return arguments | {"kernel": self._kernel, "kept": kept, "results": None}
-        return arguments
+        work = self.workload
+        if work.attention or work.groups > 1 or kept is not None:
+            arguments = arguments | {"kernel": self._kernel, "kept": kept, "results": None}
+        return arguments | ({"groups": work.groups} if work.groups > 1 else {})
 
     def _add_to_router_loss(self, micro: int, logits: torch.Tensor | None) -> None:
         """Adds the router logits of a layer to the sums of the router loss, if there is one."""

@@ -136,6 +136,21 @@ def elements_of(part: Part) -> int:
     return sum(math.prod(shape) for _, shape in part.tensors)
 
 
+def _late(part: Part, width: int, groups: int) -> int:
+    """Returns the largest number of bytes per token of the entries of `part.late`, with attention
+    in `groups` groups of heads.
+    """
+    return max(
+        (
+            part.kernel.bytes(width, groups)
+            if part.kernel and state == part.kernel.whole
+            else state.bytes(width)
+            for state in part.late
+        ),
+        default=0,
+    )
+
+
 def _doubled_pairs(part: Part, sequence: int) -> int:
     """Returns twice the unmasked pairs of tokens in the attention of a layer on one sequence."""
     window = min(part.window or sequence, sequence)
@@ -579,7 +594,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Some workloads and models add to these:
 
         * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
-          (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`.
+          (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`. With several groups
+          of heads, tensors of each group are copied (2).
         * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
           `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
           `loss` and T V 4 b in `head`.
@@ -638,6 +654,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else (part.forward, part.scores.forward)
         )
         more_flops, more_bytes, more_weights = self._in_pieces(kind, layer, workload)
+        if workload.groups > 1 and part.kernel and not kept:
+            copied = part.kernel.copied if kind == "backward" else part.attended
+            more_bytes += 2 * tokens * copied.bytes(width)
         weights = passes * width * self.stack[layer].parameters
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
         if workload.compiled and self.stack[layer].compilable:
@@ -798,7 +817,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def transient_bytes(
-        self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
+        self,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int = 0,
+        *,
+        compiled: bool = False,
+        groups: int = 1,
     ) -> int:
         """Returns the largest `backward_bytes` of all decoder layers, minus the largest
         `saved_bytes`: the bytes of temporary tensors in the backward pass.
@@ -806,7 +832,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled)
         return (
             max(
-                self.backward_bytes(layer, tokens, sequence, dtype, piece, compiled=compiled)
+                self.backward_bytes(
+                    layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
+                )
                 for layer in {layer.signature: layer for layer in self.decoders}.values()
             )
             - most
@@ -821,6 +849,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         piece: int = 0,
         *,
         compiled: bool = False,
+        groups: int = 1,
     ) -> int:
         """Returns the peak device bytes of a decoder layer's backward pass, saved activations
         included.
@@ -853,6 +882,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * In a norm after the MLP or after attention, which is not computed in pieces: all weight
           gradients, the tensors of the norm, and two gradients, 2 T d b.
 
+        With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
+        one group at a time (`KernelMemory.bytes`).
+
         In a compiled layer, some gradients of norms' weights are computed last, so two gradients of
         the hidden states, 2 T d b, exist longer.
 
@@ -862,7 +894,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
             return self._backward_in_pieces(
-                layer, tokens, sequence, dtype, piece, compiled=compiled
+                layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
             )
 
         def held(*states: Kept) -> int:
@@ -878,7 +910,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
-            width * layer.elements + held(*part.late) - held(freed) + longer,
+            width * layer.elements + tokens * _late(part, width, groups) - held(freed) + longer,
         ]
         if compiled:
             parts = [part + written for part in parts]
@@ -902,6 +934,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         piece: int,
         *,
         compiled: bool,
+        groups: int,
     ) -> int:
         """Returns `backward_bytes` of a layer that is computed in pieces of `piece` tokens."""
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
@@ -930,7 +963,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
             width * layer.elements
-            + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row))
+            + tokens * (_late(part, width, groups) + (0 if pieces.norm else 2 * row))
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )

@@ -272,6 +272,8 @@ def notes(verdict: Verdict) -> list[str]:
         sentences.append(verdict.fp8)
     if piece := verdict.workload.piece:
         sentences.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
+    if (groups := verdict.workload.groups) > 1:
+        sentences.append(f"attention computes one of {groups} groups of heads at a time")
     if verdict.calibrated and verdict.extrapolated:
         sentences.append("some operations were not measured in this size; --why names them")
     return sentences

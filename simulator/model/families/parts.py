@@ -195,6 +195,38 @@ class Compiled(NamedTuple):
         )
 
 
+class KernelMemory(NamedTuple):
+    """Temporary elements in the backward pass of fused attention."""
+
+    gradient: Kept
+    """The gradient of the output. The output has as many."""
+    results: Kept
+    """The gradients of queries, keys and values."""
+    inside: Kept
+    """What only the kernel uses."""
+
+    @property
+    def whole(self) -> Kept:
+        """All of them, if the kernel runs once."""
+        return self.gradient.plus(self.results).plus(self.inside)
+
+    @property
+    def copied(self) -> Kept:
+        """The elements that are copied if the kernel runs for groups of heads: output and gradient
+        of a group become contiguous, and its results are written to those of all heads.
+        """
+        return self.gradient.plus(self.gradient).plus(self.results)
+
+    def bytes(self, width: int, groups: int) -> int:
+        """Returns the bytes per token if the kernel runs for one of `groups` groups of heads at a
+        time.
+        """
+        if groups == 1:
+            return self.whole.bytes(width)
+        of_group = self.copied.plus(self.inside).bytes(width)
+        return self.gradient.plus(self.results).bytes(width) + -(-of_group // groups)
+
+
 Place = Literal["", "first", "norm", "mlp"]
 """The role of a part in a layer whose tokens are computed in pieces.
 
@@ -262,6 +294,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     between: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of a norm before the MLP. The MLP has then freed its
     saved elements. The entries exist at different times."""
+    kernel: KernelMemory | None = None
+    """The entry of `late` of the attention kernel, if it is a fused kernel."""
     late: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of attention and its own norms. The entries exist at
     different times."""
@@ -365,6 +399,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         projections=sum(part.projections for part in parts),
         between=tuple(held for part in parts for held in part.between),
         late=tuple(held for part in parts for held in part.late),
+        kernel=next((part.kernel for part in parts if part.kernel), None),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
         attention="".join(part.attention for part in parts),
@@ -575,6 +610,7 @@ def attend(
             attention=label,
         )
     saved_heads = kv_heads if query == value <= 256 else heads
+    kernel = _backward_of_attention(heads, kv_heads, query, value)
     return Part(
         pair=2 * heads * (query + value),
         window=window,
@@ -583,12 +619,13 @@ def attend(
         backward=Traffic(2 * output),
         kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
-        late=(_backward_of_attention(heads, kv_heads, query, value),),
+        kernel=kernel,
+        late=(kernel.whole,),
         attention=label,
     )
 
 
-def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> Kept:
+def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> KernelMemory:
     """Returns the temporary elements of the backward kernel of fused attention.
 
     They are the gradients of the output and of q, k and v, an fp32 sum of q's gradient, and the
@@ -597,11 +634,13 @@ def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) ->
     gradients of k and v in fp32. The sum of q's gradient has a multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32
-    low = heads * (query + value) + kv_heads * (query + value)
-    if heads != kv_heads:
-        low += heads * (query + value)
+    results = Kept(heads * query + kv_heads * (query + value))
     unequal = query != value or query > 256
-    return Kept(low, heads * (rounded + 1 + (query + value if unequal else 0)))
+    inside = Kept(
+        heads * (query + value) if heads != kv_heads else 0,
+        heads * (rounded + 1 + (query + value if unequal else 0)),
+    )
+    return KernelMemory(Kept(heads * value), results, inside)
 
 
 def attention(

@@ -210,3 +210,15 @@ def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Com
     verdict = json.loads(good(command(*named)))
     assert verdict["workload"] == work
     assert verdict["step_seconds"] == chosen["step_seconds"]
+
+
+def test_groups_of_heads_are_planned_and_not_calibrated(command: Command) -> None:
+    words = ("--hardware", "h200", "--seq", 131072, "--batch", 1, "--head-groups", 4)
+    text = good(command("check", "qwen2.5-7b", *words))
+    assert "attention computes one of 4 groups of heads at a time" in flat(text)
+    assert text.replace("\\\n", "").count("--head-groups 4") == 2
+    good(command("plan", "qwen2.5-7b", *words, "--out", "p.toml"))
+    assert Plan.load(Path("p.toml")).workload.groups == 4
+    outcome = command("calibrate", "tiny", *WORK, "--head-groups", 2, "--out", "h.toml")
+    assert outcome.status == 2
+    assert "--head-groups: found 2" in outcome.err

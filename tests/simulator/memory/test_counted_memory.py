@@ -130,6 +130,22 @@ def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(fami
         assert found.all <= peak <= 1.45 * found.all
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3.2-3b"])
+def test_groups_of_heads_need_less_memory_in_attention(name: str) -> None:
+    """The layer saves the same, and the kernel's own tensors exist for one group at a time."""
+    spec, totals = ModelSpec.load(name).shortest(1), dict[int, int]()
+    for groups in (1, 2, spec.heads.pairs):
+        work = Workload(batch=1, sequence=262144, token_piece=16384, head_groups=groups)
+        found, layer = counted(spec, spec.decoders[0], work), spec.decoders[0]
+        sizes = work.tokens, work.sequence, work.dtype, work.piece
+        output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+        assert found.saved <= 1.02 * (spec.saved_bytes("0", *sizes) + output)
+        totals[groups] = spec.backward_bytes(layer, *sizes, groups=groups) + output
+        assert found.all <= totals[groups] <= 1.08 * found.all
+    assert totals[spec.heads.pairs] < 0.85 * totals[1]
+    assert totals[spec.heads.pairs] < totals[2] < totals[1]
+
+
 @pytest.mark.parametrize("piece", [None, 2048])
 @pytest.mark.parametrize(
     "family", others_nightly(("qwen3_moe", "mixtral", "qwen3_next"), among=("qwen3_moe",))
