@@ -17,10 +17,12 @@ from megatrain.experiments.commands import check
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import has_saved_attention
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -57,6 +59,19 @@ def test_the_share_of_attention_is_said_if_it_is_large(command: Command) -> None
         share = found[sequence]["attention_seconds"] / found[sequence]["step_seconds"]
         line = f"Step GPU computes 100% (attention {share:.0%})"
         assert (line in flat(good(command(*LONG, "--seq", sequence)))) is shown
+
+
+def test_the_share_of_attention_leaves_out_recomputes_that_saved_it(command: Command) -> None:
+    words = (*LONG[1:], "--seq", 131072, "--batch", 1)
+    found = json.loads(good(command("check", *words, "--json")))
+    good(command("plan", *words, "--out", "p.toml"))
+    plan = Plan.load(Path("p.toml"))
+    recomputes = [op for op in lower(plan).ops if op.kind == "recompute"]
+    assert recomputes
+    assert all(has_saved_attention(op.shape) for op in recomputes)
+    sheet = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
+    layer_ns = sum(sheet.attention_ns(kind, "0") for kind in ("forward", "backward"))
+    assert found["attention_seconds"] == pytest.approx(28 * layer_ns / 1e9)
 
 
 def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
@@ -168,34 +183,43 @@ def test_a_calibration_has_no_pieces(command: Command) -> None:
     assert "--token-piece: found 5" in outcome.err
 
 
-def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+def measured_times(**changes: Any) -> dict[str, int]:
+    """Returns the durations of the compute ops of a plan, in ns, on a calibrated machine."""
     stored = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
     hardware, model = (
         HardwareSpec.load(str(stored / "hardware.toml")),
         ModelSpec.load("qwen2.5-3b").with_layers(2),
     )
-    times = {}
-    for piece in (None, 16384, 2048):
-        work = Workload(batch=1, sequence=32768, token_piece=piece)
-        costs = cost_model(hardware, model, work)
-        assert isinstance(costs, Calibrated)
-        plan = Plan(
-            policy="overlapped",
-            hardware="h200",
-            source="",
-            model=model,
-            workload=work,
-            knobs=Knobs(checkpoint_interval=1),
-            device_limit_bytes=2**40,
-            host_limit_bytes=2**40,
-        )
-        times[piece] = {
-            op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"
-        }
+    work = Workload(batch=1, sequence=32768, **changes)
+    costs = cost_model(hardware, model, work)
+    assert isinstance(costs, Calibrated)
+    plan = Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        model=model,
+        workload=work,
+        knobs=Knobs(checkpoint_interval=1),
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+    )
+    return {op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"}
+
+
+def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+    times = {piece: measured_times(token_piece=piece) for piece in (None, 16384, 2048)}
     for op in ("F0.m0", "B0.m0"):
         assert times[None][op] < times[16384][op] < times[2048][op]
     assert times[16384]["R0.m0"] < times[None]["R0.m0"]
     assert times[16384]["H.m0"] == times[None]["H.m0"]
+
+
+@pytest.mark.parametrize("piece", [None, 16384])
+def test_a_measured_machine_derives_the_times_of_groups_of_heads(piece: int | None) -> None:
+    one, two = (measured_times(token_piece=piece, head_groups=groups) for groups in (None, 2))
+    for op in ("F0.m0", "R0.m0", "B0.m0"):
+        assert one[op] < two[op] < 1.02 * one[op]
+    assert one["H.m0"] == two["H.m0"]
 
 
 def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Command) -> None:

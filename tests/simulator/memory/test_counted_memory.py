@@ -142,25 +142,35 @@ def test_groups_of_heads_need_less_memory_in_attention(name: str) -> None:
         assert found.saved <= 1.02 * (spec.saved_bytes("0", *sizes) + output)
         totals[groups] = spec.backward_bytes(layer, *sizes, groups=groups) + output
         assert found.all <= totals[groups] <= 1.08 * found.all
+        estimate = activations_estimate(spec, work) + workspace_estimate(spec, work).layer
+        assert estimate == totals[groups]
     assert totals[spec.heads.pairs] < 0.85 * totals[1]
     assert totals[spec.heads.pairs] < totals[2] < totals[1]
 
 
 @pytest.mark.parametrize("piece", [None, 2048])
 @pytest.mark.parametrize(
-    "family", others_nightly(("qwen3_moe", "mixtral", "qwen3_next"), among=("qwen3_moe",))
+    ("family", "changes"),
+    [
+        *others_nightly(("qwen3_moe", "mixtral", "qwen3_next"), {}, among=("qwen3_moe",)),
+        ("mixtral", {"num_local_experts": 2048, "intermediate_size": 32}),
+    ],
 )
 def test_the_memory_of_a_router_loss_is_not_predicted_too_low(
-    family: str, piece: int | None
+    family: str, changes: dict[str, int], piece: int | None
 ) -> None:
-    """The loss keeps the logits of all tokens, also if experts compute pieces of tokens."""
+    """The loss keeps the logits of all tokens, also if experts compute pieces of tokens.
+
+    With 2,048 experts, the logits take much of the peak.
+    """
     switch = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-    spec = ModelSpec.from_config({**wide_model(family).config, **switch}, "config.json")
+    spec = ModelSpec.from_config({**wide_model(family).config, **switch, **changes}, "config.json")
     work, layer = Workload(batch=1, sequence=32768, token_piece=piece), spec.decoders[-1]
     found, sizes = counted(spec, layer, work), (work.tokens, work.sequence, work.dtype, work.piece)
     output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
     assert found.saved <= 1.02 * (spec.saved_bytes(layer.name, *sizes) + output)
-    assert found.all <= spec.backward_bytes(layer, *sizes) + output <= 1.2 * found.all
+    peak = spec.backward_bytes(layer, *sizes) + output
+    assert found.all <= peak <= (1.25 if changes else 1.2) * found.all
 
 
 @pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
