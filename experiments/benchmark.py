@@ -186,6 +186,7 @@ def _refuse_for_others(work: Workload, systems: str) -> None:
         ("gradients", work.gradients, "exact", "leave out --gradients"),
         ("--dtype", "fp8" if work.fp8 else "bf16", "bf16", "use --dtype bf16"),
         ("--token-piece", work.token_piece or "no pieces", "no pieces", "leave out --token-piece"),
+        ("--head-groups", str(work.groups), "1", "leave out --head-groups"),
         ("optimizer", work.optimizer, ADAMW, "leave out --optimizer"),
     ):
         if found != usual:

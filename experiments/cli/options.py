@@ -356,12 +356,19 @@ def add_workload(
         f" {loss_chunk or 'the planner chooses'})",
     )
     group.add_argument(
+        "--head-groups",
+        type=whole("--head-groups"),
+        metavar="N",
+        help="compute attention for one of N groups of key-value heads at a time, with less memory"
+        " for long contexts (default: all heads at once)",
+    )
+    group.add_argument(
         "--token-piece",
         type=whole("--token-piece"),
         metavar="N",
-        help="number of tokens that the MLP of a layer computes at one time, for long contexts"
-        " (default: all; `check`, `plan` and `train MODEL` choose a number if the model does not"
-        " fit otherwise, or if a long sequence is faster with it)",
+        help="number of tokens that the MLP or the experts of a layer compute at one time, for long"
+        " contexts (default: all; `check`, `plan` and `train MODEL` choose a number if the model"
+        " does not fit otherwise, or if a long sequence is faster with it)",
     )
     group.add_argument(
         "--compile",
@@ -448,6 +455,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         clipping=args.clipping,
         loss_chunk=args.loss_chunk or LOSS_CHUNK,
         token_piece=args.token_piece,
+        head_groups=args.head_groups,
         compiled=args.compile,
         attention=args.attention,
         documents=args.documents is not False and not obstacle,

@@ -147,6 +147,13 @@ def run(args: argparse.Namespace) -> int:
             allowed="no --token-piece, because layers are measured without pieces",
             fix="leave it out; a plan with pieces derives its costs from this file",
         )
+    if args.head_groups:
+        raise UserError(
+            "--head-groups",
+            found=args.head_groups,
+            allowed="no --head-groups, because layers are measured with all heads at once",
+            fix="leave it out; a plan with groups of heads derives its costs from this file",
+        )
     earlier = HardwareSpec.load(str(args.again)) if args.again else None
     if earlier and not earlier.costs:
         raise UserError(

@@ -18,11 +18,16 @@ pass keyword arguments on.
 | cudnn | CUDA | `_scaled_dot_product_cudnn_attention` | bf16, head size a multiple of 8 |
 
 All three allow fewer key and value heads than query heads. `FunctionalLayers` passes `kernel`,
-`kept` and `results` to the layer, and the layer passes them to `attend`.
+`kept`, `results` and `groups` to the layer, and the layer passes them to `attend`.
+
+With several groups of heads (`Workload.head_groups`), the kernels run for one group after another,
+forward and backward. Queries, keys, values and the output of all heads exist, so projections are
+computed once. What a kernel allocates for itself exists for one group at a time.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,7 +37,12 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from megatrain.runtime.layers.lengths import LengthBounds, attend_within, takes_lengths
+from megatrain.runtime.layers.lengths import (
+    LengthBounds,
+    attend_within,
+    backward_in_groups,
+    takes_lengths,
+)
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -192,6 +202,7 @@ def attend(
     kernel: Kernel | None = None,
     kept: Attention | None = None,
     results: list[torch.Tensor] | None = None,
+    groups: int = 1,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention. This is an attention function for transformers.
@@ -207,6 +218,7 @@ def attend(
         kernel: the kernel. None means that PyTorch chooses it, and no results can be saved.
         kept: results of an earlier forward pass, which are used instead of running the kernel.
         results: a list, to which the output and the log-sum-exp are appended, to be saved.
+        groups: number of groups of heads. More than one requires a `kernel` or `LengthBounds`.
 
     Returns:
         The output, [batch, sequence, heads, value size], contiguous; and None instead of attention
@@ -216,10 +228,13 @@ def attend(
         assert not others.get("dropout"), "kernels are called without dropout"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return (
-            attend_within(attention_mask, query, key, value, scale, kept=kept, results=results),
+            attend_within(
+                attention_mask, query, key, value, scale, kept=kept, results=results, groups=groups
+            ),
             None,
         )
     if kernel is None:
+        assert groups == 1, "groups of heads call a kernel by its name"
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
@@ -229,21 +244,24 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # `scaled_dot_product_attention` also does this before it calls the kernel.
     if attention_mask is not None:
-        groups = query.shape[1] // key.shape[1]
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        shared = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, shared), repeat_kv(value, shared)
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
             ~attention_mask, -torch.inf
         )
+    if kept is None and groups > 1:
+        kept = _in_groups(kernel, scale, attention_mask, groups, query, key, value)
     if kept is not None:
         output = _SavedAttention.apply(
             kernel,
             scale,
+            groups,
             attention_mask,
             query,
             key,
             value,
             kept.output.transpose(1, 2),
-            kept.log_sum_exp,
+            log_sum_exp := kept.log_sum_exp,
         )
     else:
         output, log_sum_exp = _forward(kernel, scale, attention_mask, query, key, value)
@@ -251,6 +269,29 @@ def attend(
     if results is not None:
         results += [contiguous, log_sum_exp.reshape(log_sum_exp.shape[:3]).contiguous()]
     return contiguous, None
+
+
+@torch.no_grad()
+def _in_groups(
+    kernel: Kernel,
+    scale: float,
+    mask: torch.Tensor | None,
+    groups: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> Attention:
+    """Runs the forward kernel for one group of heads after another. Returns the results of all."""
+    batch, heads, sequence, _ = query.shape
+    output = query.new_empty(batch, sequence, heads, value.shape[-1])
+    log_sum_exp = query.new_empty(batch, heads, sequence, dtype=torch.float32)
+    parts = (tensor.chunk(groups, 1) for tensor in (output.transpose(1, 2), log_sum_exp))
+    inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
+    for out, sums, *group in zip(*parts, *inputs, strict=True):
+        made, found = _forward(kernel, scale, mask, *group)
+        out.copy_(made)
+        sums.copy_(found.reshape(sums.shape))
+    return Attention(output, log_sum_exp)
 
 
 def _forward(
@@ -292,6 +333,7 @@ class _SavedAttention(torch.autograd.Function):
         ctx: Any,
         kernel: Kernel,
         scale: float,
+        groups: int,
         mask: torch.Tensor | None,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -300,22 +342,15 @@ class _SavedAttention(torch.autograd.Function):
         log_sum_exp: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(mask, query, key, value, output, log_sum_exp)
-        ctx.kernel, ctx.scale = kernel, scale
+        ctx.kernel, ctx.scale, ctx.groups = kernel, scale, groups
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mask, query, key, value, output, log_sum_exp = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            *_backward(
-                ctx.kernel, ctx.scale, mask, gradient, query, key, value, output, log_sum_exp
-            ),
-            None,
-            None,
-        )
+        mask, *saved = ctx.saved_tensors
+        kernel = functools.partial(_backward, ctx.kernel, ctx.scale, mask)
+        gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=1)
+        return None, None, None, None, *gradients, None, None
 
 
 def _backward(

@@ -27,14 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import (
-    attention,
-    compiling,
-    fp8_linear,
-    lengths,
-    linear_documents,
-    token_pieces,
-)
+from megatrain.runtime.layers import attention, compiling, fp8_linear, lengths, linear_documents
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -137,7 +130,9 @@ class FunctionalLayers:
         quiet.output_router_logits = False
         whole = meta_model(quiet, self.dtype, device)
         self._kernel = (
-            attention.kernel_of(model, workload, device) if workload.attention or keeps else None
+            attention.kernel_of(model, workload, device)
+            if workload.attention or workload.groups > 1 or keeps
+            else None
         )
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
@@ -157,11 +152,6 @@ class FunctionalLayers:
             # `zip` is not strict, because a plan for calibration has fewer layers than the config.
             for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
                 fp8_linear.install(module, model.fp8_weights(layer.name), workload.fp8)
-        if workload.piece:
-            for layer, module in zip(model.decoders, self._stack.layers_of(whole), strict=False):
-                pieces = model.layer_pieces(layer.name, compiled=workload.compiled)
-                assert pieces is not None  # otherwise `preflight` refuses the plan
-                token_pieces.install(module, pieces, workload.piece, compiled=workload.compiled)
         self.buffers = {
             str(index): dict(layer.named_buffers())
             for index, layer in enumerate(self._stack.layers_of(whole))
@@ -184,6 +174,13 @@ class FunctionalLayers:
             routed=self.routing is not None,
             compiled=[workload.compiled and layer.compilable for layer in model.decoders],
             draws=bool(family.draws),
+            pieces=[
+                model.layer_pieces(layer.name, compiled=workload.compiled)
+                if workload.piece
+                else None
+                for layer in model.decoders
+            ],
+            piece=workload.piece,
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
         self._micro_batches = micro_batches or range(workload.accumulation)
@@ -375,12 +372,14 @@ class FunctionalLayers:
 
     def _layer_arguments(self, layer: str, micro: int, kept: Attention | None = None) -> Arguments:
         """Returns the keyword arguments of a layer, including the arguments of `attention.attend`
-        if the workload names a kernel or `kept` attention results are reused.
+        if the workload names a kernel or has groups of heads, or if `kept` attention results are
+        reused.
         """
         arguments = (self._arguments.get(micro) or self._causal_arguments)[int(layer)]
-        if self.workload.attention or kept is not None:
-            return arguments | {"kernel": self._kernel, "kept": kept, "results": None}
-        return arguments
+        work = self.workload
+        if work.attention or work.groups > 1 or kept is not None:
+            arguments = arguments | {"kernel": self._kernel, "kept": kept, "results": None}
+        return arguments | ({"groups": work.groups} if work.groups > 1 else {})
 
     def _add_to_router_loss(self, micro: int, logits: torch.Tensor | None) -> None:
         """Adds the router logits of a layer to the sums of the router loss, if there is one."""

@@ -14,7 +14,8 @@ from megatrain.runtime.layers import compiling
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
 from megatrain.runtime.layers.meta_model import kind_of
-from megatrain.runtime.layers.token_pieces import without_mlp
+from megatrain.runtime.layers.token_pieces import Router, install, without_mlp
+from megatrain.simulator.model.families import LayerPieces
 
 _ROUTERS = "router_logits"
 """Name of the routers' output in transformers' models."""
@@ -26,12 +27,15 @@ class LayerKind:
     def __init__(
         self,
         module: torch.nn.Module,
-        router: type | None,
-        output: int,
         *,
+        router: Router | None,
+        pieces: LayerPieces | None,
+        piece: int,
+        hidden: int,
         compiled: bool,
         draws: bool,
     ) -> None:
+        """Moves `module` to the meta device. The arguments are those of `layer_kinds`."""
         # Also moves buffers, because each call passes the buffers like the parameters.
         self._module = module.to("meta")
         narrow = {parameter.dtype for parameter in module.parameters()} - {torch.float32}
@@ -42,11 +46,18 @@ class LayerKind:
         ]
         self._changed: tuple[str, ...] = getattr(module, "_changed_in_place", ())
         self._routed: list[torch.Tensor] = []
-        for part in module.modules() if router else ():
-            if isinstance(part, router or ()):
-                part.register_forward_hook(
-                    lambda _module, _input, outputs: self._routed.append(outputs[output])
-                )
+        if pieces:  # copies modules, so it comes before the hooks
+            install(
+                module,
+                pieces,
+                piece,
+                hidden=hidden,
+                compiled=compiled,
+                router=router,
+                logits=self._routed,
+            )
+        if router:
+            router.record(module, self._routed)
         options: dict[str, Any] = {}
         if draws:  # so compiled layers draw the same random numbers as eager layers
             options["fallback_random"] = True
@@ -105,7 +116,13 @@ class LayerKind:
 
 
 def layer_kinds(
-    whole: Any, *, routed: bool, compiled: Sequence[bool], draws: bool
+    whole: Any,
+    *,
+    routed: bool,
+    compiled: Sequence[bool],
+    draws: bool,
+    pieces: Sequence[LayerPieces | None],
+    piece: int,
 ) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share a LayerKind.
 
@@ -115,18 +132,24 @@ def layer_kinds(
         compiled: whether to compile each decoder layer that is used. Layers of a kind must have the
             same value. The model may have more layers than this.
         draws: whether the layers draw random numbers in training.
+        pieces: the parts of each decoder layer that is used, if they are computed in pieces of
+            tokens, otherwise None. Layers of a kind must have the same modules in them.
+        piece: number of tokens in a piece.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
+    router = Router(recorder.target_class, recorder.index) if recorder else None
     kinds: dict[object, LayerKind] = {}
     result = []
     layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
-    for layer, compile_it in zip(layers, compiled, strict=True):
+    for layer, compile_it, in_pieces in zip(layers, compiled, pieces, strict=True):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(
                 layer,
-                recorder and recorder.target_class,
-                recorder.index if recorder else 0,
+                router=router,
+                pieces=in_pieces,
+                piece=piece,
+                hidden=whole.config.hidden_size,
                 compiled=compile_it,
                 draws=draws,
             )

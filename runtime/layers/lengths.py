@@ -14,7 +14,8 @@ A layer receives `LengthBounds` as its attention mask. transformers' layers pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,7 @@ def attend_within(
     *,
     kept: Sequence[torch.Tensor] | None = None,
     results: list[torch.Tensor] | None = None,
+    groups: int = 1,
 ) -> torch.Tensor:
     """Computes causal attention within each document.
 
@@ -120,6 +122,7 @@ def attend_within(
             the kernel.
         results: a list, to which the output and the log-sum-exp, [batch, heads, sequence] fp32, are
             appended.
+        groups: number of groups of heads, for which the kernel runs one after another.
 
     Returns the output, [batch, sequence, heads, value size], contiguous.
     """
@@ -128,22 +131,74 @@ def attend_within(
     width = _aligned(max(size, depth))
     left = documents.window - 1 if 0 < documents.window < length else -1
     flat = [_flat(tensor, width) for tensor in (query, key, value)]
+    log_sum_exp: torch.Tensor | None = None
     if kept is not None:
+        saved = (_flat(kept[0].transpose(1, 2), width), _by_head(kept[1]))
+    elif groups > 1:
+        saved = _in_groups(documents, left, scale, groups, *flat)
+        log_sum_exp = saved[1]
+    if kept is not None or groups > 1:
         output = _SavedLengthsAttention.apply(
-            documents.starts,
-            documents.longest,
-            left,
-            scale,
-            *flat,
-            _flat(kept[0].transpose(1, 2), width),
-            _by_head(kept[1]),
+            documents.starts, documents.longest, left, scale, groups, *flat, *saved
         )
     else:
         output, log_sum_exp = forward(documents.starts, documents.longest, left, scale, *flat)
     contiguous = output[..., :depth].reshape(batch, length, heads, depth).contiguous()
     if results is not None:
+        assert log_sum_exp is not None, "results that were saved are not saved again"
         results += [contiguous, log_sum_exp.view(heads, batch, length).transpose(0, 1).contiguous()]
     return contiguous
+
+
+@torch.no_grad()
+def _in_groups(
+    documents: LengthBounds,
+    left: int,
+    scale: float,
+    groups: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `forward` returns, which runs for one group of heads after another."""
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    log_sum_exp = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+    inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
+    for out, sums, *group in zip(
+        output.chunk(groups, 1), log_sum_exp.chunk(groups, 0), *inputs, strict=True
+    ):
+        made, found = forward(documents.starts, documents.longest, left, scale, *group)
+        out.copy_(made)
+        sums.copy_(found)
+    return output, log_sum_exp
+
+
+def backward_in_groups(
+    kernel: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    groups: int,
+    *tensors: torch.Tensor,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of queries, keys and values, from a backward kernel that runs for one
+    group of heads after another.
+
+    Args:
+        kernel: returns these gradients of some heads from the parts of `tensors`.
+        groups: number of groups.
+        tensors: the gradient of the output, queries, keys, values, the output and the log-sum-exp.
+            Their heads are in the dimension 1, and those of the log-sum-exp in `dim`.
+        dim: the dimension of the heads in the log-sum-exp.
+    """
+    if groups == 1:
+        return kernel(*tensors)
+    *others, log_sum_exp = tensors
+    found = [torch.empty_like(tensor) for tensor in others[1:4]]
+    heads = (tensor.chunk(groups, 1) for tensor in (*found, *others))
+    for *parts, sums in zip(*heads, log_sum_exp.chunk(groups, dim), strict=True):
+        # Kernels take the log-sum-exp of several rows without strides.
+        for target, part in zip(parts[:3], kernel(*parts[3:], sums.contiguous()), strict=True):
+            target.copy_(part)
+    return found[0], found[1], found[2]
 
 
 def forward(
@@ -239,6 +294,7 @@ class _SavedLengthsAttention(torch.autograd.Function):
         longest: int,
         left: int,
         scale: float,
+        groups: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -246,21 +302,15 @@ class _SavedLengthsAttention(torch.autograd.Function):
         log_sum_exp: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(starts, query, key, value, output, log_sum_exp)
-        ctx.longest, ctx.left, ctx.scale = longest, left, scale
+        ctx.longest, ctx.left, ctx.scale, ctx.groups = longest, left, scale, groups
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         starts, *saved = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            None,
-            *backward(starts, ctx.longest, ctx.left, ctx.scale, gradient, *saved),
-            None,
-            None,
-        )
+        kernel = functools.partial(backward, starts, ctx.longest, ctx.left, ctx.scale)
+        gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=0)
+        return None, None, None, None, None, *gradients, None, None
 
 
 def _window(left: int) -> dict[str, int]:

@@ -63,7 +63,13 @@ from megatrain.simulator.memory.formulas import (
     workspace_estimate,
 )
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import DOCUMENTS, Workload, without_fp8, without_pieces
+from megatrain.simulator.model.workload import (
+    DOCUMENTS,
+    Workload,
+    without_fp8,
+    without_groups,
+    without_pieces,
+)
 from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
     WHOLE_SUFFIX,
@@ -170,6 +176,8 @@ class Calibrated(ContendedCosts):
             elif (plain := without_pieces(size)) != size and not self._has(kind, size):
                 plain = plain.replace(WHOLE_SUFFIX, "")
                 self._known[key] = self._changed(op, plain, token_piece=None)
+            elif (plain := without_groups(size)) != size and not self._has(kind, size):
+                self._known[key] = self._changed(op, plain, head_groups=None)
             elif (
                 (other := _other_packing(size))
                 and not self._has(kind, size)

@@ -151,6 +151,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             workload.dtype,
             workload.piece,
             compiled=_compiled(model, workload),
+            groups=workload.groups,
         )
         + model.mask_bytes(workload)
         - model.added_mask_bytes(workload)

@@ -136,6 +136,21 @@ def elements_of(part: Part) -> int:
     return sum(math.prod(shape) for _, shape in part.tensors)
 
 
+def _late(part: Part, width: int, groups: int) -> int:
+    """Returns the largest number of bytes per token of the entries of `part.late`, with attention
+    in `groups` groups of heads.
+    """
+    return max(
+        (
+            part.kernel.bytes(width, groups)
+            if part.kernel and state == part.kernel.whole
+            else state.bytes(width)
+            for state in part.late
+        ),
+        default=0,
+    )
+
+
 def _doubled_pairs(part: Part, sequence: int) -> int:
     """Returns twice the unmasked pairs of tokens in the attention of a layer on one sequence."""
     window = min(part.window or sequence, sequence)
@@ -191,6 +206,11 @@ class KeptAttention(NamedTuple):
         return self.offset + self.log_sum_exp
 
 
+TILE = 128
+"""Rows of a tile in the products of experts, of which a GPU computes whole ones."""
+_ROUTER_LOSS_BYTES = (4, 20)
+"""Bytes of each logit that a router loss keeps from forward to backward, the logit in fp32 at most,
+and in the backward pass: the probabilities, their fp32 copy, and three gradients."""
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 _SEEDS = 2 * 512
 """Bytes of the random generator's state that an attention kernel returns: two blocks of PyTorch's
@@ -375,27 +395,38 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def pieces_obstacle(self, *, compiled: bool = False) -> str | None:
         """Returns why decoder layers cannot be computed in pieces of tokens, or None if they can.
 
-        They can if the MLP of each layer is one module that computes each token by itself. If
-        layers are `compiled`, none may have linear attention or a state-space mixer, because there
-        is no formula for their memory.
+        They can if the MLP of each layer, or its router and experts, are one module that computes
+        each token by itself and draws no random numbers. If layers are `compiled`, none may have
+        linear attention or a state-space mixer, because there is no formula for their memory.
         """
         if compiled and not all(layer.compilable for layer in self.decoders):
             return f"compiled layers of {self.family}, some of which have no softmax attention"
         if self._architecture.family.carried:
             return f"{self.family}, whose layers carry more than one row for each token"
+        if self._architecture.family.draws:
+            return f"{self.family}, whose experts draw random numbers"
         layers = {layer.signature: layer.name for layer in self.decoders}
         if all(self.layer_pieces(name) for name in layers.values()):
             return None
-        return f"{self.family}, in which the MLP of some layer is not dense, or not one module"
+        return f"{self.family}, in which the MLP of some layer is not one module"
 
     def skips_mlp(self, layer: str) -> bool:
         """Returns whether a recompute in pieces can leave out the MLP of a decoder layer.
 
         It can if the output of the MLP is only added to the output of the layer. It cannot if there
-        is a norm after the MLP, which saves or reads this output.
+        is a norm after the MLP, which saves or reads this output, or if the layer has experts and
+        the model is trained with a router loss, which reads the logits of the router.
         """
         pieces = self.layer_pieces(layer)
-        return pieces is not None and len(self._part(layer).early) == len(pieces.mlp.early)
+        if pieces is None or self.router_logits(layer):
+            return False
+        return len(self._part(layer).early) == len(pieces.mlp.early)
+
+    def router_logits(self, layer: str) -> int:
+        """Returns the elements per token of the logits that a decoder layer keeps for the router
+        loss. 0 without experts, or if the config does not ask for the loss.
+        """
+        return self._part(layer).logits if self.config.get("output_router_logits") else 0
 
     def fp8_weights(self, layer: str) -> dict[str, tuple[int, ...]]:
         """Returns name -> shape [out, in] of the weights of a decoder layer whose products can be
@@ -563,7 +594,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Some workloads and models add to these:
 
         * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
-          (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`.
+          (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`. With several groups
+          of heads, tensors of each group are copied (2).
         * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
           `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
           `loss` and T V 4 b in `head`.
@@ -622,6 +654,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else (part.forward, part.scores.forward)
         )
         more_flops, more_bytes, more_weights = self._in_pieces(kind, layer, workload)
+        if workload.groups > 1 and part.kernel and not kept:
+            copied = part.kernel.copied if kind == "backward" else part.attended
+            more_bytes += 2 * tokens * copied.bytes(width)
         weights = passes * width * self.stack[layer].parameters
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
         if workload.compiled and self.stack[layer].compilable:
@@ -644,7 +679,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With n pieces, and P parameters of b bytes in the modules that are computed in pieces:
 
-        * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b.
+        * Each pass over the pieces reads the weights n - 1 times more, (n - 1) P b. This includes
+          the weights of all experts.
+        * The products of experts have fewer rows each, and compute whole tiles
+          (`_tiled_elements`).
         * `recompute` leaves out the MLP, if `skips_mlp`.
         * `backward` runs the forward pass of the pieces first. The gradients of weights are written
           n times, P b each. Their fp32 sum is written once, read and written n - 1 times, and read
@@ -656,6 +694,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tokens, width, count = workload.tokens, DTYPE_BYTES[workload.dtype], workload.pieces
         chain, first = pieces.chain, pieces.first
         weights = elements_of(chain) + (elements_of(first) if first else 0)
+        tiles = 2 * self._tiled_elements(chain, workload)
         if kind == "recompute" and self.skips_mlp(layer):
             again = (count - 1) * width * (weights - elements_of(chain))
             left_out, unread = tokens * chain.forward.bytes(width), width * elements_of(chain)
@@ -663,13 +702,33 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 left_out, unread = left_out + unread, 0  # eager weights count as elementwise
             return -2 * tokens * chain.active, -left_out, again - unread
         if kind != "backward":
-            return 0, 0, (count - 1) * width * weights
+            return tiles, 0, (count - 1) * width * weights
         once_more = tokens * (
             chain.forward.bytes(width) + (first.forward.bytes(width) if first else 0)
         )
         read, written = (2 * count - 1) * width, (count - 1) * width
         again = weights * (read + written + 8 * count + width)
-        return 2 * tokens * chain.active, once_more, again
+        return 2 * tokens * chain.active + 3 * tiles, once_more, again
+
+    @staticmethod
+    def _tiled_elements(chain: Part, workload: Workload) -> int:
+        """Returns the elements of experts' weights that a pass over the pieces multiplies in
+        addition, because the products compute whole tiles of rows.
+
+        Each expert computes a multiple of `TILE` rows. This is half a tile more than its rows on
+        average, or one tile if it has fewer rows than half a tile. The result is the number for all
+        pieces, minus the number for all tokens at once.
+        """
+        count, chosen = chain.rows
+        if not count:
+            return 0
+
+        def added(tokens: int) -> int:
+            rows = tokens * chosen // count
+            return max(TILE // 2, TILE - rows)
+
+        more = workload.pieces * added(workload.piece) - added(workload.tokens)
+        return more * chain.experts
 
     def saved_bytes(
         self,
@@ -690,7 +749,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         up, the activation and their product.
 
         With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
-        norm before attention saves only its output, which projections read.
+        norm before attention saves only its output, which projections read. With a router loss, a
+        layer with experts keeps the logits of its router.
 
         A `compiled` layer saves the tensors that the compiler's partitioner chooses. Elementwise
         kernels run again in the backward pass, so mainly the operands and results of matrix
@@ -706,7 +766,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kept, scores = part.in_compiled.kept, part.scores.compiled[0]
             once = _SEEDS + 4 * sequence * self.heads.size
             once += 4 * part.in_compiled.cast if width < 4 else 0
-        saved = kept.bytes(width)
+        saved = kept.bytes(width) + _ROUTER_LOSS_BYTES[0] * self.router_logits(layer)
         if piece and (pieces := self.layer_pieces(layer, compiled=compiled)):
             hidden = self.hidden * width
             chain = pieces.chain.in_compiled.kept if compiled else pieces.chain.kept
@@ -757,7 +817,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def transient_bytes(
-        self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
+        self,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int = 0,
+        *,
+        compiled: bool = False,
+        groups: int = 1,
     ) -> int:
         """Returns the largest `backward_bytes` of all decoder layers, minus the largest
         `saved_bytes`: the bytes of temporary tensors in the backward pass.
@@ -765,7 +832,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled)
         return (
             max(
-                self.backward_bytes(layer, tokens, sequence, dtype, piece, compiled=compiled)
+                self.backward_bytes(
+                    layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
+                )
                 for layer in {layer.signature: layer for layer in self.decoders}.values()
             )
             - most
@@ -780,6 +849,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         piece: int = 0,
         *,
         compiled: bool = False,
+        groups: int = 1,
     ) -> int:
         """Returns the peak device bytes of a decoder layer's backward pass, saved activations
         included.
@@ -812,6 +882,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * In a norm after the MLP or after attention, which is not computed in pieces: all weight
           gradients, the tensors of the norm, and two gradients, 2 T d b.
 
+        With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
+        one group at a time (`KernelMemory.bytes`).
+
         In a compiled layer, some gradients of norms' weights are computed last, so two gradients of
         the hidden states, 2 T d b, exist longer.
 
@@ -821,7 +894,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
             return self._backward_in_pieces(
-                layer, tokens, sequence, dtype, piece, compiled=compiled
+                layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
             )
 
         def held(*states: Kept) -> int:
@@ -837,7 +910,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
-            width * layer.elements + held(*part.late) - held(freed) + longer,
+            width * layer.elements + tokens * _late(part, width, groups) - held(freed) + longer,
         ]
         if compiled:
             parts = [part + written for part in parts]
@@ -848,6 +921,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled)
             + max(parts)
+            + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
 
@@ -860,6 +934,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         piece: int,
         *,
         compiled: bool,
+        groups: int,
     ) -> int:
         """Returns `backward_bytes` of a layer that is computed in pieces of `piece` tokens."""
         part, width = self._part(layer.name), DTYPE_BYTES[dtype]
@@ -881,23 +956,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         def held(*states: Kept) -> int:
             return max((state.bytes(width) for state in states), default=0)
 
-        in_piece = (
-            kept.bytes(width)
-            + max(held(*early), held(chain.middle), held(*chain.between) - held(freed), 0)
-            + 4 * row
-        )
+        after = held(*chain.between, *chain.late) - held(freed)
+        in_piece = kept.bytes(width) + max(held(*early), held(chain.middle), after, 0) + 4 * row
         parameters = elements_of(chain)
         norms = tuple(state for state in part.early if state not in chain.early)
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
             width * layer.elements
-            + tokens * (held(*part.late) + (0 if pieces.norm else 2 * row))
+            + tokens * (_late(part, width, groups) + (0 if pieces.norm else 2 * row))
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )
         return (
             self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
             + around
+            + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + tokens * sequence * scores.bytes(width)
             + 24 * sequence * self.heads.size
         )

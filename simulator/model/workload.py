@@ -23,7 +23,12 @@ DOCUMENTS = "-documents"
 """The suffix of the shape of a workload whose rows may hold several documents."""
 _FP8 = "-fp8-"
 _PIECES = "-pieces"
+_GROUPS = "-groups"
 _MOST_PIECE = 2**24
+LEAST_PIECE = 2**11
+"""The smallest token piece that is tried if none is given. Smaller pieces take more time."""
+LONG_SEQUENCE = 2**16
+"""Tokens of a sequence from which pieces are tried even if the model fits without them."""
 FP8_MULTIPLE = 16
 """The sizes of fp8 matrix products must be multiples of this number."""
 MOST_MICRO_BATCHES = 1024
@@ -71,6 +76,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     attention: Literal["flash", "cudnn"] | None = None
     """The attention kernel. Each kernel rounds differently. None means the kernel that PyTorch's
     `scaled_dot_product_attention` chooses."""
+    head_groups: int | None = None
+    """Groups of key-value heads, with their query heads, for which the attention kernels run one
+    after another. A divisor of the model's key-value heads. A flash kernel in deterministic mode
+    rounds differently with another number. None means one group."""
     loss_chunk: int = 1024
     """Tokens whose logits exist at one time. Their number changes the result, because the head's
     gradient is summed chunk by chunk."""
@@ -113,11 +122,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ("sequence", 2**24),
             ("accumulation", MOST_MICRO_BATCHES),
             ("loss_chunk", 2**31),
+            ("head_groups", 2**10),
         ):
-            if not 1 <= getattr(self, field) <= most:
+            found = getattr(self, field)
+            if found is not None and not 1 <= found <= most:
                 raise UserError(
                     f"workload: {field}",
-                    found=getattr(self, field),
+                    found=found,
                     allowed=f"1 to {most}",
                     fix=f"set {field} within this range",
                 )
@@ -205,6 +216,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return -(-self.tokens // self.piece) if self.piece else 1
 
     @property
+    def groups(self) -> int:
+        """Groups of heads for which the attention kernels run one after another."""
+        return 1 if self.head_groups is None else self.head_groups
+
+    @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
         return self.batch * self.sequence
@@ -237,14 +253,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             f"-{self.attention}" if self.attention else "",
         )
         pieces = f"{_PIECES}{self.piece}" if self.piece else ""
-        return f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}{pieces}" + (
-            DOCUMENTS if self.documents else ""
+        groups = f"{_GROUPS}{self.groups}" if self.groups > 1 else ""
+        return (
+            f"{self.batch}x{self.sequence}-{self.dtype}{fp8}{compiled}{attention}{pieces}{groups}"
+            + (DOCUMENTS if self.documents else "")
         )
 
 
 def without_pieces(shape: str) -> str:
     """Returns `shape` without the suffix for pieces of tokens."""
     return re.sub(rf"{_PIECES}\d+", "", shape)
+
+
+def without_groups(shape: str) -> str:
+    """Returns `shape` without the suffix for groups of heads."""
+    return re.sub(rf"{_GROUPS}\d+", "", shape)
 
 
 def without_fp8(shape: str) -> str:

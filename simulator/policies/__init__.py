@@ -166,6 +166,8 @@ def _policy(plan: Plan) -> Policy:
         )
     if plan.workload.token_piece:
         _refuse_pieces(plan, policy)
+    if plan.workload.groups > 1:
+        _refuse_head_groups(plan, policy)
     if policy.prediction_only and plan.workload.optimizer != optimizer.ADAMW:
         raise UserError(
             f"policy {plan.policy}: optimizer",
@@ -212,8 +214,29 @@ def _refuse_pieces(plan: Plan, policy: Policy) -> None:
         raise UserError(
             "workload: token_piece",
             found=f"{plan.workload.token_piece} with {obstacle}",
-            allowed="a model of this project's policies whose layers each have one dense MLP",
+            allowed="a model whose layers each have one MLP or one mixture of experts, with this"
+            " project's policies",
             fix="leave out --token-piece",
+        )
+
+
+def _refuse_head_groups(plan: Plan, policy: Policy) -> None:
+    """Raises UserError if the attention of the model cannot be computed in groups of heads."""
+    model, groups = plan.model, plan.workload.groups
+    allowed = f"a divisor of its {model.heads.pairs} key-value heads"
+    obstacle = f"{groups} for {model.name}" if model.heads.pairs % groups else ""
+    if not all(model.can_save_attention(layer.name) for layer in model.decoders):
+        obstacle = f"{groups} for a {model.family} model"
+        allowed = "full causal attention in every layer, as in Llama"
+    if policy.prediction_only:
+        obstacle = f"{groups} with {plan.policy}, a system that was described without groups"
+        allowed = "this project's policies"
+    if obstacle:
+        raise UserError(
+            "workload: head_groups",
+            found=obstacle,
+            allowed=allowed,
+            fix="use another number, or leave out --head-groups",
         )
 
 

@@ -20,14 +20,16 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model
 from megatrain.simulator.costs.adjusted import WithinSpread
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
+from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import EAGER_MIXERS, ModelSpec
-from megatrain.simulator.model.workload import FP8_MULTIPLE, Workload
+from megatrain.simulator.model.workload import FP8_MULTIPLE, LEAST_PIECE, LONG_SEQUENCE, Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
     Estimate,
@@ -44,6 +46,7 @@ from megatrain.simulator.planner.capacity import (
 )
 from megatrain.simulator.planner.loss_chunk import least_chunks
 from megatrain.simulator.planner.search import best_estimate, candidates
+from megatrain.simulator.schedule import Sizes, has_saved_attention
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
@@ -158,6 +161,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     (`host_optimizer`) or on the device (`device_optimizer`), `copies`, `other_gpus`, or
     `nothing_else`, which is dispatch and the host's time between steps. The shares add up to 1.
     Empty if the plan was not simulated."""
+    attention_seconds: float = 0.0
+    """Seconds of a step that attention kernels take, without their projections. An estimate if the
+    kernel was not measured alone. 0 if the plan was not simulated."""
     slowed_seconds: float = 0.0
     """Seconds by which compute ops take longer because other lanes run at the same time."""
     streams: bool = True
@@ -190,6 +196,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     longest_context: int | None = None
     """Most tokens of a sequence that fit, with one sequence per micro-batch. None if it was not
     computed."""
+    longest_context_in_pieces: int | None = None
+    """The same with layers that compute pieces of tokens, for a long sequence whose plan has no
+    pieces. None if it was not computed, or if pieces allow no longer context."""
     largest_batch: int | None = None
     """Most sequences per micro-batch that fit, at the workload's sequence length. None if it was
     not computed."""
@@ -535,6 +544,7 @@ def described(
             seconds = played_ns / 1e9
     verdict = msgspec.structs.replace(
         verdict,
+        attention_seconds=_attention_ns(hardware, plan, sizes) / 1e9,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
         step_shares=_shares(waits, makespan_ns, seconds),
@@ -548,6 +558,18 @@ def described(
     return verdict
 
 
+def _attention_ns(hardware: HardwareSpec, plan: Plan, sizes: Sizes) -> float:
+    """Returns the time of the attention kernels of a step. Layers that saved their attention do not
+    compute it again.
+    """
+    sheet, counts = Datasheet(hardware, plan.model, plan.workload), Counter(sizes.which)
+    return sum(
+        counts[index] * sheet.attention_ns(op.kind, op.layer)
+        for index, op in enumerate(sizes.ops)
+        if op.kind in LAYER_KINDS and not has_saved_attention(op.shape)
+    )
+
+
 def explored(
     verdict: Verdict,
     choice: Choice,
@@ -559,9 +581,9 @@ def explored(
 ) -> Verdict:
     """Adds to a verdict of `described` the results of other plans than the chosen one.
 
-    They are the longest context, the largest batch, the gain of one more GiB (if `marginal`), and
-    changes that would help (if `advise`). `verdict` is the result of `described` for `choice`. The
-    other arguments are those of `explain`.
+    They are the longest context, also in pieces of tokens, the largest batch, the gain of one more
+    GiB (if `marginal`), and changes that would help (if `advise`). `verdict` is the result of
+    `described` for `choice`. The other arguments are those of `explain`.
     """
     plan = choice.plan
     costs = cost_model(hardware, plan.model, plan.workload)
@@ -571,7 +593,8 @@ def explored(
     verdict = msgspec.structs.replace(
         verdict,
         one_more_gib=one_more_gib(choice, hardware, costs) if marginal else (),
-        longest_context=longest_context(footprints, *works) if footprints else None,
+        longest_context=(longest := longest_context(footprints, *works) if footprints else None),
+        longest_context_in_pieces=_longest_in_pieces(choice, hardware, names, longest),
         largest_batch=largest_batch(footprints, *works) if footprints else None,
     )
     if not (advise and footprints):
@@ -594,6 +617,24 @@ def explored(
 
     adviser = Adviser(choice, hardware, costs, names, search_again, footprints)
     return msgspec.structs.replace(verdict, advice=adviser.suggestions())
+
+
+def _longest_in_pieces(
+    choice: Choice, hardware: HardwareSpec, names: list[str], longest: int | None
+) -> int | None:
+    """Returns `Verdict.longest_context_in_pieces`. `longest` is the longest context without
+    pieces.
+    """
+    plan, work = choice.plan, choice.plan.workload
+    if work.sequence < LONG_SEQUENCE or work.token_piece or work.fp8:
+        return None
+    if plan.model.pieces_obstacle(compiled=work.compiled):
+        return None
+    work = msgspec.structs.replace(work, token_piece=LEAST_PIECE)
+    costs = cost_model(hardware, plan.model, work)
+    plan = msgspec.structs.replace(plan, workload=work)
+    found = longest_context(list(usable(plan, hardware, costs, names)), work)
+    return found if found > (longest or 0) else None
 
 
 def _footprints(

@@ -91,10 +91,19 @@ OTHERS = (
 These are layers of several kinds, scaled embeddings, capped logits, biases in the head, experts,
 buffers in layers, linear attention, and several streams.
 """
+MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Those whose layers have experts."""
+ROUTED = ("qwen3_moe", "gpt_oss")
+"""Those that can be trained with a router loss."""
 
 
 def model_of(
-    *, family: str = "llama", layers: int = 4, hidden: int = 64, tied: bool = False
+    *,
+    family: str = "llama",
+    layers: int = 4,
+    hidden: int = 64,
+    tied: bool = False,
+    routed: bool = False,
 ) -> ModelSpec:
     if family in OTHERS:
         sizes: dict[str, Any] = {
@@ -119,6 +128,8 @@ def model_of(
                 "altup_coef_clip": 0.01,
                 "activation_sparsity_pattern": [0.5] + [0.0] * (layers - 1),
             }
+        if routed:
+            sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.3}
         config = tiny_config(family, **sizes, tie_word_embeddings=tied)
         return ModelSpec.from_config(config.to_dict(), family, "tiny")
     return ModelSpec(
@@ -337,12 +348,17 @@ def placements(draw: st.DrawFn, model: ModelSpec) -> Placement:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(
+    draw: st.DrawFn, families: tuple[str, ...] = (*SIMPLE, *OTHERS), *, in_pieces: bool = False
+) -> Plan:
+    """Draws any plan of one of the `families`. With `in_pieces`, it has pieces of tokens."""
+    family = draw(st.sampled_from(families))
     model = model_of(
-        family=draw(st.sampled_from([*SIMPLE, *OTHERS])),
+        family=family,
         layers=draw(st.integers(3, 5)),
         hidden=draw(st.sampled_from([64, 48])),
         tied=draw(st.booleans()),
+        routed=family in ROUTED and draw(st.booleans()),
     )
     sequence = draw(st.sampled_from([16, 32]))
     state = draw(st.sampled_from(list(FORMATS)))
@@ -355,8 +371,11 @@ def plans(draw: st.DrawFn) -> Plan:
         clipping=draw(st.sampled_from(CLIPPING)),
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
     )
-    if not model.pieces_obstacle() and draw(st.booleans()):
+    if not model.pieces_obstacle() and (in_pieces or draw(st.booleans())):
         work = msgspec.structs.replace(work, token_piece=draw(st.sampled_from([5, 8, 24])))
+    if all(map(model.can_save_attention, (layer.name for layer in model.decoders))):
+        # On a CPU, the number of groups changes no bit. The reference has none.
+        work = msgspec.structs.replace(work, head_groups=draw(st.sampled_from([1, 2])))
     policy = draw(st.sampled_from(policies.names()))
     stores_one = work.clipping == "global" and work.accumulation == 1 and not model.tied
     if policy == "overlapped" and stores_one and draw(st.booleans()):
@@ -426,6 +445,20 @@ def test_hundreds_of_plans_with_muon_give_the_reference_s_bits(plan: Plan) -> No
 @given(plans())
 @settings(max_examples=6)
 def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@given(plans(MIXTURES, in_pieces=True))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+def test_any_plan_with_experts_in_pieces_gives_the_reference_s_bits(plan: Plan) -> None:
+    assert_invariant(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@given(plans(MIXTURES, in_pieces=True))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+def test_hundreds_of_plans_with_experts_in_pieces_give_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
 

@@ -111,6 +111,9 @@ ROUTED = (
     "minimax",
     "phimoe",
 )
+"""Families that can be trained with a router loss."""
+PIECED = tuple(family for family in ROUTED if not model_of(family).pieces_obstacle())
+"""Those whose experts can compute pieces of tokens."""
 
 
 @pytest.mark.parametrize(
@@ -168,15 +171,21 @@ def test_linear_attention_needs_no_mask_for_padding_at_the_end(run: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("family", "padded"),
-    [*others_nightly(ROUTED, False), *others_nightly(ROUTED, True, among=("gpt_oss", "mixtral"))],
+    ("family", "padded", "piece"),
+    [
+        *others_nightly(ROUTED, False, None),
+        *others_nightly(ROUTED, True, None, among=("gpt_oss", "mixtral")),
+        *others_nightly(PIECED, False, 7, among=("mixtral", "qwen2_moe")),
+        *others_nightly(PIECED, True, 7, among=("gpt_oss",)),
+    ],
 )
 def test_the_routers_loss_is_part_of_a_step_s_loss(
-    run: Callable[..., Any], family: str, padded: bool
+    run: Callable[..., Any], family: str, padded: bool, piece: int | None
 ) -> None:
     """The routers' loss is the mean over the micro-batches of that of the whole model.
 
-    One layer keeps its graph from the forward pass, and the other layers do not.
+    One layer keeps its graph from the forward pass, and the other layers do not. Experts may
+    compute pieces of tokens, while the loss is that of all tokens.
     """
     if padded and family in CANNOT_SEPARATE_DOCUMENTS:
         pytest.skip("this family cannot separate documents")
@@ -185,6 +194,7 @@ def test_the_routers_loss_is_part_of_a_step_s_loss(
         model_spec,
         accumulation=2,
         documents=padded,
+        token_piece=piece,
         placement=Placement(saved_activations="1", weights="all", gradients="all"),
         policy="overlapped",
     ) as running:
@@ -205,7 +215,10 @@ def test_the_routers_loss_is_part_of_a_step_s_loss(
         ) * scale_of(trained)
         routed = 0.7 * sum(output.aux_loss for output in outputs) / len(outputs)
         assert float(routed.detach()) > 0.1
-        compare(running, batches, loss + routed, model, packed_bound(family) if padded else 1e-5)
+        linear_too = padded or piece
+        compare(
+            running, batches, loss + routed, model, packed_bound(family) if linear_too else 1e-5
+        )
 
 
 def test_every_family_with_a_routers_loss_is_among_them() -> None:

@@ -23,9 +23,10 @@ ABLE = [
     # Another version of transformers may lack a family.
     if family in CONFIG_MAPPING and not model_of(family).pieces_obstacle()
 ]
-SAMPLE = ("llama", "gemma2", "glm4", "olmo2", "phi")
-"""A norm before the MLP, norms before and after it, after both, only after it, and none of its
-own."""
+COMPILED = [family for family in ABLE if not model_of(family).pieces_obstacle(compiled=True)]
+SAMPLE = ("llama", "gemma2", "glm4", "olmo2", "phi", "mixtral", "gpt_oss", "deepseek_v3", "dbrx")
+"""A norm before the MLP, norms before and after it, after both, only after it, none of its own,
+experts, a mixture that returns two values, shared experts, and experts without such a norm."""
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         *others_nightly(ABLE, 1, False, among=SAMPLE),
         *others_nightly(ABLE, 3, False, among=("qwen3",)),
-        *others_nightly(ABLE, 1, True, among=("llama",)),
-        *others_nightly(ABLE, 3, True, among=()),
+        *others_nightly(COMPILED, 1, True, among=("llama", "gpt_oss")),
+        *others_nightly(COMPILED, 3, True, among=()),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_whole_model(

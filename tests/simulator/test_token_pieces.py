@@ -10,7 +10,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
-from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import TILE, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.capacity import longest_context, usable
 from megatrain.simulator.policies import lower
@@ -90,14 +90,47 @@ def test_small_pieces_take_more_time() -> None:
     assert sorted(costs.values()) == list(costs.values())
 
 
-def test_a_mixture_and_another_system_are_refused() -> None:
+def test_experts_in_pieces_read_all_their_weights_for_each_piece() -> None:
+    """The products have fewer rows for each expert, and compute whole tiles."""
+    model = ModelSpec.load("qwen3-30b-a3b").shortest(1)
+    plain = Workload(batch=1, sequence=65536)
+    pieces = msgspec.structs.replace(plain, token_piece=4096)  # 256 rows for each expert
+    c = model.config
+    experts = 3 * c["num_experts"] * c["moe_intermediate_size"] * model.hidden
+    whole, parts = (model.work("forward", "0", work) for work in (plain, pieces))
+    assert parts.linear_flops - whole.linear_flops == 15 * 2 * (TILE // 2) * experts
+    added = parts.moved_bytes - whole.moved_bytes
+    assert added == 15 * 2 * (experts + c["num_experts"] * model.hidden + model.hidden * 2)
+    assert model.skips_mlp("0")
+    recompute, backward = (model.work(kind, "0", pieces) for kind in ("recompute", "backward"))
+    assert recompute.linear_flops < 0.5 * whole.linear_flops
+    assert backward.linear_flops > 2 * parts.linear_flops
+
+
+def test_a_router_loss_keeps_the_logits_and_computes_the_experts_again() -> None:
+    """Its gradient reads the logits of the recompute, so the experts are not left out."""
+    plain = ModelSpec.load("qwen3-30b-a3b").shortest(1)
+    switch = {"output_router_logits": True, "router_aux_loss_coef": 0.001}
+    routed = ModelSpec.from_config({**plain.config, **switch}, "config.json")
+    work = Workload(batch=1, sequence=65536, token_piece=4096)
+    sizes = work.tokens, work.sequence, work.dtype, work.piece
+    assert routed.work("recompute", "0", work) == routed.work("forward", "0", work)
+    logits = 4 * work.tokens * plain.config["num_experts"]
+    assert routed.saved_bytes("0", *sizes) == plain.saved_bytes("0", *sizes) + logits
+
+
+def test_unable_models_and_another_system_are_refused() -> None:
     work = Workload(batch=1, sequence=32, token_piece=16)
     linear = wide_model("qwen3_5_text")
     lower(planned(linear, work))
     with pytest.raises(UserError, match="found 16 with compiled layers of qwen3_5_text"):
         lower(planned(linear, msgspec.structs.replace(work, compiled=True)))
-    with pytest.raises(UserError, match="workload: token_piece: found 16 with mixtral"):
-        lower(planned(ModelSpec.load("mixtral-8x7b"), work))
+    lower(planned(ModelSpec.load("mixtral-8x7b"), work))
+    with pytest.raises(UserError, match="found 16 with phimoe, whose experts draw random numbers"):
+        lower(planned(wide_model("phimoe"), work))
+    shared = wide_model("granitemoeshared").config | {"shared_intermediate_size": 64}
+    with pytest.raises(UserError, match="of some layer is not one module"):
+        lower(planned(ModelSpec.from_config(shared, "config.json"), work))
     with pytest.raises(UserError, match="found 16 with zero3_offload, a system"):
         lower(msgspec.structs.replace(planned(SEVEN, work), policy="zero3_offload"))
 

@@ -352,8 +352,8 @@ def _hardware(
 
     file = calibration(
         model,
-        # Costs with pieces of tokens are derived from costs without.
-        msgspec.structs.replace(workload, token_piece=None),
+        # Costs with pieces of tokens and groups of heads are derived from costs without.
+        msgspec.structs.replace(workload, token_piece=None, head_groups=None),
         device,
         device_bytes=args.device_memory,
         host_bytes=args.host_memory,

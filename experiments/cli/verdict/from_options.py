@@ -11,6 +11,7 @@ from megatrain.experiments.cli import options
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
+from megatrain.simulator.model.workload import LEAST_PIECE, LONG_SEQUENCE
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 BATCHES = (32, 16, 8, 4, 2, 1)
 """Micro-batches to try if `--batch` is not given. Larger ones are seldom faster, and need more
 memory."""
-PIECES = tuple(2**power for power in range(11, 17))
-"""Values of `--token-piece` to try if it is not given (`with_fitting_piece`). Smaller pieces take
-more time, and larger ones seldom take less."""
-_LONG = 2**16
-"""Tokens of a sequence from which pieces are tried even if the model fits without them."""
+PIECES = tuple(LEAST_PIECE * 2**power for power in range(6))
+"""Values of `--token-piece` to try if it is not given (`with_fitting_piece`). Larger ones seldom
+take less time."""
 _LARGER = 2
 """How many of the largest pieces are tried then."""
 _WORTH = 1.02
@@ -232,9 +231,10 @@ def with_fitting_piece(
     and if the model fits only with pieces or is faster with them. If a piece is chosen and
     `--batch` is not given, the micro-batch has one sequence.
 
-    If the model fits without pieces, the larger ones are tried for sequences of at least `_LONG`
-    tokens if some layers compute their attention twice. With pieces, layers need less memory, so
-    more of them can save their attention, which takes most of the time of a long sequence.
+    If the model fits without pieces, the larger ones are tried for sequences of `LONG_SEQUENCE`
+    tokens or more if some layers compute their attention twice. With pieces, layers need less
+    memory, so more of them can save their attention, which takes most of the time of a long
+    sequence.
     """
     one_row = options.replaced(args, batch=1)
     sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
@@ -245,7 +245,7 @@ def with_fitting_piece(
     without_pieces = options.replaced(args, batch=args.batch or 1)
     whole: Choice | None = None
     if _fitting(one_row, hardware, model, (1,))[0]:
-        if args.seq < _LONG:
+        if args.seq < LONG_SEQUENCE:
             return args
         whole = choices(without_pieces, hardware, model.name, hardware.name, model)[0]
         if whole.feasible and not _recomputes_attention(whole.plan):

@@ -113,6 +113,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "attention": (work.attention, None),
         "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),
         "token-piece": (work.token_piece, None),
+        "head-groups": (work.head_groups, None),
     }
     flags = {
         "--compile": work.compiled,

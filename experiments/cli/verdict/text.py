@@ -15,6 +15,7 @@ from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
+from megatrain.simulator.model.workload import LEAST_PIECE
 
 if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
@@ -38,6 +39,8 @@ WAITS = {
     "nothing_else": "between operations and steps",
 }
 """What compute waits for -> its name in the text."""
+_MUCH_ATTENTION = 0.25
+"""The least share of a step for which the text says how much of it is attention."""
 
 
 def text(
@@ -239,7 +242,9 @@ def shares(verdict: Verdict) -> str:
         else "; everything stays on the GPU, nothing is copied"
     )
     waiting = f", waits {', '.join(waits)}" if waits else ""
-    return f"GPU computes {verdict.step_shares['compute']:.0%}{waiting}{resident}"
+    attention = verdict.attention_seconds / verdict.step_seconds
+    split = f" (attention {attention:.0%})" if attention >= _MUCH_ATTENTION else ""
+    return f"GPU computes {verdict.step_shares['compute']:.0%}{split}{waiting}{resident}"
 
 
 def notes(verdict: Verdict) -> list[str]:
@@ -267,6 +272,8 @@ def notes(verdict: Verdict) -> list[str]:
         sentences.append(verdict.fp8)
     if piece := verdict.workload.piece:
         sentences.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
+    if (groups := verdict.workload.groups) > 1:
+        sentences.append(f"attention computes one of {groups} groups of heads at a time")
     if verdict.calibrated and verdict.extrapolated:
         sentences.append("some operations were not measured in this size; --why names them")
     return sentences
@@ -284,6 +291,8 @@ def room(verdict: Verdict) -> str:
     longest = verdict.model_longest_row
     beyond = longest is not None and context > longest
     own = f" (the model's own limit is {longest:,})" if beyond else ""
+    if pieces := verdict.longest_context_in_pieces:
+        own = f", {pieces:,} with --token-piece {LEAST_PIECE}{own}"
     several = "sequence" if batch == 1 else "sequences"
     rows = f", or {batch:,} {several} of {verdict.workload.sequence:,}" if batch else ""
     return f"a context of up to {context:,} tokens{own}{rows}"

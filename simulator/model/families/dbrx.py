@@ -17,6 +17,7 @@ from megatrain.simulator.model.families.parts import (
     Traffic,
     attend,
     linear,
+    placed,
     residual,
     rotary,
     shared_input,
@@ -92,7 +93,8 @@ def _mixture(c: ModelConfig) -> Parts:
         raise table.wrong("ffn_act_fn", f"a name of {', '.join(_ACTIVATIONS)}")
     names = (f"ffn.experts.mlp.{name}" for name in ("w1", "v1", "w2"))
     tensors = tuple((name, (count * inner, hidden)) for name in names)
-    return (
+    return placed(
+        "mlp",
         router("ffn.router.layer", hidden, count),
         msgspec.structs.replace(experts("", hidden, inner, count, chosen), tensors=tensors),
     )

@@ -72,6 +72,7 @@ from megatrain.simulator.model.families.parts import (
     gated_mlp,
     layer_norm,
     linear,
+    placed,
     plain_mlp,
     residual,
     rms_norm,
@@ -141,7 +142,7 @@ def qwen_experts(*, experts_first: bool = False, shared: bool = False) -> Layer:
     """
     shared_expert = stacked(
         shared_experts(inner="shared_expert_intermediate_size", name="shared_expert"),
-        lambda c, _: (expert_gate("mlp.shared_expert_gate", c.hidden),),
+        lambda c, _: placed("mlp", expert_gate("mlp.shared_expert_gate", c.hidden)),
     )
     return dense_or(routed(experts_first=experts_first), *([shared_expert] if shared else []))
 

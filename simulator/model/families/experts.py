@@ -18,6 +18,7 @@ from megatrain.simulator.model.families.parts import (
     gated_mlp,
     linear,
     merge_parts,
+    placed,
     rms_norm,
     rotary,
     shared_input,
@@ -41,6 +42,7 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
     return Part(
         tensors=tensors + (((f"{name}.bias", (experts,)),) if bias else ()),
         active=experts * hidden,
+        logits=experts,
         forward=Traffic(0, 4 * experts, experts),
         backward=Traffic(0, 6 * experts, experts),
         kept=Kept(0, experts, hidden if wide else 0),
@@ -104,6 +106,8 @@ def experts(
         tensors=tensors,
         active=3 * chosen * hidden * inner,
         inner=chosen * inner,
+        experts=3 * count * hidden * inner,
+        rows=(count, chosen),
         idle=(count - chosen) * (3 * hidden * inner + (2 * inner + hidden if bias else 0)),
         mlp=f"{chosen}of{count}x{inner}",
         forward=Traffic(9 * rows + (5 + 3 * clamped) * columns),
@@ -162,7 +166,7 @@ def routed(
                 wide=wide,
             ),
         )
-        return modules[::-1] if experts_first else modules
+        return placed("mlp", *(modules[::-1] if experts_first else modules))
 
     return parts
 
@@ -194,7 +198,7 @@ def shared_experts(
             return ()
         shared = shared_expert(c, f"mlp.{name}", count * c.size(inner), bias=bias)
         product = Part(forward=Traffic(2 * c.hidden), backward=Traffic(2 * c.hidden))
-        return (shared, product) if scaled else (shared,)
+        return placed("mlp", *((shared, product) if scaled else (shared,)))
 
     return parts
 

@@ -70,6 +70,7 @@ from megatrain.simulator.model.families.parts import (
     layer_norm,
     linear,
     merge_parts,
+    placed,
     residual,
     rms_norm,
     rotary,
@@ -86,6 +87,13 @@ def minimax_layers(c: ModelConfig) -> list[str]:
     return c.each_layer("layer_types", (FULL, LINEAR)) or [
         LINEAR if index % 2 else FULL for index in range(c.layers)
     ]
+
+
+def read_twice(c: ModelConfig, kind: Kind) -> Parts:
+    """Returns the norms of `pre_norms`, whose outputs are also the residuals. So they are not
+    computed in pieces of tokens.
+    """
+    return placed("", *pre_norms()(c, kind))
 
 
 def interleaved_latent_attention(c: ModelConfig, kind: Kind) -> Parts:
@@ -112,7 +120,7 @@ def granite_shared(c: ModelConfig, _kind: Kind) -> Parts:
         ("shared_mlp.output_linear.weight", (hidden, inner)),
     )
     added = Part(forward=Traffic(3 * hidden), backward=Traffic(3 * hidden), mlp=f"+{inner}")
-    return (msgspec.structs.replace(shared, tensors=tensors, linears=tensors), added)
+    return placed("mlp", msgspec.structs.replace(shared, tensors=tensors, linears=tensors), added)
 
 
 _CHOSEN = "num_experts_per_tok"
@@ -219,12 +227,11 @@ def jetmoe(c: ModelConfig, kind: Kind) -> Parts:
         kept=Kept(3 * rows + 2 * queries, 8 * chosen),
     )
     scores = msgspec.structs.replace(router("", hidden, count), tensors=())
+    tensors = _jetmoe_experts("mlp", hidden, (2 * inner, inner), count)
     return (
-        msgspec.structs.replace(
-            mlp, tensors=_jetmoe_experts("mlp", hidden, (2 * inner, inner), count)
+        *placed(
+            "mlp", msgspec.structs.replace(mlp, tensors=tensors), Part(kept=Kept(rows)), scores
         ),
-        Part(kept=Kept(rows)),
-        scores,
         rms_norm("input_layernorm", hidden, first=True),
         rms_norm("post_attention_layernorm", hidden),
         residual(hidden),
@@ -290,7 +297,8 @@ def llama4_mlp(c: ModelConfig, kind: Kind) -> Parts:
     if kind.mlp == DENSE:
         return gated_mlp(c, name="feed_forward", inner=c.size("intermediate_size_mlp"))
     count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
-    return (
+    return placed(
+        "mlp",
         experts("feed_forward.experts", c.hidden, inner, count, count, transposed=True),
         router("feed_forward.router", c.hidden, count),
         shared_expert(c, "feed_forward.shared_expert", inner),
@@ -424,7 +432,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         # The residuals are the outputs of the norms.
         layer=stacked(
             linear_or(lightning, attends()),
-            pre_norms(),
+            read_twice,
             routed(number="num_local_experts", inner="intermediate_size"),
         ),
         attention=minimax_layers, mlp=every_layer,

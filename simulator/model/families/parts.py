@@ -195,12 +195,45 @@ class Compiled(NamedTuple):
         )
 
 
+class KernelMemory(NamedTuple):
+    """Temporary elements in the backward pass of fused attention."""
+
+    gradient: Kept
+    """The gradient of the output. The output has as many."""
+    results: Kept
+    """The gradients of queries, keys and values."""
+    inside: Kept
+    """What only the kernel uses."""
+
+    @property
+    def whole(self) -> Kept:
+        """All of them, if the kernel runs once."""
+        return self.gradient.plus(self.results).plus(self.inside)
+
+    @property
+    def copied(self) -> Kept:
+        """The elements that are copied if the kernel runs for groups of heads: output and gradient
+        of a group become contiguous, and its results are written to those of all heads.
+        """
+        return self.gradient.plus(self.gradient).plus(self.results)
+
+    def bytes(self, width: int, groups: int) -> int:
+        """Returns the bytes per token if the kernel runs for one of `groups` groups of heads at a
+        time.
+        """
+        if groups == 1:
+            return self.whole.bytes(width)
+        of_group = self.copied.plus(self.inside).bytes(width)
+        return self.gradient.plus(self.results).bytes(width) + -(-of_group // groups)
+
+
 Place = Literal["", "first", "norm", "mlp"]
 """The role of a part in a layer whose tokens are computed in pieces.
 
 * `first`: the norm at the beginning of the layer.
 * `norm`: the norm before the MLP, if only the MLP reads its output.
-* `mlp`: an MLP that is one module and computes each token independently.
+* `mlp`: an MLP, or a router with its experts, that is one module and computes each token
+  independently.
 * Empty: none of these.
 """
 
@@ -241,6 +274,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of attention scores, if they are written out."""
     inner: int = 0
     """Elements between the projections of an MLP."""
+    logits: int = 0
+    """Elements of a router's logits."""
+    experts: int = 0
+    """Elements of the weights of all routed experts, not per token."""
+    rows: tuple[int, int] = (0, 0)
+    """The number of routed experts, and how many of them a token uses."""
     early: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of an MLP, or of a norm after it, in addition to the
     saved tensors and the gradients of weights. All activations of the layer are still saved then.
@@ -255,6 +294,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     between: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of a norm before the MLP. The MLP has then freed its
     saved elements. The entries exist at different times."""
+    kernel: KernelMemory | None = None
+    """The entry of `late` of the attention kernel, if it is a fused kernel."""
     late: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of attention and its own norms. The entries exist at
     different times."""
@@ -279,8 +320,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class LayerPieces(NamedTuple):
     """The parts of a decoder layer that can be computed in pieces of tokens.
 
-    They form up to two chains of modules. One chain is the MLP, with the norm before it if only the
-    MLP reads that norm's output. The other is the norm at the beginning of the layer.
+    They form up to two chains of modules. One chain is the MLP or the experts with their router,
+    with the norm before it if only this module reads that norm's output. The other is the norm at
+    the beginning of the layer.
     """
 
     first: Part | None
@@ -288,7 +330,7 @@ class LayerPieces(NamedTuple):
     norm: Part | None
     """The norm before the MLP. None if it is not computed in pieces."""
     mlp: Part
-    """The MLP."""
+    """The MLP, or the experts with their router."""
 
     @property
     def chain(self) -> Part:
@@ -304,19 +346,24 @@ class LayerPieces(NamedTuple):
 
 def _module(part: Part) -> str:
     """Returns the name of the layer's module that has the parameters of `part`."""
-    return part.tensors[0][0].partition(".")[0]
+    return _root(part.tensors[0][0])
+
+
+def _root(name: str) -> str:
+    """Returns the name of the layer's module that has the parameter `name`."""
+    return name.partition(".")[0]
 
 
 def layer_pieces(parts: tuple[Part, ...]) -> LayerPieces | None:
     """Returns the parts of a layer that can be computed in pieces of tokens, or None if its MLP
-    cannot be. `parts` are all parts of the layer.
+    cannot be, or is more than one module. `parts` are all parts of the layer.
     """
     pieces = {
         place: merge_parts(tuple(part for part in parts if part.place == place))
         for place in ("first", "norm", "mlp")
         if any(part.place == place and part.tensors for part in parts)
     }
-    if "mlp" not in pieces:
+    if "mlp" not in pieces or len({_root(name) for name, _ in pieces["mlp"].tensors}) > 1:
         return None
     return LayerPieces(pieces.get("first"), pieces.get("norm"), pieces["mlp"])
 
@@ -343,12 +390,16 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         attended=functools.reduce(Kept.plus, [part.attended for part in parts]),
         scores=functools.reduce(Scores.plus, [part.scores for part in parts]),
         inner=sum(part.inner for part in parts),
+        logits=sum(part.logits for part in parts),
+        experts=sum(part.experts for part in parts),
+        rows=max(part.rows for part in parts),
         early=tuple(held for part in parts for held in part.early),
         middle=functools.reduce(Kept.plus, [part.middle for part in parts]),
         down=sum(part.down for part in parts),
         projections=sum(part.projections for part in parts),
         between=tuple(held for part in parts for held in part.between),
         late=tuple(held for part in parts for held in part.late),
+        kernel=next((part.kernel for part in parts if part.kernel), None),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
         attention="".join(part.attention for part in parts),
@@ -559,6 +610,7 @@ def attend(
             attention=label,
         )
     saved_heads = kv_heads if query == value <= 256 else heads
+    kernel = _backward_of_attention(heads, kv_heads, query, value)
     return Part(
         pair=2 * heads * (query + value),
         window=window,
@@ -567,12 +619,13 @@ def attend(
         backward=Traffic(2 * output),
         kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
-        late=(_backward_of_attention(heads, kv_heads, query, value),),
+        kernel=kernel,
+        late=(kernel.whole,),
         attention=label,
     )
 
 
-def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> Kept:
+def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) -> KernelMemory:
     """Returns the temporary elements of the backward kernel of fused attention.
 
     They are the gradients of the output and of q, k and v, an fp32 sum of q's gradient, and the
@@ -581,11 +634,13 @@ def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) ->
     gradients of k and v in fp32. The sum of q's gradient has a multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32
-    low = heads * (query + value) + kv_heads * (query + value)
-    if heads != kv_heads:
-        low += heads * (query + value)
+    results = Kept(heads * query + kv_heads * (query + value))
     unequal = query != value or query > 256
-    return Kept(low, heads * (rounded + 1 + (query + value if unequal else 0)))
+    inside = Kept(
+        heads * (query + value) if heads != kv_heads else 0,
+        heads * (rounded + 1 + (query + value if unequal else 0)),
+    )
+    return KernelMemory(Kept(heads * value), results, inside)
 
 
 def attention(

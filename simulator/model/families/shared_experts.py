@@ -39,6 +39,7 @@ from megatrain.simulator.model.families.parts import (
     centred_norm,
     gated_mlp,
     linear,
+    placed,
     residual,
     rms_norm,
     rotary,
@@ -54,12 +55,12 @@ def hy_v3_combined(c: ModelConfig, _kind: Kind) -> Parts:
     if not c.flag("enable_moe_fp32_combine", True):
         return ()
     cast = Traffic(0, 0, 3 * c.hidden)
-    return (Part(forward=cast, backward=cast),)
+    return placed("mlp", Part(forward=cast, backward=cast))
 
 
 def output_norm(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns the norm after the experts of A.X K1."""
-    return (rms_norm("mlp.post_mlp_layernorm", c.hidden, projected=False),)
+    return placed("mlp", rms_norm("mlp.post_mlp_layernorm", c.hidden, projected=False))
 
 
 def mimo_attention(c: ModelConfig, kind: Kind) -> Parts:

@@ -17,10 +17,12 @@ from megatrain.experiments.commands import check
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.calibrated import Calibrated
+from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import has_saved_attention
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -33,6 +35,50 @@ pytestmark = pytest.mark.usefixtures("workplace")
 def good(outcome: Any) -> str:
     assert (outcome.status, outcome.err) == (0, "")
     return str(outcome.out)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_share_of_attention_is_said_if_it_is_large(command: Command) -> None:
+    """It grows with the square of the length, and the rest of a layer with the length."""
+    found = {
+        sequence: json.loads(good(command(*LONG, "--seq", sequence, "--json")))
+        for sequence in (1024, 131072, 524288)
+    }
+    rest = {
+        sequence: each["lane_seconds"]["compute"] - each["attention_seconds"]
+        for sequence, each in found.items()
+    }
+    assert 0 < found[1024]["attention_seconds"] < 0.1 * rest[1024]
+    # The shorter plan computes some layers twice.
+    assert rest[524288] / rest[131072] < 4.1
+    assert found[524288]["attention_seconds"] > 6 * found[131072]["attention_seconds"]
+    for sequence, shown in ((1024, False), (131072, True)):
+        share = found[sequence]["attention_seconds"] / found[sequence]["step_seconds"]
+        line = f"Step GPU computes 100% (attention {share:.0%})"
+        assert (line in flat(good(command(*LONG, "--seq", sequence)))) is shown
+
+
+def test_the_share_of_attention_leaves_out_recomputes_that_saved_it(command: Command) -> None:
+    words = (*LONG[1:], "--seq", 131072, "--batch", 1)
+    found = json.loads(good(command("check", *words, "--json")))
+    good(command("plan", *words, "--out", "p.toml"))
+    plan = Plan.load(Path("p.toml"))
+    recomputes = [op for op in lower(plan).ops if op.kind == "recompute"]
+    assert recomputes
+    assert all(has_saved_attention(op.shape) for op in recomputes)
+    sheet = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
+    layer_ns = sum(sheet.attention_ns(kind, "0") for kind in ("forward", "backward"))
+    assert found["attention_seconds"] == pytest.approx(28 * layer_ns / 1e9)
+
+
+def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
+    words = ("check", "qwen3-30b-a3b", "--hardware", "h200", "--host-memory", "1TiB", "--json")
+    found = json.loads(good(command(*words, "--seq", 524288)))
+    assert (found["feasible"], found["workload"]["batch"]) == (True, 1)
+    assert found["workload"]["token_piece"] >= 2048
 
 
 def namespace_of(*words: object) -> argparse.Namespace:
@@ -75,6 +121,10 @@ def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Com
     assert long["workload"]["token_piece"] >= 2048
     assert named["workload"]["token_piece"] == 4096
     assert named["longest_context"] > 524288 > short["longest_context"]
+    assert short["longest_context_in_pieces"] >= named["longest_context"]
+    assert named["longest_context_in_pieces"] is long["longest_context_in_pieces"] is None
+    text = good(command(*LONG, "--seq", 131072))
+    assert f", {short['longest_context_in_pieces']:,} with --token-piece 2048" in flat(text)
     text = good(command(*LONG, "--seq", 524288))
     assert text.replace("\\\n", "").count(f"--token-piece {long['workload']['token_piece']}") == 2
 
@@ -85,7 +135,7 @@ def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
     """The model fits without pieces, but then some layers compute their attention twice."""
     words = ("check", "qwen2.5-0.5b", "--hardware", "rtx4090", "--seq", 262144, "--json")
     chosen = json.loads(good(command(*words)))
-    monkeypatch.setattr("megatrain.experiments.cli.verdict.from_options._LONG", 2**30)
+    monkeypatch.setattr("megatrain.experiments.cli.verdict.from_options.LONG_SEQUENCE", 2**30)
     whole = json.loads(good(command(*words)))
     assert (whole["feasible"], whole["workload"]["token_piece"]) == (True, None)
     assert chosen["workload"]["token_piece"] >= 2048
@@ -133,34 +183,43 @@ def test_a_calibration_has_no_pieces(command: Command) -> None:
     assert "--token-piece: found 5" in outcome.err
 
 
-def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+def measured_times(**changes: Any) -> dict[str, int]:
+    """Returns the durations of the compute ops of a plan, in ns, on a calibrated machine."""
     stored = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
     hardware, model = (
         HardwareSpec.load(str(stored / "hardware.toml")),
         ModelSpec.load("qwen2.5-3b").with_layers(2),
     )
-    times = {}
-    for piece in (None, 16384, 2048):
-        work = Workload(batch=1, sequence=32768, token_piece=piece)
-        costs = cost_model(hardware, model, work)
-        assert isinstance(costs, Calibrated)
-        plan = Plan(
-            policy="overlapped",
-            hardware="h200",
-            source="",
-            model=model,
-            workload=work,
-            knobs=Knobs(checkpoint_interval=1),
-            device_limit_bytes=2**40,
-            host_limit_bytes=2**40,
-        )
-        times[piece] = {
-            op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"
-        }
+    work = Workload(batch=1, sequence=32768, **changes)
+    costs = cost_model(hardware, model, work)
+    assert isinstance(costs, Calibrated)
+    plan = Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        model=model,
+        workload=work,
+        knobs=Knobs(checkpoint_interval=1),
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+    )
+    return {op.id: costs.duration_ns(op) for op in lower(plan).ops if op.lane == "compute"}
+
+
+def test_a_measured_machine_derives_the_times_of_pieces() -> None:
+    times = {piece: measured_times(token_piece=piece) for piece in (None, 16384, 2048)}
     for op in ("F0.m0", "B0.m0"):
         assert times[None][op] < times[16384][op] < times[2048][op]
     assert times[16384]["R0.m0"] < times[None]["R0.m0"]
     assert times[16384]["H.m0"] == times[None]["H.m0"]
+
+
+@pytest.mark.parametrize("piece", [None, 16384])
+def test_a_measured_machine_derives_the_times_of_groups_of_heads(piece: int | None) -> None:
+    one, two = (measured_times(token_piece=piece, head_groups=groups) for groups in (None, 2))
+    for op in ("F0.m0", "R0.m0", "B0.m0"):
+        assert one[op] < two[op] < 1.02 * one[op]
+    assert one["H.m0"] == two["H.m0"]
 
 
 def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Command) -> None:
@@ -175,3 +234,15 @@ def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Com
     verdict = json.loads(good(command(*named)))
     assert verdict["workload"] == work
     assert verdict["step_seconds"] == chosen["step_seconds"]
+
+
+def test_groups_of_heads_are_planned_and_not_calibrated(command: Command) -> None:
+    words = ("--hardware", "h200", "--seq", 131072, "--batch", 1, "--head-groups", 4)
+    text = good(command("check", "qwen2.5-7b", *words))
+    assert "attention computes one of 4 groups of heads at a time" in flat(text)
+    assert text.replace("\\\n", "").count("--head-groups 4") == 2
+    good(command("plan", "qwen2.5-7b", *words, "--out", "p.toml"))
+    assert Plan.load(Path("p.toml")).workload.groups == 4
+    outcome = command("calibrate", "tiny", *WORK, "--head-groups", 2, "--out", "h.toml")
+    assert outcome.status == 2
+    assert "--head-groups: found 2" in outcome.err

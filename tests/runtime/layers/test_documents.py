@@ -118,6 +118,21 @@ def test_packed_rows_train_as_their_documents_alone(run: Callable[..., Any], fam
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_bigcode", "mixtral", "qwen3_next", "llama4_text"]
+)
+def test_packed_rows_in_pieces_of_tokens(run: Callable[..., Any], family: str) -> None:
+    """With pieces that cut documents, packed rows train as their documents alone.
+
+    The families have windows, a table of positions, experts, linear attention and chunks.
+    """
+    with run(model_of(family), documents=True, accumulation=2, token_piece=5) as running:
+        batches = batches_of(running.plan, PACKED, LEFT)
+        model = whole_model(running.plan, config_of(running.plan.model))
+        compare(running, batches, loss_of_each_alone(model, batches), model, packed_bound(family))
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("family", CAN_SAVE_ATTENTION)
 def test_packed_rows_with_attention_that_is_kept(run: Callable[..., Any], family: str) -> None:
     """With kept attention, packed rows train as their documents alone.

@@ -145,18 +145,60 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mask, _, log_sum_exp = ctx.saved_tensors
-        gradient = gradient.transpose(1, 2).contiguous()
-        dq, dk, dv = (
-            torch.empty_like(each.transpose(1, 2), memory_format=torch.contiguous_format)
-            for each in (q, k, v)
-        )
-        held = [torch.empty_like(log_sum_exp), dq.new_empty(dq.shape, dtype=torch.float32)]
-        if mask is None and q.shape[1] != k.shape[1]:  # flash attention sums each head's dk and dv
-            held += [dq.new_empty(dq.shape), dq.new_empty(dq.shape)]
-        elif max(q.shape[-1], v.shape[-1]) > 128 and _masked(q, v, mask):
-            held += [each.new_empty(each.shape, dtype=torch.float32) for each in (dk, dv)]
-        del held
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None
+        return *_gradients(gradient, q, k, v, log_sum_exp, mask), None
+
+
+def _gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient = gradient.transpose(1, 2).contiguous()
+    dq, dk, dv = (
+        torch.empty_like(each.transpose(1, 2), memory_format=torch.contiguous_format)
+        for each in (q, k, v)
+    )
+    held = [log_sum_exp.new_empty(log_sum_exp.shape), dq.new_empty(dq.shape, dtype=torch.float32)]
+    if mask is None and q.shape[1] != k.shape[1]:  # flash attention sums each head's dk and dv
+        held += [dq.new_empty(dq.shape), dq.new_empty(dq.shape)]
+    elif max(q.shape[-1], v.shape[-1]) > 128 and _masked(q, v, mask):
+        held += [each.new_empty(each.shape, dtype=torch.float32) for each in (dk, dv)]
+    del held
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _flash(
+    q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, sequence, _size = q.shape
+    output = q.new_empty(batch, sequence, heads, v.shape[-1]).transpose(1, 2)
+    return output, q.new_empty(batch, heads, sequence, dtype=torch.float32)
+
+
+def _flash_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    held = output.transpose(1, 2).contiguous()  # a copy of heads that are not all of them
+    found = _gradients(gradient, q, k, v, log_sum_exp)
+    del held
+    return found
+
+
+_OPS = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _flash_backward,
+}
+"""Kernels that layers call by their names -> what runs in their place."""
 
 
 def _masked(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -193,7 +235,10 @@ def _described(
 
 @contextmanager
 def attention_of_a_gpu() -> Iterator[None]:
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _described):
+    with (
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _described),
+        mock.patch.dict(INSTEAD, _OPS),
+    ):
         yield
 
 
@@ -212,7 +257,7 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
                 lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
                 given,
             )
-            for given in (layers._causal_arguments[int(layer.name)], layers.buffers[layer.name])
+            for given in (layers._layer_arguments(layer.name, 0), layers.buffers[layer.name])
         )
         weights = {
             tensor.name: torch.empty(tensor.shape, dtype=dtype).requires_grad_()
@@ -235,14 +280,18 @@ def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any 
             forward = live.peak
             live.reset_peak()
             output, logits = run(weights | buffers, x, arguments)
-            del logits
             recompute, saved = live.peak, live.bytes
             live.reset_peak()
+            outputs, uppers = [output], list[torch.Tensor | None]([gradient])
+            if layers.routing and logits is not None:
+                layers.routing.begin(0, None)
+                outputs.append(layers.routing.share(0, logits))
+                uppers.append(None)
             gradients = torch.autograd.grad(
-                [output], (x, *weights.values()), [gradient], allow_unused=True
+                outputs, (x, *weights.values()), uppers, allow_unused=True
             )
             backward = live.peak
-            del gradients, output
+            del gradients, output, outputs, logits
     return Peaks(forward, recompute, saved, backward)
 
 

@@ -116,13 +116,26 @@ class Reference:
         )
         widen_buffers(self.model)
         self._stack = DecoderStack.of(self.model)
+        self._logits: list[torch.Tensor] = []
+        """The router's logits of each layer that computes pieces of tokens."""
         if workload.piece:
+            recorded = getattr(self.model, "_can_record_outputs", None) or {}
+            routers = (
+                recorded.get("router_logits") if hasattr(config, "router_aux_loss_coef") else None
+            )
+            routers = routers if getattr(config, "output_router_logits", False) else None
             for layer, module in zip(
                 model.decoders, self._stack.layers_of(self.model), strict=True
             ):
                 pieces = model.layer_pieces(layer.name)
                 assert pieces is not None
-                in_pieces(module, pieces.modules, workload.piece)
+                in_pieces(
+                    module,
+                    pieces.modules,
+                    workload.piece,
+                    (routers.target_class, routers.index) if routers else None,
+                    self._logits,
+                )
         self._top = _within(self.model, self._stack.decoder, _PassThrough())
         self.masters = {
             layer: {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
@@ -304,6 +317,7 @@ class Reference:
         tops: list[torch.Tensor] = []
         norm = getattr(base, FAMILIES[self.spec.family].norm_name)
         hook = norm.register_forward_pre_hook(lambda _norm, rows: tops.append(rows[0]))
+        self._logits.clear()
         outputs = base(**inputs)
         hook.remove()
         ends = tops[-1:]  # The norm may also have been called after the embedding.
@@ -311,7 +325,8 @@ class Reference:
         loss, head = self._head(top, batch.labels, scale)
         seeds = [top.grad]
         if getattr(outputs, "router_logits", None) and hasattr(self.model, "router_aux_loss_coef"):
-            ends, seeds = [*ends, self._router_loss(outputs.router_logits, batch)], [*seeds, None]
+            logits = tuple(self._logits) or outputs.router_logits
+            ends, seeds = [*ends, self._router_loss(logits, batch)], [*seeds, None]
             loss = loss + ends[-1].detach()
         names = [(layer, name) for layer, tensors in self._parameters.items() for name in tensors]
         below = torch.autograd.grad(
