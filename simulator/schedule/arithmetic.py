@@ -28,6 +28,8 @@ SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
 """Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
 and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
+ROUNDED_AT_ONCE = 2**24
+"""Elements of an embedding's fp32 gradient that are rounded to the compute dtype at one time."""
 NORM_ROW = 4096
 """Elements in a row of a gradient. A sum of squares first sums each row and then adds the rows, so
 its bits depend on this number. With several GPUs, the parts of a layer are whole multiples of it,

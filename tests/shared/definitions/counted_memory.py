@@ -28,9 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatrain.runtime.execution.binding import round_and_add
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import EMBEDDING, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 BLOCK = 512
@@ -313,4 +314,30 @@ def counted_head(model: ModelSpec, workload: Workload) -> int:
             live.add(leaf, given=True)
         with live:
             layers.head(weights, x, labels, 1.0, gradient)
+    return live.peak
+
+
+def counted_embedding(model: ModelSpec, workload: Workload) -> int:
+    """Returns the peak bytes of the embedding's backward pass, without its result."""
+    layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
+    dtype, live = TORCH_DTYPE[workload.dtype], Live()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows = (workload.batch, workload.sequence)
+        ids, gradient = (
+            torch.empty(rows, dtype=torch.int64),
+            torch.empty(*rows, model.carried, dtype=dtype),
+        )
+        names = (*model.tables, *model.positions)
+        targets = [
+            torch.empty(tensor.shape, dtype=dtype)
+            for tensor in model.stack[EMBEDDING].tensors
+            if tensor.name in names
+        ]
+        for leaf in (ids, gradient, *targets):
+            live.add(leaf, given=True)
+        with live:
+            made = layers.embed_backward(gradient, ids)
+            for target, found in zip(targets, made, strict=True):
+                assert isinstance(found, torch.Tensor), "the model has one table"
+                round_and_add(target, found, dtype, first=True)
     return live.peak

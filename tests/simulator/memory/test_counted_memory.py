@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from counted_memory import counted, counted_head
+from counted_memory import counted, counted_embedding, counted_head
 from decoder_layers import different_layers
 from family_sample import others_nightly
 from wide_models import wide_model
@@ -74,10 +74,23 @@ def test_half_of_the_peaks_are_predicted_within_10_percent() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "gemma-2-9b", "granite-3.1-2b"])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
-    """The head has one or several loss chunks, and may have a soft cap or a padded matrix."""
+def test_the_peak_of_the_head_and_the_embedding_is_predicted(name: str, batch: int) -> None:
+    """The head has one or several loss chunks, and may have a soft cap or a padded matrix.
+
+    The embedding has the higher peak if the model has a large vocabulary, and one loss chunk.
+    """
     model, work = ModelSpec.load(name).shortest(1), Workload(batch=batch, sequence=1024)
-    share = workspace_estimate(model, work).head / counted_head(model, work)
+    head, embedding = counted_head(model, work), counted_embedding(model, work)
+    share = workspace_estimate(model, work).head / max(head, embedding)
+    assert 1 <= share <= 1.03
+    assert (embedding > head) == (batch == 1 and name == "qwen2.5-7b")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_the_peak_of_an_embedding_with_positions_is_predicted(family: str) -> None:
+    model = wide_model(family).shortest(1)
+    work = Workload(batch=64, sequence=1024, loss_chunk=64)
+    share = workspace_estimate(model, work).head / counted_embedding(model, work)
     assert 1 <= share <= 1.03
 
 
