@@ -22,26 +22,11 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
-from megatrain.simulator.schedule.arithmetic import NORM_ROW, ROUNDED_AT_ONCE, micro_batch_of
+from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 
 Gradient = torch.Tensor | Iterable[torch.Tensor] | None
 """The gradient of a tensor: a whole tensor, blocks of its columns, or None for no gradient."""
-
-
-def round_and_add(
-    target: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, *, first: bool
-) -> None:
-    """Rounds `gradient` to `dtype`, and writes it to `target` if `first`, or else adds it.
-
-    The fp32 gradient of an embedding is rounded in pieces of rows, so that no rounded copy of all
-    of it exists.
-    """
-    rows = len(gradient)
-    if gradient.dtype != dtype:
-        rows = max(ROUNDED_AT_ONCE * rows // gradient.numel(), 1)
-    for whole, part in zip(target.split(rows), gradient.split(rows), strict=True):
-        optimizer.accumulate(whole, part.to(dtype), first=first)
 
 
 class Binder(UpdateOps):
@@ -353,13 +338,14 @@ class Binder(UpdateOps):
                 if gradient is None or is_frozen:
                     continue
                 if isinstance(gradient, torch.Tensor):
-                    round_and_add(target, gradient, self.dtype, first=not adding)
+                    optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
                     continue
                 start = 0
                 for block in gradient:
                     columns = target[:, start : start + block.shape[1]]
-                    round_and_add(columns, block, self.dtype, first=not adding)
+                    optimizer.accumulate(columns, block.to(self.dtype), first=not adding)
                     start += block.shape[1]
+                    del block  # or it would exist until the next block is computed
 
         return put
 

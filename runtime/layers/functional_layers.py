@@ -44,6 +44,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES, UNFUSED_ATTENTION, WIDE_HEADS
 from megatrain.simulator.model.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.arithmetic import summed_columns
 
 _log = logging.getLogger(__name__)
 
@@ -423,8 +424,8 @@ class FunctionalLayers:
         """Returns the gradients of the embedding's tables and of its tables of positions, in fp32.
 
         The gradient of a table row is summed in fp32, because a frequent token occurs thousands of
-        times. If there are several tables, a gradient is an iterator over blocks of columns,
-        because a table may be wide. For example, the second table of Gemma 3n has 9.4 GB in fp32.
+        times. The gradient of a table is an iterator over blocks of columns, because a table may be
+        large: that of Qwen2.5-7B has 2.2 GB in fp32, and the second of Gemma 3n has 9.4 GB.
 
         Args:
             gradient: gradient of the first layer's input, [batch, sequence, carried].
@@ -457,7 +458,7 @@ class FunctionalLayers:
             self._summed(part, indices, self._rows[name])
             for (name, indices), part in zip(self._indices(ids).items(), gradients, strict=False)
         ]
-        return [*(summed if len(summed) > 1 else map(next, summed)), *gradients[len(summed) :]]
+        return [*summed, *gradients[len(summed) :]]
 
     def _summed(
         self, gradient: torch.Tensor, indices: torch.Tensor, rows: int
@@ -472,7 +473,7 @@ class FunctionalLayers:
         padding = (
             -1 if self._embedding_and_head.padding is None else self._embedding_and_head.padding
         )
-        for block in gradient.split(self.model.hidden, -1):
+        for block in gradient.split(summed_columns(rows), -1):
             yield torch.ops.aten.embedding_dense_backward(
                 block.float(), indices, rows, padding, False
             )

@@ -10,7 +10,7 @@ import math
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule.arithmetic import ROUNDED_AT_ONCE
+from megatrain.simulator.schedule.arithmetic import summed_columns
 
 
 @functools.lru_cache(maxsize=16)  # a search asks for one workload hundreds of times
@@ -101,27 +101,29 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
     return most
 
 
-def _embedding_bytes(model: ModelSpec, workload: Workload) -> int:
+def embedding_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the peak bytes of temporary tensors in the backward pass of the embedding.
 
-    They are the fp32 gradient of a table of V rows, 4 V d, and of its output, 4 T d. A wide table
-    has d columns at one time. If there are several tables, the rows of all of them, with D elements
-    per token, and their gradients exist, too, 2 T D b. With tables of positions, these are in fp32,
-    and so are the gradient of their sum and of the positions: 12 T D, and at most 24 bytes for
-    each element of these tables, counted for GPT-2 and OPT. A gradient is rounded in pieces of
-    `ROUNDED_AT_ONCE` elements.
+    For a table of V rows, c columns (`summed_columns`) are summed at one time. Their gradient and
+    that of T tokens are in fp32, 4 c (V + T), and the former is rounded to b bytes, V c b. If the
+    rows are scaled, or if there are several tables, the rows of all tables, with D elements per
+    token, their gradients and two more tensors exist, too, 4 T D b. They are counted for all
+    models. With tables of positions, these are in fp32, 16 T D, and so are at most six tensors of
+    the size of these tables, as counted for GPT-2 and OPT.
     """
     shapes = {tensor.name: tensor.shape for tensor in model.stack[EMBEDDING].tensors}
     tables, tokens = [shapes[name] for name in model.tables], workload.tokens
-    most = 4 * max((rows + tokens) * min(width, model.hidden) for rows, width in tables)
-    if workload.dtype != "fp32":
-        elements = max(rows * width for rows, width in tables)
-        most += DTYPE_BYTES[workload.dtype] * min(elements, ROUNDED_AT_ONCE)
-    carried = tokens * sum(width for _, width in tables)
+    width = DTYPE_BYTES[workload.dtype]
+    rounded = width if width < 4 else 0
+    most = max(
+        min(summed_columns(rows), columns) * (4 * (rows + tokens) + rounded * rows)
+        for rows, columns in tables
+    )
+    carried = tokens * sum(columns for _, columns in tables)
     if model.positions:
-        most += 12 * carried + 24 * sum(math.prod(shapes[name]) for name in model.positions)
-    elif len(tables) > 1:
-        most += 2 * DTYPE_BYTES[workload.dtype] * carried
+        most += 16 * carried + 24 * sum(math.prod(shapes[name]) for name in model.positions)
+    else:
+        most += 4 * width * carried
     return most
 
 
@@ -131,7 +133,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
 
     With b bytes per element, C tokens per loss chunk, vocabulary size V and hidden size d:
 
-    * head: the sum of these parts, or the bytes of `_embedding_bytes` if these are more.
+    * head: the sum of these parts, or the bytes of `embedding_bytes` if these are more.
 
       * Logits and gradients. In eager execution it is the larger of two numbers. The first is
         C V (4 + 4 + 2 b), for the logits of a chunk and their gradient, each in fp32 and in the
@@ -170,7 +172,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         head += logits + 2 * matrix * width
     elif (padded := model.projected_rows(workload)) > model.vocabulary:
         head += padded * model.hidden * width
-    head = max(head, _embedding_bytes(model, workload))
+    head = max(head, embedding_bytes(model, workload))
     layer = (
         model.transient_bytes(
             tokens,

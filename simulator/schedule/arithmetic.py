@@ -28,17 +28,25 @@ SCALAR_BYTES = 8  # room for one fp32 value; 8 bytes keep a pool of them aligned
 RATIO_ROW = 64
 """Consecutive elements whose g^2 / v are summed into one value. They always belong to one tensor
 and one chunk, because tensors and chunks are whole multiples of this size (`specs.ALIGNMENT`)."""
-ROUNDED_AT_ONCE = 2**24
-"""Elements of an embedding's fp32 gradient that are rounded to the compute dtype at one time."""
 NORM_ROW = 4096
 """Elements in a row of a gradient. A sum of squares first sums each row and then adds the rows, so
 its bits depend on this number. With several GPUs, the parts of a layer are whole multiples of it,
 so the sum has the same bits as on one GPU."""
+_SUMMED_AT_ONCE = 2**26
+"""The most elements of an embedding's gradient that are summed in fp32 at one time: 256 MiB."""
+_COLUMNS = 128
 StateClass = Literal["weights", "master_low", "moments", "gradients"]
 UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
 """The classes of data that an update changes."""
 STATE: tuple[StateClass, ...] = (*UPDATED, "gradients")
 """The classes of data that make up a layer's state."""
+
+
+def summed_columns(rows: int) -> int:
+    """Returns how many columns of an embedding's gradient are summed at one time, for a table of
+    `rows` rows: a multiple of 128.
+    """
+    return max(_SUMMED_AT_ONCE // (rows * _COLUMNS), 1) * _COLUMNS
 
 
 class StatePart(NamedTuple):

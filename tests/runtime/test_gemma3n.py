@@ -18,6 +18,7 @@ from whole_models import SEQUENCE, drawn, model_of, weights
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule import arithmetic
 
 
 def test_a_step_clamps_coefficients_without_changing_the_weights(run: Callable[..., Any]) -> None:
@@ -109,8 +110,10 @@ def test_a_folder_s_names_need_no_vision_tower(monkeypatch: pytest.MonkeyPatch) 
     assert names.other_keys([seen, text]) == [seen]
 
 
-def test_gradients_of_wide_tables_come_in_blocks() -> None:
-    """The whole fp32 gradient of the second table would take twice the memory of its weights."""
+def test_gradients_of_tables_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole fp32 gradient of a table would take twice the memory of its weights."""
+    monkeypatch.setattr(arithmetic, "_COLUMNS", 64)
+    monkeypatch.setattr(arithmetic, "_SUMMED_AT_ONCE", 96 * 64)
     model = model_of("gemma3n_text")
     work = Workload(batch=2, sequence=SEQUENCE, dtype="bf16")
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))

@@ -16,7 +16,7 @@ from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of, layer_tensors
 from megatrain.runtime.memory.arenas import Arenas
-from megatrain.simulator.schedule import Buffer, Schedule
+from megatrain.simulator.schedule import Buffer, Schedule, arithmetic
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
@@ -213,10 +213,17 @@ def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("columns", [8, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
-    make_plan: Callable[..., Plan], dtype: torch.dtype
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    columns: int,
 ) -> None:
+    """The number of columns that are summed at one time does not change the bits."""
+    monkeypatch.setattr(arithmetic, "_COLUMNS", columns)
+    monkeypatch.setattr(arithmetic, "_SUMMED_AT_ONCE", 1)
     plan = make_plan(dtype="fp32" if dtype == torch.float32 else "bf16", batch=4, sequence=256)
     ids = torch.randint(
         3, (4, 256), generator=torch.Generator().manual_seed(0)
@@ -224,7 +231,10 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
-    (got,) = made(plan).embed_backward(gradient, ids)
+    (gradients,) = made(plan).embed_backward(gradient, ids)
+    blocks = list(gradients)
+    assert len(blocks) == max(plan.model.hidden // columns, 1)
+    got = torch.cat(blocks, -1)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, table.grad, rtol=0, atol=0)
 

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatrain.runtime.execution.binding import round_and_add
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import EMBEDDING, LayerSpec, ModelSpec
@@ -336,8 +335,10 @@ def counted_embedding(model: ModelSpec, workload: Workload) -> int:
         for leaf in (ids, gradient, *targets):
             live.add(leaf, given=True)
         with live:
-            made = layers.embed_backward(gradient, ids)
-            for target, found in zip(targets, made, strict=True):
-                assert isinstance(found, torch.Tensor), "the model has one table"
-                round_and_add(target, found, dtype, first=True)
+            for target, found in zip(targets, layers.embed_backward(gradient, ids), strict=True):
+                start = 0
+                for block in [found] if isinstance(found, torch.Tensor) else found:
+                    target[:, start : start + block.shape[1]].copy_(block.to(dtype))
+                    start += block.shape[1]
+                    del block  # as in `binding._gradient_sink`
     return live.peak

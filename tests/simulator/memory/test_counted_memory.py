@@ -25,7 +25,11 @@ from family_sample import others_nightly
 from wide_models import wide_model
 
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.memory.formulas import (
+    activations_estimate,
+    embedding_bytes,
+    workspace_estimate,
+)
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -74,24 +78,28 @@ def test_half_of_the_peaks_are_predicted_within_10_percent() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "gemma-2-9b", "granite-3.1-2b"])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_the_peak_of_the_head_and_the_embedding_is_predicted(name: str, batch: int) -> None:
-    """The head has one or several loss chunks, and may have a soft cap or a padded matrix.
-
-    The embedding has the higher peak if the model has a large vocabulary, and one loss chunk.
-    """
+def test_the_peak_of_the_head_is_predicted(name: str, batch: int) -> None:
+    """The head has one or several loss chunks, and may have a soft cap or a padded matrix."""
     model, work = ModelSpec.load(name).shortest(1), Workload(batch=batch, sequence=1024)
-    head, embedding = counted_head(model, work), counted_embedding(model, work)
-    share = workspace_estimate(model, work).head / max(head, embedding)
+    share = workspace_estimate(model, work).head / counted_head(model, work)
     assert 1 <= share <= 1.03
-    assert (embedding > head) == (batch == 1 and name == "qwen2.5-7b")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_the_peak_of_an_embedding_with_positions_is_predicted(family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2", "opt"])
+@pytest.mark.parametrize("batch", [1, 256])
+def test_the_peak_of_the_embedding_is_predicted(family: str, batch: int) -> None:
+    """The embedding needs more than the head if loss chunks are small or tokens are many. Its rows
+    may be scaled, or have positions.
+
+    Regression test: the whole gradient of a table was summed in fp32 and rounded, which was not
+    counted.
+    """
     model = wide_model(family).shortest(1)
-    work = Workload(batch=64, sequence=1024, loss_chunk=64)
-    share = workspace_estimate(model, work).head / counted_embedding(model, work)
-    assert 1 <= share <= 1.03
+    work = Workload(batch=batch, sequence=1024, loss_chunk=64)
+    counted, predicted = counted_embedding(model, work), embedding_bytes(model, work)
+    assert counted <= predicted <= workspace_estimate(model, work).head
+    if batch == 1:
+        assert predicted <= 1.25 * counted
 
 
 @pytest.mark.parametrize(
