@@ -258,7 +258,7 @@ def _rates(
 
 
 def measured(results: Results) -> dict[str, Context]:
-    """Returns context -> our measured step on an H200: three stored benchmarks, and two more if
+    """Returns context -> our measured step on an H200: four stored benchmarks, and two more if
     `experiments/paper_data/measure.py` was run.
     """
     files = {
@@ -267,6 +267,7 @@ def measured(results: Results) -> dict[str, Context]:
         "32K": results.measured("table7-32k"),
         "128K": results.benchmark(f"{STORED}/1x131072.json"),
         "256K": results.benchmark("h200-long-context/l262.json"),
+        "512K": results.benchmark("h200-x2-qwen2.5-7b-524288/l512.json"),
     }
     found = {}
     for name, file in files.items():

@@ -32,6 +32,8 @@ WORKSPACE = "device.workspace"
 """The pool of temporary tensors of ops."""
 PROCESS = "host.process"
 """The pool of host memory that the process needs in addition to the schedule's pools."""
+TUNING = "host.tuning"
+"""The pool of host memory that the compiler needs while it tunes kernels (`tuning_bytes`)."""
 PLACES = ("device", "host")
 """The two memories."""
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")

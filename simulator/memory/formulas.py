@@ -191,3 +191,26 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         head=head,
         update=4 * -(-max(spec.elements for spec in model.stack.values()) // 4096),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def tuning_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Returns the bytes of host memory that the compiler may take while it tunes kernels, and keep.
+
+    The compiler runs a kernel several times to find its fastest form. If the kernel changes a
+    tensor in place, the tensor is first copied. If the copy would raise the peak of the GPU's
+    memory, it is in page-locked host memory, which PyTorch rounds up to a power of two and does not
+    free (`copy_args_to_cpu_if_needed` in PyTorch's `triton_heuristics`). The largest such tensor is
+    the input of the MLP's last product, T x width, where T are the tokens of a piece.
+
+    The result is 0 if layers are not compiled. It is an upper bound: nothing is copied if the GPU
+    has memory left, or if the kernels have been tuned before.
+    """
+    if not workload.compiled:
+        return 0
+    width = 0
+    for layer in {layer.signature: layer for layer in model.decoders}.values():
+        if layer.compilable:
+            width = max(width, model.mlp_width(layer.name))
+    size = width * (workload.piece or workload.tokens) * DTYPE_BYTES[workload.dtype]
+    return 1 << (size - 1).bit_length() if size else 0

@@ -798,6 +798,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         return Heads(c.heads, c.kv_heads, c.head_dim)
 
+    def mlp_width(self, layer: str) -> int:
+        """Returns the elements per token of the input of the last product in a decoder layer's MLP.
+        With routed experts, it is that of all experts that a token uses, each with three matrices.
+        """
+        part = self._part(layer)
+        count, chosen = part.rows
+        if count:
+            return chosen * part.experts // (3 * count * self.hidden)
+        return part.down // self.hidden
+
     def can_save_attention(self, layer: str) -> bool:
         """Returns whether the runtime can save the attention of a decoder layer."""
         return self.family in CAN_SAVE_ATTENTION and self.stack[layer].attention == "full_attention"

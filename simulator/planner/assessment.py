@@ -16,8 +16,18 @@ from megatrain.simulator.costs.remembered import costs_sizes
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
-from megatrain.simulator.memory.account import PROCESS, Account, account, peak_workspace_bytes
-from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.memory.account import (
+    PROCESS,
+    TUNING,
+    Account,
+    account,
+    peak_workspace_bytes,
+)
+from megatrain.simulator.memory.formulas import (
+    activations_estimate,
+    tuning_bytes,
+    workspace_estimate,
+)
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
@@ -175,13 +185,16 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     if plan.workload.documents:
         # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
         workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
-    process = (
-        {PROCESS: costs.process_bytes}
-        if costs.process_bytes and any(buffer.place == "host" for buffer in schedule.buffers)
-        else None
-    )
+    extra = {}
+    if any(buffer.place == "host" for buffer in schedule.buffers):
+        extra = {PROCESS: costs.process_bytes, TUNING: tuning_bytes(plan.model, plan.workload)}
     return account(
-        schedule, plan.device_limit_bytes, plan.host_limit_bytes, activations, workspace, process
+        schedule,
+        plan.device_limit_bytes,
+        plan.host_limit_bytes,
+        activations,
+        workspace,
+        {pool: size for pool, size in extra.items() if size},
     )
 
 

@@ -250,8 +250,11 @@ def test_a_recompute_with_attention_is_never_scaled_from_one_without() -> None:
 # ---- the search
 
 
-def chosen(work: Workload, device_limit: int = H200.device_bytes) -> Plan:
-    choice = search(MODEL, H200, work, policies=["overlapped"], device_limit=device_limit)[0]
+def chosen(
+    work: Workload, device_limit: int = H200.device_bytes, host_limit: int = H200.host_bytes
+) -> Plan:
+    limits = {"device_limit": device_limit, "host_limit": host_limit}
+    choice = search(MODEL, H200, work, policies=["overlapped"], **limits)[0]
     assert choice.feasible
     return choice.plan
 
@@ -290,7 +293,7 @@ def test_checkpoints_are_offloaded_if_saved_attention_does_not_fit_next_to_them(
 
 
 def test_saved_attention_that_does_not_fit_the_device_is_offloaded() -> None:
-    plan = chosen(LONG, 40 * GIB)
+    plan = chosen(LONG, 40 * GIB, 136 * GIB)
     placement = plan.knobs.placement
     assert placement.offloaded_inputs == "all"
     offloaded = plan.placed("offloaded_attention")
