@@ -29,7 +29,7 @@ from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import LONG_SEQUENCE, Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
     Estimate,
@@ -53,6 +53,7 @@ _LEAST_GAIN = 0.02  # suggestions that gain less are left out
 # A search is skipped if the plans from which it begins gain less by their lower bounds.
 _LIKELY_GAIN = 0.01
 _LOSS_CHUNKS = (512, 256, 128)
+_CUDNN_HEAD = 128  # the largest attention head for which cuDNN's kernel was measured
 
 
 class Search(Protocol):
@@ -373,7 +374,31 @@ class Adviser:
             self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
             for name, value in changes.items()
         ]
-        return [entry for entry in [*searched, self._resident()] if entry is not None]
+        return [
+            entry
+            for entry in [*searched, self._other_kernel(), self._resident()]
+            if entry is not None
+        ]
+
+    def _other_kernel(self) -> Suggestion | None:
+        """Returns the suggestion to compute attention with cuDNN, for long rows of documents.
+
+        cuDNN does not separate the documents of a row, so flash attention is used for them. Returns
+        None if the machine has no rate of cuDNN's kernel, or if some layer cannot use it.
+        """
+        model, work = self.plan.model, self.work
+        if (
+            not work.documents
+            or work.attention is not None
+            or work.sequence < LONG_SEQUENCE
+            or work.dtype != "bf16"
+            or "cudnn" not in self.hardware.attention
+            or model.heads.size > _CUDNN_HEAD
+            or not all(model.can_save_attention(layer.name) for layer in model.decoders)
+        ):
+            return None
+        plain = msgspec.structs.replace(work, attention="cudnn", documents=False)
+        return self._searched({"attention": "cudnn"}, plain)
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int
@@ -522,6 +547,8 @@ def _note(options: dict[str, str], work: Workload) -> str:
         return "stores gradients in 8 bits, rounded at random"
     if "clipping" in options:
         return "gives up gradient clipping"
+    if "attention" in options:
+        return "tokens then attend to earlier documents of their row"
     if {"batch", "accumulation", "seq"} & options.keys():
         return f"a step has {work.step_tokens:,} tokens"
     return ""

@@ -414,3 +414,43 @@ def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
     verdict = judge(untied, HardwareSpec.load("dgx-spark"), WORK, device_limit=4 * MIB)
     assert not verdict.feasible
     assert not any("gradients" in entry.options for entry in verdict.advice)
+
+
+LONG_ROWS = Workload(batch=1, sequence=65_536, loss_chunk=1024, compiled=True, documents=True)
+
+
+def kernel_advice(model: ModelSpec, hardware: str, work: Workload) -> list[Suggestion]:
+    """Returns the suggestions to use another attention kernel."""
+    verdict = judge(model, HardwareSpec.load(hardware), work, policies=["overlapped"])
+    return [entry for entry in verdict.advice if "attention" in entry.options]
+
+
+def test_long_rows_of_documents_are_advised_to_use_cudnn_with_the_gain_of_doing_so() -> None:
+    model = ModelSpec.load("qwen2.5-7b").with_layers(8)
+    (entry,) = kernel_advice(model, "h200", LONG_ROWS)
+    assert entry.change == "--attention cudnn"
+    assert entry.note == "tokens then attend to earlier documents of their row"
+    plain = msgspec.structs.replace(LONG_ROWS, attention="cudnn", documents=False)
+    before, after = (
+        judge(model, H200, work, policies=["overlapped"]).tokens_per_second
+        for work in (LONG_ROWS, plain)
+    )
+    assert entry.gain == pytest.approx(after / before - 1, abs=0.01)
+    assert entry.gain > 0.2
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "changes"),
+    [
+        ("qwen2.5-7b", "a100-80-sxm", {}),  # no rate of cuDNN's kernel
+        ("gemma-2-9b", "h200", {}),  # windows and heads of 256
+        ("qwen2.5-7b", "h200", {"documents": False}),  # PyTorch chooses the kernel
+        ("qwen2.5-7b", "h200", {"attention": "flash"}),
+        ("qwen2.5-7b", "h200", {"sequence": 32_768}),
+    ],
+)
+def test_cudnn_is_not_advised_where_it_cannot_be_used_or_gains_little(
+    model: str, hardware: str, changes: dict[str, Any]
+) -> None:
+    small = ModelSpec.load(model).with_layers(4)
+    assert kernel_advice(small, hardware, msgspec.structs.replace(LONG_ROWS, **changes)) == []
