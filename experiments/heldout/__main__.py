@@ -36,7 +36,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_json
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.account import PROCESS
+from megatrain.simulator.memory.account import PROCESS, TUNING
 from megatrain.simulator.planner.assessment import Choice
 
 HARDWARE, PLANS, ROWS, TIMELINES, SUMMARY = (
@@ -247,7 +247,8 @@ def _execute(
     memory, later = ReusablePinnedPool(registered=device.type == "cuda"), set[str]()
     try:
         if most := max(
-            account.host_peak_bytes - account.pools.get(PROCESS, 0) for account in waiting
+            account.host_peak_bytes - account.pools.get(PROCESS, 0) - account.pools.get(TUNING, 0)
+            for account in waiting
         ):
             memory.reserve(most)
         load_libraries(next(iter(suite("tiny").models.values())), device)
