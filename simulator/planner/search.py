@@ -169,13 +169,13 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         return assess(plan, costs)
     if not policy.places_state:
         return SlotSearch(plan, costs).best()
-    best = _best_placed(plan, costs)
+    best = best_placed(plan, costs)
     if best is None:
         return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
     return msgspec.structs.replace(assess(best.plan, costs), runner_up=best.runner_up)
 
 
-def _best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
+def best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:
     """Returns the fastest plan that fits, with its runner-up, for a policy that places state.
 
     Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
@@ -339,7 +339,7 @@ def best_estimate(
         policies=policies,
     )
     costs = cost_model(hardware, model, workload)
-    if placed := _best_placed(plan, costs, most_seconds * 1e9):
+    if placed := best_placed(plan, costs, most_seconds * 1e9):
         return placed
     least = _least(PlacementSearch(plan, costs).nearest_miss(), hardware, costs, policies)
     return estimate(least, costs) if least else None

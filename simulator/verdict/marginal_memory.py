@@ -1,19 +1,10 @@
 """Predicts how much faster a step would be with one more GiB of device or host memory.
 
-If the policy places state, only plans close to the present one are tried. With one more GiB of
-device memory, these plans keep the state of more layers on the device, and save the activations of
-as many layers or one more. With one more GiB of host memory, they are plans for which the host was
-too small. In both cases, other numbers of layers whose whole state is on the device are tried, too.
-For other policies the search is repeated.
-
-The gain is approximate, and a full search may gain more. Plans are ranked with few large copies. If
-there are more than two micro-batches, the gain for two is used.
+The search is repeated with the additional memory. The gain is approximate: if there are more than
+two micro-batches, the time of two is extrapolated.
 """
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
 
 import msgspec
 
@@ -22,9 +13,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tokens_per_second
-from megatrain.simulator.planner.assessment import Choice, plan_account, with_knobs
-from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, last
-from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.assessment import Choice, estimate, plan_account, with_knobs
+from megatrain.simulator.planner.filling import GIB, Filling, all_on_host
+from megatrain.simulator.planner.search import best_placed
 from megatrain.simulator.planner.slot_search import (
     GRADIENT_SLOTS,
     GRADIENT_STAGING,
@@ -34,9 +25,6 @@ from megatrain.simulator.planner.slot_search import (
     intervals,
 )
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
-
-_USUAL_SLOTS = {"weight_slots": 2, "gradient_slots": 2, "state_slots": 4}
-"""The slots with which a search begins."""
 
 
 class MarginalMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,22 +87,17 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
             if again.step_seconds < choice.step_seconds
             else (None, 1.0)
         )
-    search = PlacementSearch(roomier, costs)
-    wider: list[Plan] = []
-    if place == "device":
-        for slots in ({}, _USUAL_SLOTS):
-            wider += search.filling.wider(with_knobs(roomier, **slots))
-            wider += search.filling.with_other_inputs(with_knobs(roomier, **slots))
-    else:
-        wider += _newly_fitting(search.filling, roomier, plan.host_limit_bytes)
-    fitting = list(dict.fromkeys(other for other in wider if search.filling.account(other).fits))
-    now = search.time(plan)
-    time, better = search.faster(now, plan, fitting) or (now, plan)
-    time, better = search.with_whole_layers(
-        time, msgspec.structs.replace(roomier, knobs=better.knobs)
+    if not choice.streams or (place == "host" and _holds_everything(plan, costs)):
+        return None, 1.0
+    now = estimate(plan, costs).step_seconds
+    found = best_placed(
+        msgspec.structs.replace(roomier, knobs=Knobs(), digest="", prediction=None),
+        costs,
+        now * 1e9 - costs.step_overhead_ns,
     )
-    overhead = costs.step_overhead_ns
-    return (better.knobs, (time + overhead) / (now + overhead)) if time < now else (None, 1.0)
+    if found is None or found.step_seconds >= now:
+        return None, 1.0
+    return found.plan.knobs, found.step_seconds / now
 
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
@@ -141,22 +124,10 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
     return True
 
 
-def _newly_fitting(filling: Filling, plan: Plan, before: int) -> Iterator[Plan]:
-    """Yields plans that fit, but would not fit with only `before` bytes of host memory.
-
-    Yields nothing if `before` bytes can hold all state and all layer inputs.
+def _holds_everything(plan: Plan, costs: CostModel) -> bool:
+    """Returns whether the host can hold all state and all layer inputs, so that more host memory
+    gains nothing.
     """
-    on_host = all_on_host(plan)
-    everything = with_knobs(plan, placement=Placement(offloaded_inputs="all", host_updated=on_host))
-    if filling.account(everything).host_peak_bytes <= before:
-        return
-    for slots, updated in itertools.product(
-        ({}, _USUAL_SLOTS), (plan.knobs.placement, Placement(host_updated=on_host))
-    ):
-        for saved in sorted({0, len(plan.placed("saved_activations"))}):
-            base = Placement(saved_activations=last(plan.model.layers, saved))
-            for other in filling.filled(with_knobs(plan, placement=updated, **slots), base):
-                if not filling.account(
-                    msgspec.structs.replace(other, host_limit_bytes=before)
-                ).fits:
-                    yield other
+    everything = Placement(offloaded_inputs="all", host_updated=all_on_host(plan))
+    account = Filling(plan, costs).account(with_knobs(plan, placement=everything))
+    return account.host_peak_bytes <= plan.host_limit_bytes
