@@ -80,7 +80,9 @@ def make_plan(model: Path, file: Path) -> None:
     The machine is the library's H200. To plan for your machine, run `megatrain calibrate` and load
     the file that it writes.
     """
-    workload = Workload(batch=8, sequence=64, loss_chunk=64, dtype="fp32", documents=True)
+    workload = Workload(
+        batch=8, sequence=64, loss_chunk=64, dtype="fp32", documents=True, short_recompute=True
+    )
     machine = HardwareSpec.load("h200")
     best = search(ModelSpec.load(str(model)), machine, workload, source=str(model.absolute()))[0]
     best.plan.save(file)

@@ -30,7 +30,7 @@ def what_if(
     machine, and `device_gib` and `host_peak_gib` are the predicted peaks. All are in GiB.
     """
     spec = ModelSpec.load(model)
-    workload = Workload(batch=batch, sequence=sequence, documents=True)
+    workload = Workload(batch=batch, sequence=sequence, documents=True, short_recompute=True)
     rows = []
     for name in machines:
         for size in host_gib:

@@ -119,7 +119,7 @@ def run(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     model, hardware = ModelSpec.load(args.model), HardwareSpec.load(args.hardware)
     device = torch.device("cpu") if args.device == "cpu" else default_device()
-    work = Workload(batch=args.batches[0], sequence=args.seq, documents=False)
+    work = Workload(batch=args.batches[0], sequence=args.seq, short_recompute=True)
     plan = Plan(
         model=model,
         workload=work,

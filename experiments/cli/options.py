@@ -458,6 +458,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         head_groups=args.head_groups,
         compiled=args.compile,
         attention=args.attention,
+        short_recompute=True,
         documents=args.documents is not False and not obstacle,
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,

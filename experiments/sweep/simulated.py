@@ -36,7 +36,13 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import expected_ns, plan_account
 from megatrain.simulator.planner.capacity import resized
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.schedule import OFFLOADING, Op, Schedule, has_saved_attention, is_whole
+from megatrain.simulator.schedule import (
+    OFFLOADING,
+    Op,
+    Schedule,
+    computes_output,
+    has_saved_attention,
+)
 from megatrain.simulator.schedule.arithmetic import cost_keys
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
@@ -257,7 +263,7 @@ class _Resizing:
                     kind,
                     op.layer,
                     kept=has_saved_attention(op.shape),
-                    read=is_whole(op.shape),
+                    read=kind == "recompute" and computes_output(op.shape),
                 ),
             )
         if kind not in OFFLOADING:

@@ -21,7 +21,7 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.model.specs import EMBEDDING
-from megatrain.simulator.schedule import Op, Schedule, base_buffer, parse_id
+from megatrain.simulator.schedule import Op, Schedule, base_buffer, computes_output, parse_id
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 
@@ -222,15 +222,16 @@ class Binder(UpdateOps):
         slot, source, *attention = op.reads
         saved, *outputs = op.writes
         kept = self._attention(op.layer, attention[0]) if attention else None
-        layer, output, micro = (
+        layer, output, micro, read = (
             self.plan.model.stack[op.layer],
             self._hidden(outputs[0]) if outputs else None,
             _micro(op),
+            computes_output(op.shape),
         )
 
         def run() -> None:
             self.state.saved[saved] = recomputed = self.functional_layers.recompute(
-                self.arenas, layer, slot, self._hidden(source), micro, kept, read=output is not None
+                self.arenas, layer, slot, self._hidden(source), micro, kept, read=read
             )
             if output is not None:
                 output.copy_(recomputed.output.detach())

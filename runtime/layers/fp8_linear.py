@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from megatrain.runtime.layers.last_products import SkippableLinear, not_computed
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import FP8_MULTIPLE, Scaling, Workload
 
@@ -98,10 +99,16 @@ def multiply(
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling, unread: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
-        (left, s), (right, t) = (quantise(operand, E4M3, rows(scaling)) for operand in (x, weight))
+        left, s = quantise(x, E4M3, rows(scaling))
+        if unread:
+            # A compiled layer then saves `left` for the backward pass, as in other passes.
+            return not_computed(left[:, :1].to(x.dtype), weight.shape[0])
+        right, t = quantise(weight, E4M3, rows(scaling))
         return multiply(left, right, s, t)
 
     @staticmethod
@@ -113,7 +120,7 @@ class _Product(torch.autograd.Function):
             back, u = quantise(gradient, E5M2, None)
             dx = multiply(back, right.t().contiguous(), u, t)
             dw = multiply(back.t().contiguous(), left.t().contiguous(), u, s, fast=False)
-            return dx, dw, None
+            return dx, dw, None, None
         one = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=x.device)
         back, u = quantise(gradient * t.view(1, -1).to(gradient.dtype), E4M3, 1)
         dx = multiply(back, right.t().contiguous(), u, one)
@@ -121,10 +128,10 @@ class _Product(torch.autograd.Function):
         back, u = quantise(gradient * s.to(gradient.dtype), E4M3, 0)
         back = back.t().contiguous()
         dw = multiply(back, left.t().contiguous(), u.view(-1, 1), one, fast=False)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
-class Fp8Linear(torch.nn.Linear):
+class Fp8Linear(SkippableLinear):
     """A linear layer in fp8, which replaces transformers' module."""
 
     scaling: Scaling
@@ -141,7 +148,7 @@ class Fp8Linear(torch.nn.Linear):
         flat = input.reshape(-1, input.shape[-1])
         if input.dtype != torch.bfloat16 or flat.shape[0] % FP8_MULTIPLE:
             return super().forward(input)
-        output: torch.Tensor = _Product.apply(flat, self.weight, self.scaling)
+        output: torch.Tensor = _Product.apply(flat, self.weight, self.scaling, self.unread)
         if self.bias is not None:
             output = output + self.bias
         return output.view(*input.shape[:-1], -1)
@@ -228,7 +235,7 @@ def _trial_error(scaling: Scaling, device: torch.device) -> float:
     references = left @ right.t(), back @ right, down.t() @ left
     with torch.enable_grad():
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        output = _Product.apply(x, weight, scaling)
+        output = _Product.apply(x, weight, scaling, False)
         products = output.detach(), *torch.autograd.grad(output, (x, weight), gradient)
     return max(
         float((product.float() - reference).norm() / reference.norm())

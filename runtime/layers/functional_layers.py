@@ -182,6 +182,7 @@ class FunctionalLayers:
                 for layer in model.decoders
             ],
             piece=workload.piece,
+            last=[tuple(model.last_products(layer.name, workload)) for layer in model.decoders],
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
         self._micro_batches = micro_batches or range(workload.accumulation)
@@ -500,9 +501,18 @@ class FunctionalLayers:
             kept: saved attention results to use instead of computing attention. Their memory must
                 not be reused before the backward pass has finished.
             read: whether the output is used. If not, it may be NaN, because an MLP in token pieces
-                is skipped.
+                is skipped, or because the layer's last products are left out.
         """
-        left_out = not read and self.workload.piece and self.model.skips_mlp(layer.name)
+        kind, work = self._kinds[int(layer.name)], self.workload
+        left_out = not read and work.piece and self.model.skips_mlp(layer.name)
+        # In deterministic mode, recomputed layers and layers with saved activations give the same
+        # bits, so compiled layers run the same program.
+        short = (
+            not read
+            and not work.piece
+            and bool(self.model.last_products(layer.name, work))
+            and not (work.compiled and torch.are_deterministic_algorithms_enabled())
+        )
         weights = {
             name: tensor.requires_grad_()
             for name, tensor in layer_tensors(arenas, layer, slot, self.dtype).items()
@@ -513,9 +523,9 @@ class FunctionalLayers:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(*slot_hooks(arenas, where)),
             self._seeded(layer.name, micro),
-            self._kinds[int(layer.name)].without_mlp() if left_out else nullcontext(),
+            kind.without_mlp() if left_out else nullcontext(),
         ):
-            output, logits = self._kinds[int(layer.name)].run(
+            output, logits = (kind.run_short if short else kind.run)(
                 weights | self.buffers[layer.name],
                 x,
                 self._layer_arguments(layer.name, micro, kept),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import compiling
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
+from megatrain.runtime.layers.last_products import leave_out
 from megatrain.runtime.layers.meta_model import kind_of
 from megatrain.runtime.layers.token_pieces import Router, install, without_mlp
 from megatrain.simulator.model.families import LayerPieces
@@ -34,6 +36,7 @@ class LayerKind:
         hidden: int,
         compiled: bool,
         draws: bool,
+        last: Iterable[str],
     ) -> None:
         """Moves `module` to the meta device. The arguments are those of `layer_kinds`."""
         # Also moves buffers, because each call passes the buffers like the parameters.
@@ -46,6 +49,10 @@ class LayerKind:
         ]
         self._changed: tuple[str, ...] = getattr(module, "_changed_in_place", ())
         self._routed: list[torch.Tensor] = []
+        self._short = module
+        if last and not pieces:
+            self._short = copy.deepcopy(module)
+            leave_out(self._short, last)
         if pieces:  # copies modules, so it comes before the hooks
             install(
                 module,
@@ -55,9 +62,11 @@ class LayerKind:
                 compiled=compiled,
                 router=router,
                 logits=self._routed,
+                last=last,
             )
         if router:
-            router.record(module, self._routed)
+            for each in {module, self._short}:
+                router.record(each, self._routed)
         options: dict[str, Any] = {}
         if draws:  # so compiled layers draw the same random numbers as eager layers
             options["fallback_random"] = True
@@ -69,6 +78,12 @@ class LayerKind:
             compiling.compiled(self.eager, options=options or None) if compiled else self.eager
         )
         """`eager`, compiled if the layer is compiled."""
+        self.run_short = (
+            compiling.compiled(self.eager_short, options=options or None)
+            if compiled
+            else self.eager_short
+        )
+        """Like `run`, but leaves out the layer's last products. The output is NaN if it has any."""
         self.attend = (
             compiling.compiled(self._attend, options=options or None) if compiled else self._attend
         )
@@ -84,6 +99,7 @@ class LayerKind:
         """Sets whether layers draw random numbers. If not, a router chooses the best experts."""
         if self._module.training != mode:
             self._module.train(mode)
+            self._short.train(mode)
 
     def eager(
         self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments
@@ -95,6 +111,21 @@ class LayerKind:
             x: input of the layer, [batch, sequence, hidden].
             arguments: keyword arguments of the layer.
         """
+        return self._called(self._module, tensors, x, arguments)
+
+    def eager_short(
+        self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._called(self._short, tensors, x, arguments)
+
+    def _called(
+        self,
+        module: torch.nn.Module,
+        tensors: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        arguments: Arguments,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what `eager` returns, computed by `module`."""
         self._routed.clear()
         # Slots hold these parameters in bf16, and transformers computes with them in fp32.
         if self._wide:
@@ -102,7 +133,7 @@ class LayerKind:
         # The module changes these parameters in place. With copies, the slot keeps the weights.
         if self._changed:
             tensors = {**tensors, **{name: tensors[name].clone() for name in self._changed}}
-        output = functional_call(self._module, tensors, (x,), arguments)
+        output = functional_call(module, tensors, (x,), arguments)
         return output[0] if isinstance(output, tuple) else output, (
             self._routed.pop() if self._routed else None
         )
@@ -123,6 +154,7 @@ def layer_kinds(
     draws: bool,
     pieces: Sequence[LayerPieces | None],
     piece: int,
+    last: Sequence[Iterable[str]],
 ) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share a LayerKind.
 
@@ -135,13 +167,15 @@ def layer_kinds(
         pieces: the parts of each decoder layer that is used, if they are computed in pieces of
             tokens, otherwise None. Layers of a kind must have the same modules in them.
         piece: number of tokens in a piece.
+        last: names of the weights of each decoder layer that is used, whose products `run_short`
+            leaves out, or with pieces, the backward pass.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     router = Router(recorder.target_class, recorder.index) if recorder else None
     kinds: dict[object, LayerKind] = {}
     result = []
     layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
-    for layer, compile_it, in_pieces in zip(layers, compiled, pieces, strict=True):
+    for layer, compile_it, in_pieces, unread in zip(layers, compiled, pieces, last, strict=True):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(
@@ -152,6 +186,7 @@ def layer_kinds(
                 hidden=whole.config.hidden_size,
                 compiled=compile_it,
                 draws=draws,
+                last=unread,
             )
         result.append(kinds[kind])
     return result

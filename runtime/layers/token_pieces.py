@@ -28,7 +28,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from megatrain.runtime.layers import compiling
+from megatrain.runtime.layers.last_products import leave_out
 from megatrain.simulator.model.families import LayerPieces
 
 _CHAINS: weakref.WeakValueDictionary[int, Chain] = weakref.WeakValueDictionary()
@@ -73,6 +74,7 @@ class Chain:
         compiled: bool,
         router: Router | None,
         logits: list[torch.Tensor],
+        last: Iterable[str],
     ) -> None:
         """Copies `modules` to the meta device. Calls take the weights of the layer.
 
@@ -83,6 +85,8 @@ class Chain:
             compiled: whether to compile the function of a piece.
             router: the model's routers if their logits are recorded, otherwise None.
             logits: the list to which the layer appends the logits of all tokens.
+            last: names of the weights in a `Sequential` of `modules` whose products the backward
+                pass leaves out.
         """
         self._layer_modules = modules
         run = torch.nn.Sequential(*map(copy.deepcopy, modules)).to("meta")
@@ -96,20 +100,36 @@ class Chain:
         self.index = next(_INDICES)
         _CHAINS[self.index] = self
         recorded: list[torch.Tensor] = []
+        short = copy.deepcopy(run)
+        leave_out(short, last)
         if router:
             router.record(run, recorded)
+            router.record(short, recorded)
 
-        def eager(tensors: dict[str, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        def called(
+            modules: torch.nn.Sequential, tensors: dict[str, torch.Tensor], x: torch.Tensor
+        ) -> list[torch.Tensor]:
             recorded.clear()
-            output: Any = functional_call(run, tensors, (x[None],))
+            output: Any = functional_call(modules, tensors, (x[None],))
             output = output[0] if isinstance(output, tuple) else output
             return [output.reshape(x.shape), *recorded]
+
+        def eager(tensors: dict[str, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+            return called(run, tensors, x)
+
+        def eager_short(tensors: dict[str, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+            return called(short, tensors, x)
 
         self.eager = eager
         """Returns the output of one piece, [tokens, hidden], and its logits, [tokens, experts], if
         they are recorded, from tensors by name and the input."""
         self.run: Callable[..., Any] = compiling.compiled(eager) if compiled else eager
         """`eager`, which is compiled if the layer is compiled."""
+        self.run_short: Callable[..., Any] = self.run
+        """Like `run`, for the backward pass. It leaves out the products of `last`. The output is
+        NaN if there are any."""
+        if last:
+            self.run_short = compiling.compiled(eager_short) if compiled else eager_short
         self.pair = False
         """Whether the last module returns a tuple with its output and something else."""
         self.further: list[tuple[int, torch.dtype]] = []
@@ -163,9 +183,14 @@ class Chain:
         for start in range(0, x.shape[0], self._piece):
             yield slice(start, start + self._piece)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what `eager` returns for one piece `x` [tokens, hidden]."""
-        results: list[torch.Tensor] = self.run(dict(zip(self.names, tensors, strict=True)), x)
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], x: torch.Tensor, *, short: bool = False
+    ) -> list[torch.Tensor]:
+        """Returns what `eager` returns for one piece `x` [tokens, hidden], or with `short` what
+        `run_short` returns.
+        """
+        run = self.run_short if short else self.run
+        results: list[torch.Tensor] = run(dict(zip(self.names, tensors, strict=True)), x)
         return results
 
 
@@ -217,7 +242,7 @@ def backward_of(
     for rows in chain.rows(flat):
         with torch.enable_grad():
             piece = flat[rows].detach().requires_grad_()
-            results = chain(tensors, piece)[: len(uppers)]
+            results = chain(tensors, piece, short=True)[: len(uppers)]
         dx[rows], *parts = torch.autograd.grad(
             results, (piece, *trained), [upper[rows] for upper in uppers]
         )
@@ -366,6 +391,7 @@ def install(
     compiled: bool,
     router: Router | None,
     logits: list[torch.Tensor],
+    last: Iterable[str],
 ) -> None:
     """Changes transformers' decoder layer to compute its chains for `piece` tokens at a time.
 
@@ -377,11 +403,23 @@ def install(
         compiled: whether the layer is compiled.
         router: the model's routers if their logits are recorded, otherwise None.
         logits: the list to which the layer appends the logits of all tokens, [tokens, experts].
+        last: names of the weights whose products the backward pass leaves out.
     """
     for names in pieces.modules:
         modules = [layer.get_submodule(name) for name in names]
         vars(modules[-1])["_chain"] = Chain(
-            modules, piece, hidden=hidden, compiled=compiled, router=router, logits=logits
+            modules,
+            piece,
+            hidden=hidden,
+            compiled=compiled,
+            router=router,
+            logits=logits,
+            last=[
+                f"{index}.{weight.removeprefix(f'{name}.')}"
+                for index, name in enumerate(names)
+                for weight in last
+                if weight.startswith(f"{name}.")
+            ],
         )
         for module in modules:
             kind: Any = type(module)

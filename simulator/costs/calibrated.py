@@ -66,9 +66,12 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
     Workload,
+    is_short,
+    shortened,
     without_fp8,
     without_groups,
     without_pieces,
+    without_short,
 )
 from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
@@ -173,9 +176,13 @@ class Calibrated(ContendedCosts):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
+            elif (other := self._other_products(kind, size)) is not None:
+                self._known[key] = self._changed(op, other, short_recompute=is_short(other))
             elif (plain := without_pieces(size)) != size and not self._has(kind, size):
-                plain = plain.replace(WHOLE_SUFFIX, "")
-                self._known[key] = self._changed(op, plain, token_piece=None)
+                plain = self._without_pieces(kind, size)
+                self._known[key] = self._changed(
+                    op, plain, token_piece=None, short_recompute=is_short(plain)
+                )
             elif (plain := without_groups(size)) != size and not self._has(kind, size):
                 self._known[key] = self._changed(op, plain, head_groups=None)
             elif (
@@ -234,6 +241,25 @@ class Calibrated(ContendedCosts):
         derived = self._elementwise.update_ns(op, duration)
         return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
+    def _other_products(self, kind: str, shape: str) -> str | None:
+        """Returns `shape` with the suffix for ops that leave out last products added, or removed if
+        it has one. Returns None if a duration for `shape` itself can be derived from the measured
+        shapes of `kind`, or none for the other.
+        """
+        other = without_short(shape) if is_short(shape) else shortened(shape)
+        wanted, instead = (
+            any(self._has(kind, packed) for packed in (each, _other_packing(each)))
+            for each in (shape, other)
+        )
+        return other if instead and not wanted else None
+
+    def _without_pieces(self, kind: str, shape: str) -> str:
+        """Returns `shape` without pieces of tokens. A recompute leaves out last products if only
+        such recomputes were measured.
+        """
+        plain = without_short(without_pieces(shape).replace(WHOLE_SUFFIX, ""))
+        return self._other_products(kind, plain) or plain
+
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of
         `kind`.
@@ -247,13 +273,19 @@ class Calibrated(ContendedCosts):
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
         same shape with the other packing. Only decoder layers have another duration.
         """
-        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
+        other, sheet = msgspec.structs.replace(op, shape=shape), self._datasheet
+        duration, outside = self._look_up(other)
         if op.kind not in LAYER_KINDS:
             return duration, outside
-        sheet = self._datasheet
         share = (
             sheet.share(
-                op, msgspec.structs.replace(sheet.workload, documents=not sheet.workload.documents)
+                op,
+                other,
+                Datasheet(
+                    sheet.hardware,
+                    sheet.model,
+                    msgspec.structs.replace(sheet.workload, documents=not sheet.workload.documents),
+                ),
             )
             if sheet
             else 1.0
@@ -264,12 +296,16 @@ class Calibrated(ContendedCosts):
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
         same shape for a workload with `changes`. Only decoder layers have another duration.
         """
-        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
-        sheet = self._datasheet
+        other, sheet = msgspec.structs.replace(op, shape=shape), self._datasheet
         if op.kind not in LAYER_KINDS or sheet is None:
-            return duration, outside
-        share = sheet.share(op, msgspec.structs.replace(sheet.workload, **changes))
-        return math.ceil(share * duration), True
+            return self._look_up(other)
+        changed = Datasheet(
+            sheet.hardware, sheet.model, msgspec.structs.replace(sheet.workload, **changes)
+        )
+        if "short_recompute" in changes:  # groups of heads and fp8 do not change the FLOPs
+            other = changed.with_flops(other)
+        duration, _ = self._look_up(other)
+        return math.ceil(sheet.share(op, other, changed) * duration), True
 
     def _other_chunks(self, op: Op) -> tuple[float, bool]:
         """Returns the factor on the duration of a head because its loss chunk is not the table's,

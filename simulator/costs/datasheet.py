@@ -57,7 +57,12 @@ from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec, Work
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, Op, has_saved_attention, is_whole
+from megatrain.simulator.schedule import (
+    SAVED_ATTENTION_SUFFIX,
+    Op,
+    computes_output,
+    has_saved_attention,
+)
 from megatrain.simulator.schedule.operands import exchanged
 
 _ADAM_BYTES = 22
@@ -181,13 +186,13 @@ class Datasheet(EstimatedCosts):
         the duration of `op` divided by the duration of the full recompute.
         """
         layer, _, workload = op.shape.partition("/")
-        flops = self.model.work(op.kind, op.layer, self.workload).flops
+        kind = _work_of(op)
         full = msgspec.structs.replace(
-            op, flops=flops, shape=f"{layer.removesuffix(SAVED_ATTENTION_SUFFIX)}/{workload}"
+            op,
+            flops=self.model.work(kind, op.layer, self.workload).flops,
+            shape=f"{layer.removesuffix(SAVED_ATTENTION_SUFFIX)}/{workload}",
         )
-        return full, self._compute_ns(op.kind, op.layer, kept=True) / self._compute_ns(
-            op.kind, op.layer
-        )
+        return full, self._compute_ns(kind, op.layer, kept=True) / self._compute_ns(kind, op.layer)
 
     def _compute_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
         """Returns the time of a compute op in ns. `kept` is True for a recompute that skips
@@ -279,14 +284,21 @@ class Datasheet(EstimatedCosts):
             self.masked and op.kind in LAYER_KINDS
         )
 
-    def share(self, op: Op, workload: Workload) -> float:
-        """Returns the time of a decoder layer's `op` divided by its time with another `workload`
-        that has the same number of tokens.
+    def share(self, op: Op, other: Op, sheet: Datasheet) -> float:
+        """Returns the time of a decoder layer's `op` divided by the time of `other`, the same op
+        with the workload of `sheet`, which has the same number of tokens.
         """
-        other, kept = Datasheet(self.hardware, self.model, workload), has_saved_attention(op.shape)
-        return self._compute_ns(_work_of(op), op.layer, kept=kept) / other._compute_ns(
-            op.kind, op.layer, kept=kept
+        kept = has_saved_attention(op.shape)
+        return self._compute_ns(_work_of(op), op.layer, kept=kept) / sheet._compute_ns(
+            _work_of(other), op.layer, kept=kept
         )
+
+    def with_flops(self, op: Op) -> Op:
+        """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""
+        work = self.model.work(
+            _work_of(op), op.layer, self.workload, kept=has_saved_attention(op.shape)
+        )
+        return msgspec.structs.replace(op, flops=work.flops)
 
     def duration_ns(self, op: Op) -> int:
         hardware, kind = self.hardware, op.kind
@@ -351,10 +363,10 @@ class Datasheet(EstimatedCosts):
 
 
 def _work_of(op: Op) -> str:
-    """Returns the kind whose work a compute op has. It is `forward` for a recompute in pieces of
-    tokens that computes the MLP, and otherwise its own kind.
+    """Returns the kind whose work a compute op has. It is `forward` for a recompute that computes
+    the layer's output, and otherwise its own kind.
     """
-    return "forward" if is_whole(op.shape) else op.kind
+    return "forward" if op.kind == "recompute" and computes_output(op.shape) else op.kind
 
 
 def measured_row(

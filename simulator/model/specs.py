@@ -420,7 +420,31 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         pieces = self.layer_pieces(layer)
         if pieces is None or self.router_logits(layer):
             return False
-        return len(self._part(layer).early) == len(pieces.mlp.early)
+        return not self._part(layer).reads_output
+
+    def last_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns name -> shape [out, in] of the weights of a decoder layer whose products a short
+        recompute leaves out. It is empty if `workload` has no short recompute.
+
+        These are the projections of an MLP's output. Gradients do not depend on this output if it
+        is only added to that of the layer. If there is a norm after the MLP, a recompute computes
+        this norm, so it needs the product. In pieces of tokens, the op `backward` computes the MLP
+        again, without the norm, so it never needs the product.
+        """
+        if not workload.short_recompute:
+            return {}
+        if workload.piece:
+            pieces = self.layer_pieces(layer)
+            return dict(pieces.mlp.last) if pieces else {}
+        part = self._part(layer)
+        return {} if part.reads_output else dict(part.last)
+
+    def _left_out(self, kind: str, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns the `last_products` that an op of `kind` leaves out. A `recompute` is one whose
+        output nothing reads.
+        """
+        leaves_out = "backward" if workload.piece else "recompute"
+        return self.last_products(layer, workload) if kind == leaves_out else {}
 
     def router_logits(self, layer: str) -> int:
         """Returns the elements per token of the logits that a decoder layer keeps for the router
@@ -484,15 +508,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         `forward` and `recompute` cast the input and the weight of each linear layer. `backward`
         casts both again, and casts the gradient of the output once, or twice with rowwise scaling.
         `backward` also copies all three operands once into the memory layout that the product needs
-        (2 n bytes).
+        (2 n bytes). If the product is left out, the weight is not cast.
         """
         compiled = workload.compiled and self.stack[layer].compilable
         cast, moved = 5 if compiled else 13, 0
-        for target, source in self.fp8_products(layer, workload).values():
-            operands, gradient = (
-                workload.tokens * source + source * target,
-                workload.tokens * target,
-            )
+        left_out = self._left_out(kind, layer, workload)
+        for name, (target, source) in self.fp8_products(layer, workload).items():
+            weight = 0 if name in left_out else source * target
+            operands, gradient = (workload.tokens * source + weight, workload.tokens * target)
             moved += cast * operands
             if kind == "backward":
                 twice = 2 if workload.fp8 == "rowwise" else 1
@@ -577,7 +600,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         * `forward`: the forward FLOPs. Traffic: T times the forward traffic of the layer's parts
           (`families/parts.py`), T S times that of written-out scores, and P b for the weights.
-        * `recompute`: the same as `forward`, without the MLP if it is computed in pieces.
+        * `recompute`: the same as `forward`, without the MLP if it is computed in pieces, and
+          without `last_products`.
         * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,
           and 2 P b for the weights read and the gradients written.
         * `head`: three times the forward FLOPs. Traffic: T times the forward and the backward
@@ -658,17 +682,28 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             copied = part.kernel.copied if kind == "backward" else part.attended
             more_bytes += 2 * tokens * copied.bytes(width)
         weights = passes * width * self.stack[layer].parameters
+        left_out = self._left_out(kind, layer, workload)
+        last = sum(map(math.prod, left_out.values()))
+        if workload.piece:
+            more_weights -= workload.pieces * width * last
+        else:
+            weights -= width * last
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
         if workload.compiled and self.stack[layer].compilable:
             unfused, weights = unfused + weights, 0
         return Work(
-            passes * 2 * tokens * part.active + more_flops,
+            2 * tokens * (passes * part.active - last) + more_flops,
             0 if kept else passes * self._attention_flops(part, tokens, workload.sequence),
             tokens * (traffic.bytes(width) + workload.sequence * matrix.bytes(width))
             + weights
             + more_bytes
             + unfused,
-            passes * 2 * tokens * sum(map(math.prod, self.fp8_products(layer, workload).values())),
+            2
+            * tokens
+            * sum(
+                (passes - (name in left_out)) * math.prod(shape)
+                for name, shape in self.fp8_products(layer, workload).items()
+            ),
             unfused,
         )
 

@@ -24,6 +24,7 @@ DOCUMENTS = "-documents"
 _FP8 = "-fp8-"
 _PIECES = "-pieces"
 _GROUPS = "-groups"
+_SHORT = "-short"
 _MOST_PIECE = 2**24
 LEAST_PIECE = 2**11
 """The smallest token piece that is tried if none is given. Smaller pieces take more time."""
@@ -88,6 +89,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     before attention compute at one time (`runtime/layers/token_pieces.py`). The number of tokens
     changes the result, because the gradients of weights are summed piece by piece. None means all
     tokens."""
+    short_recompute: bool = False
+    """True if a recompute, whose output nothing reads, leaves out the layer's last products, which
+    no gradient needs (`ModelSpec.last_products`). A compiled layer may then round differently. It
+    is False by default, as in plans that were made before this field existed. Commands set it to
+    True, so pass `short_recompute=True` in Python to get the same workload."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
     It is False by default, because some models and kernels cannot do that
@@ -260,9 +266,34 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
+def has_pieces(shape: str) -> bool:
+    """Returns whether `shape` has the suffix for pieces of tokens."""
+    return _PIECES in shape
+
+
 def without_pieces(shape: str) -> str:
     """Returns `shape` without the suffix for pieces of tokens."""
     return re.sub(rf"{_PIECES}\d+", "", shape)
+
+
+def shortened(shape: str) -> str:
+    """Returns `shape` with the suffix for an op that leaves out last products.
+
+    >>> shortened("1x8-bf16-documents")
+    '1x8-bf16-short-documents'
+    """
+    plain = shape.removesuffix(DOCUMENTS)
+    return plain + _SHORT + shape[len(plain) :]
+
+
+def is_short(shape: str) -> bool:
+    """Returns whether `shape` has the suffix for an op that leaves out last products."""
+    return shape.removesuffix(DOCUMENTS).endswith(_SHORT)
+
+
+def without_short(shape: str) -> str:
+    """Returns `shape` without the suffix for an op that leaves out last products."""
+    return shape.replace(_SHORT, "")
 
 
 def without_groups(shape: str) -> str:

@@ -217,7 +217,8 @@ class _Code:
             "compute",
             reads,
             writes,
-            **cost_keys(self.plan, kind, layer),
+            # The code computes whole layers again.
+            **cost_keys(self.plan, kind, layer, read=kind == "recompute"),
         )
 
     def save(self, layer: str, phase: str, micro: int, gradient: str) -> None:

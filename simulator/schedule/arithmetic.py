@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
-from megatrain.simulator.model.workload import Dtype, Gradients, Workload
+from megatrain.simulator.model.workload import Dtype, Gradients, Workload, shortened
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, WHOLE_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
@@ -261,7 +261,8 @@ def cost_keys(
     Args:
         layer: a decoder layer, or empty for an op of the embedding or the head.
         kept: True for a recompute that skips attention because the forward saved it.
-        read: True for a recompute whose output the recompute of the next layer reads.
+        read: True for a recompute whose output is read, for example by the recompute of the next
+            layer.
     """
     return _cost_keys(plan.model, plan.workload, kind, layer, kept, read)
 
@@ -272,7 +273,13 @@ def _cost_keys(
 ) -> dict[str, Any]:
     """Returns what `cost_keys` returns. Cached because a search lowers many plans of a workload."""
     whole = read and bool(work.piece)
-    flops = model.work("forward" if whole else kind, layer, work, kept=kept).flops
+    short = (
+        bool(layer)
+        and kind == ("backward" if work.piece else "recompute")
+        and not read
+        and bool(model.last_products(layer, work))
+    )
+    flops = model.work("forward" if read else kind, layer, work, kept=kept).flops
     signature = (
         (model.stack[layer].signature if layer else model.shape)
         + (WHOLE_SUFFIX if whole else "")
@@ -281,7 +288,7 @@ def _cost_keys(
     return {
         "flops": flops,
         "elements": 0 if flops else work.tokens * model.carried,
-        "shape": f"{signature}/{work.shape}",
+        "shape": f"{signature}/{shortened(work.shape) if short else work.shape}",
     }
 
 

@@ -7,6 +7,8 @@ import re
 
 import msgspec
 
+from megatrain.simulator.model.workload import has_pieces, is_short
+
 LANES = ("compute", "update", "h2d", "d2h", "cpu", "exchange")
 """The lanes: FIFO queues of ops. `cpu` is a host thread and the others are CUDA streams. Only plans
 for several GPUs use `exchange`, which runs collectives."""
@@ -68,6 +70,16 @@ def has_saved_attention(shape: str) -> bool:
     True
     """
     return shape.partition("/")[0].endswith(SAVED_ATTENTION_SUFFIX)
+
+
+def computes_output(shape: str) -> bool:
+    """Returns whether `shape`, an `Op.shape`, belongs to a recompute that computes the output of
+    the layer. A recompute in pieces of tokens, or one that leaves out last products, does not.
+
+    >>> computes_output("qwen2-8x8-1:1x8-v9/1x8-bf16-short")
+    False
+    """
+    return is_whole(shape) if has_pieces(shape) else not is_short(shape)
 
 
 def is_whole(shape: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatrain.simulator.model.state_format import FORMATS
 from megatrain.simulator.schedule.buffer import DTYPES_OF, WIDTH, Buffer
-from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
+from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer, computes_output
 
 KeptMoments = Callable[[str, int, int], int]
 """A function (layer, first parameter, number of parameters) -> the number of moment values that the
@@ -134,6 +134,10 @@ def check_operands(
         ]
         if coded:
             raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
+    if kind == "recompute" and len(op.writes) > 1 and not computes_output(op.shape):
+        raise ScheduleError(
+            f"{op.id}: writes {op.writes[1]}, but {op.shape} does not compute this output"
+        )
     if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
         raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
     if kind == "gather_weights":

@@ -370,6 +370,7 @@ def plans(
         state=state,
         clipping=draw(st.sampled_from(CLIPPING)),
         loss_chunk=draw(st.sampled_from([sequence, 13, 1024])),
+        short_recompute=draw(st.booleans()),
     )
     if not model.pieces_obstacle() and (in_pieces or draw(st.booleans())):
         work = msgspec.structs.replace(work, token_piece=draw(st.sampled_from([5, 8, 24])))

@@ -189,6 +189,7 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
                 "loss_chunk": 13,
                 "checkpoint_interval": 3,
                 "chunk_bytes": 2**20,
+                "short_recompute": True,  # as commands do
                 **changes,
             },
         )

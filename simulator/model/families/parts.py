@@ -249,6 +249,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     linears: Tensors = ()
     """The weights of linear layers that every token is multiplied with, in the same order. Routers
     and experts are left out."""
+    last: Tensors = ()
+    """The entries of `linears` that project the output of an MLP. If `reads_output` is False for
+    the layer, this output is only added to that of the layer."""
+    reads_output: bool = False
+    """Whether the part is a norm that reads the output of attention or of the MLP, not their
+    input."""
     active: int = 0
     """Matrix elements that each token is multiplied with."""
     idle: int = 0
@@ -378,6 +384,8 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
         linears=tuple(tensor for part in parts for tensor in part.linears),
+        last=tuple(tensor for part in parts for tensor in part.last),
+        reads_output=any(part.reads_output for part in parts),
         active=sum(part.active for part in parts),
         idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts),
@@ -421,6 +429,13 @@ def linear(name: str, source: int, target: int, bias: bool = False) -> Part:
     )
 
 
+def last_product(name: str, source: int, target: int) -> Tensors:
+    """Returns `Part.last` of an MLP whose output is projected by the linear layer `name`, from
+    `source` to `target` elements.
+    """
+    return ((f"{name}.weight", (target, source)),)
+
+
 def rms_norm(
     name: str,
     size: int,
@@ -459,6 +474,7 @@ def rms_norm(
             Kept(elements * (projected + (not first)), rows), rebuilt=elements * projected
         ),
         early=() if projected or inside else held,
+        reads_output=not (first or projected or inside),
         between=held if projected and not first and not inside else (),
         late=held if inside else (),
     )
@@ -757,6 +773,7 @@ def gated_mlp(
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
+        last=last_product(f"{name}.down_proj", inner, hidden) if label else (),
         down=inner * hidden,
         projections=3 * inner * hidden,
         inner=inner,
@@ -790,6 +807,7 @@ def plain_mlp(
     parts = (
         linear(up, hidden, inner, biased),
         linear(down, inner, hidden, biased),
+        Part(last=last_product(down, inner, hidden)),
         activation(c, inner, act),
         hidden_of_mlp(c, inner, act),
     )

@@ -51,7 +51,9 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     expected = with_loss_chunk(
-        SHORT, HardwareSpec.load("rtx4090"), Workload(batch=8, sequence=1024, documents=True)
+        SHORT,
+        HardwareSpec.load("rtx4090"),
+        Workload(batch=8, sequence=1024, documents=True, short_recompute=True),
     )
     verdict = checked(capsys, *WORK)
     assert verdict["workload"] == msgspec.to_builtins(expected)

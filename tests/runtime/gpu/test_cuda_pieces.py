@@ -1,9 +1,12 @@
-"""Tests on a GPU: pieces of tokens and groups of heads give one set of bits whatever the schedule.
+"""Tests on a GPU: pieces of tokens, groups of heads and short recomputes give one set of bits
+whatever the schedule.
 
 The tests are skipped on machines without a GPU.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,9 +90,13 @@ def trained(model: ModelSpec, work: Workload, policy: str, knobs: Knobs) -> Trai
         ("llama", {"token_piece": 40, "head_groups": 2}),
         ("qwen3_moe", {"token_piece": 40}),
         ("mixtral", {"token_piece": 40}),
+        ("llama", {"short_recompute": True}),
+        ("llama", {"short_recompute": True, "token_piece": 40}),
+        ("llama", {"short_recompute": True, "compiled": True}),
+        ("llama", {"short_recompute": True, "fp8": "rowwise"}),
     ],
 )
-def test_every_schedule_gives_the_same_bits_in_pieces(family: str, changes: dict[str, int]) -> None:
+def test_every_schedule_gives_the_same_bits(family: str, changes: dict[str, Any]) -> None:
     """The last piece of a micro-batch of 192 tokens is shorter."""
     model, work = model_of(family, **SIZES), msgspec.structs.replace(WORK, **changes)
     (losses, masters), *others = (trained(model, work, *plan) for plan in PLANS)
@@ -97,6 +104,23 @@ def test_every_schedule_gives_the_same_bits_in_pieces(family: str, changes: dict
     for plan, (other_losses, other_masters) in zip(PLANS[1:], others, strict=True):
         assert other_losses == losses, plan
         assert all(map(torch.equal, other_masters, masters)), plan
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("family", ["llama", "phi", "falcon", "deepseek_v3"])
+@pytest.mark.parametrize("changes", [{}, {"fp8": "tensorwise"}, {"token_piece": 40}])
+def test_a_short_recompute_changes_no_bit(family: str, changes: dict[str, Any]) -> None:
+    """Its gradients come from the same products as those of PyTorch's linear layer."""
+    sizes = SIZES if family == "llama" else {}
+    model, work = model_of(family, **sizes), msgspec.structs.replace(WORK, **changes)
+    if "token_piece" in changes and model.pieces_obstacle():
+        pytest.skip("this family has no pieces")
+    (losses, masters), (other_losses, other_masters) = (
+        trained(model, msgspec.structs.replace(work, short_recompute=short), *PLANS[2])
+        for short in (False, True)
+    )
+    assert other_losses == losses
+    assert all(map(torch.equal, other_masters, masters))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

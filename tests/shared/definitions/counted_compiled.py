@@ -206,10 +206,13 @@ def _pieces_counted(counts: list[Live], fake: FakeTensorMode) -> Iterator[None]:
 
     def run(function: Callable[..., Any], chain: int, *args: Any) -> Any:
         known = token_pieces._CHAINS[chain]
-        if not isinstance(known.run, _Counted):
-            known.run = _Counted(
-                torch.compile(known.eager, dynamic=False, backend=_counts_in(counts)), fake
-            )
+        for name in ("run", "run_short"):
+            program = getattr(known, name)
+            if not isinstance(program, _Counted):
+                # The programs are compiled functions. This compiles the same functions.
+                eager = program._torchdynamo_orig_callable
+                compiled = torch.compile(eager, dynamic=False, backend=_counts_in(counts))
+                setattr(known, name, _Counted(compiled, fake))
         with torch.no_grad(), token_pieces._with_autograd():
             return function(known, *args)
 
@@ -246,13 +249,17 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
     """
     torch._dynamo.reset()
     layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
-    eager = layers._kinds[int(layer.name)].eager
+    kind = layers._kinds[int(layer.name)]
+    short = bool(model.last_products(layer.name, workload)) and not workload.piece
     dtype = TORCH_DTYPE[workload.dtype]
     counts: list[Live] = []
     with ExitStack() as stack:
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_without_kernels())
-        run = torch.compile(eager, dynamic=False, fullgraph=True, backend=_counts_in(counts))
+        run, run_short = (
+            torch.compile(eager, dynamic=False, fullgraph=True, backend=_counts_in(counts))
+            for eager in (kind.eager, kind.eager_short)
+        )
         stack.enter_context(_pieces_counted(counts, fake))
         arguments, buffers = (
             tree_map(
@@ -272,7 +279,8 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
 
         def forward(tracked: bool) -> torch.Tensor:
             with torch.set_grad_enabled(tracked):
-                output, _ = run(weights | buffers, x, arguments)
+                program = run_short if tracked and short else run
+                output, _ = program(weights | buffers, x, arguments)
             return output
 
         def backward(output: torch.Tensor) -> object:

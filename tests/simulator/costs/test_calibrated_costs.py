@@ -346,7 +346,8 @@ def test_a_mask_for_documents_counts_once_beyond_the_measured_lengths() -> None:
         for work in works
     )
     op = Op(id="F0.m0", lane="compute", flops=1, shape=shape + "-documents")
-    share = Datasheet(hardware, model, works[1]).share(op, works[0])
+    plain_sheet, masked_sheet = (Datasheet(hardware, model, work) for work in works)
+    share = masked_sheet.share(op, op, plain_sheet)
     assert share > 1.05
     assert masked == pytest.approx(share * plain, rel=1e-6)
 

@@ -99,7 +99,7 @@ def test_a_plan_is_a_small_readable_file(tmp_path: Path, make_plan: Make) -> Non
     assert 'policy = "double_buffer"' in written
     assert "[knobs]\nweight_slots = 2" in written
     assert "[prediction]" not in written
-    assert len(written.splitlines()) <= 50
+    assert len(written.splitlines()) <= 55
 
 
 def table_of(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""Tests of short recomputes, which leave out products that no gradient needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from family_sample import others_nightly
+from whole_models import drawn, gradients_of, model_of
+
+from megatrain.runtime.layers import functional_layers
+from megatrain.runtime.layers.fp8_linear import Fp8Linear
+from megatrain.runtime.layers.last_products import SkippableLinear, leave_out
+from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.schedule.plan import Placement
+
+
+def step(running: Any) -> tuple[Any, ...]:
+    """Trains one step. Returns its loss, its gradient norm and its gradients by name."""
+    result = running.executor.step(drawn(running.plan), rate=0.0, number=1)
+    return result.loss, result.gradient_norm, gradients_of(running)
+
+
+def assert_same_bits(results: list[tuple[Any, ...]]) -> None:
+    for (loss, norm, full), (other_loss, other_norm, other) in itertools.pairwise(results):
+        assert (loss, norm) == (other_loss, other_norm)
+        assert full.keys() == other.keys()
+        assert all(torch.equal(full[name], other[name]) for name in full)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns a list of whether the outputs of recomputes are NaN, in the order of the calls."""
+    found: list[bool] = []
+    recompute = functional_layers.FunctionalLayers.recompute
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        saved = recompute(*args, **kwargs)
+        found.append(bool(saved.output.isnan().all()))
+        return saved
+
+    monkeypatch.setattr(functional_layers.FunctionalLayers, "recompute", recorded)
+    return found
+
+
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
+def test_gradients_have_the_same_bits(
+    run: Callable[..., Any], unread: list[bool], family: str
+) -> None:
+    """They would be NaN if a gradient needed the output of a product that is left out."""
+    results = []
+    for short in (False, True):
+        with run(
+            model_of(family), dtype="bf16", checkpoint_interval=1, short_recompute=short
+        ) as running:
+            results.append(step(running))
+            model, work = running.plan.model, running.plan.workload
+    assert_same_bits(results)
+    left_out = [bool(model.last_products(layer.name, work)) for layer in model.decoders]
+    assert unread == [False] * model.layers + left_out[::-1]
+
+
+def test_a_recompute_whose_output_is_read_is_not_short(
+    run: Callable[..., Any], unread: list[bool]
+) -> None:
+    """Blocks have two layers. The recompute of the second reads the output of the first."""
+    with run(model_of("llama"), checkpoint_interval=2) as running:
+        layers = running.plan.model.layers
+        step(running)
+    blocks = [list(range(layers))[first : first + 2] for first in range(0, layers, 2)]
+    assert unread == [index == block[-1] for block in blocks[::-1] for index in block]
+
+
+def test_a_layer_that_saves_its_activations_computes_its_output(
+    run: Callable[..., Any], unread: list[bool]
+) -> None:
+    with run(
+        model_of("llama"), checkpoint_interval=1, placement=Placement(saved_activations="all")
+    ) as running:
+        step(running)
+    assert not any(unread)
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_products_in_fp8_are_left_out(
+    run: Callable[..., Any], unread: list[bool], scaling: str
+) -> None:
+    results = []
+    for short in (False, True):
+        with run(
+            model_of("llama", hidden_size=64, intermediate_size=96),
+            dtype="bf16",
+            fp8=scaling,
+            batch=2,
+            sequence=16,
+            checkpoint_interval=1,
+            short_recompute=short,
+        ) as running:
+            results.append(step(running))
+    assert_same_bits(results)
+    assert any(unread)
+
+
+@pytest.mark.parametrize(("family", "piece"), [("llama", 5), ("gemma2", 7), ("deepseek_v3", 16)])
+def test_the_backward_pass_in_pieces_leaves_them_out(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str, piece: int
+) -> None:
+    """The op `backward` computes each piece again. No gradient of a piece needs its output, even
+    if there is a norm after the MLP.
+    """
+    results, skipped = [], list[int]()
+    forward = SkippableLinear.forward
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        skipped[-1] += self.unread
+        return forward(self, x)
+
+    monkeypatch.setattr(SkippableLinear, "forward", counted)
+    for short in (False, True):
+        skipped.append(0)
+        with run(
+            model_of(family), token_piece=piece, checkpoint_interval=1, short_recompute=short
+        ) as running:
+            results.append(step(running))
+            model, work = running.plan.model, running.plan.workload
+    assert_same_bits(results)
+    layers = sum(bool(model.last_products(layer.name, work)) for layer in model.decoders)
+    assert layers
+    assert skipped == [0, layers * work.pieces]
+
+
+def test_compiled_layers_leave_them_out(run: Callable[..., Any], unread: list[bool]) -> None:
+    """The compiled program differs, so its gradients may round differently."""
+    results = []
+    for short in (False, True):
+        with run(
+            model_of("llama"),
+            dtype="bf16",
+            compiled=True,
+            checkpoint_interval=1,
+            short_recompute=short,
+        ) as running:
+            results.append(step(running))
+            layers = running.plan.model.layers
+    assert unread == [False] * layers + [True] * layers
+    (_, _, full), (_, _, short_gradients) = results
+    for name, gradient in full.items():
+        assert (gradient - short_gradients[name]).abs().max() <= 0.02 * gradient.abs().max()
+
+
+def test_compiled_layers_in_deterministic_mode_compute_everything(
+    run: Callable[..., Any], unread: list[bool]
+) -> None:
+    """Recomputed layers and layers with saved activations then run the same program."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with run(model_of("llama"), compiled=True, checkpoint_interval=1) as running:
+            step(running)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert unread
+    assert not any(unread)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (15, 8)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_one_linear_layer(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 6, bias=bias, dtype=dtype)
+    x, gradient = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 6, dtype=dtype)
+    found = []
+    for _ in range(2):
+        given = x.clone().requires_grad_()
+        output = linear(given)
+        found.append(torch.autograd.grad(output, (given, *linear.parameters()), gradient))
+        leave_out(torch.nn.ModuleDict({"linear": linear}), ["linear.weight"])
+    assert output.isnan().all()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_only_linear_layers_can_be_left_out() -> None:
+    assert issubclass(Fp8Linear, SkippableLinear)
+    with pytest.raises(ValueError, match=r"norm.weight belongs to a LayerNorm, not to"):
+        leave_out(torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4)}), ["norm.weight"])
