@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from family_sample import others_nightly
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from whole_models import drawn, gradients_of, model_of
 
 from megatrain.runtime.layers import functional_layers
@@ -16,6 +18,18 @@ from megatrain.runtime.layers.fp8_linear import Fp8Linear
 from megatrain.runtime.layers.last_products import SkippableLinear, leave_out
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.schedule.plan import Placement
+
+
+class FeedForward(torch.nn.Module):
+    """A gated MLP with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(8, 32, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 def step(running: Any) -> tuple[Any, ...]:
@@ -182,6 +196,27 @@ def test_gradients_of_one_linear_layer(
         leave_out(torch.nn.ModuleDict({"linear": linear}), ["linear.weight"])
     assert output.isnan().all()
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_the_compiler_computes_what_the_product_reads_in_the_forward_pass() -> None:
+    """In the backward pass, it would exist beside the gradients, and take more memory."""
+    mlp = FeedForward()
+    leave_out(mlp, ["down.weight"])
+    counts = list[int]()
+
+    def counted(graph: torch.fx.GraphModule, _: object) -> Any:
+        targets = [node.target for node in graph.graph.nodes]
+        counts.append(targets.count(torch.ops.aten.mm.default))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=counted, bw_compiler=counted, partition_fn=min_cut_rematerialization_partition
+    )
+    x = torch.randn(1, 64, 8, requires_grad=True)
+    torch.compile(mlp, backend=backend, fullgraph=True)(x).sum().backward()
+    torch._dynamo.reset()
+    assert counts == [2, 6]
 
 
 def test_only_linear_layers_can_be_left_out() -> None:

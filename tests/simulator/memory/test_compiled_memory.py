@@ -104,6 +104,7 @@ def test_a_counted_layer_takes_the_bytes_measured_on_a_gpu() -> None:
     assert found.all <= saved + layer <= 1.1 * found.all
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes", [{}, {"fp8": "rowwise"}, {"batch": 1, "sequence": 16384, "token_piece": 4096}]
 )
