@@ -149,7 +149,7 @@ class Filling:
             if self._attention_share(plan, layer.name) >= _LEAST_ATTENTION
         ]
         """Decoder layers for which saving the attention output is worth its memory."""
-        self._offloadable = {
+        self.offloadable = {
             name
             for name in self.attention_layers
             if self._attention_share(plan, name) >= _LEAST_OFFLOADED
@@ -262,7 +262,7 @@ class Filling:
             host_room = account.host_limit_bytes - account.host_peak_bytes
             each_on_host = plan.knobs.micro_batch_group * (output_bytes + 4096)
             others = layers[: len(layers) - on_device]
-            moved = [layer for layer in others if layer in self._offloadable]
+            moved = [layer for layer in others if layer in self.offloadable]
             moved = moved[max(len(moved) - max(host_room // each_on_host, 0), 0) :]
             if placement.offloaded_inputs and moved and count < len(layers):
                 kept = {*moved, *layers[len(layers) - on_device :]}
