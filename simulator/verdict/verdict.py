@@ -524,7 +524,7 @@ def described(
     The arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware)
-    costs = cost_model(hardware, plan.model, plan.workload)
+    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     schedule = policy_library.lower(plan)
     sizes = costs.sizes(schedule)
     counts = Counter(sizes.which)
