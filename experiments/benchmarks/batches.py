@@ -9,7 +9,6 @@ and tokens are random.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ import msgspec
 import torch
 
 from megatrain.experiments.benchmark import commit, summary
-from megatrain.experiments.benchmarks.child import BASELINES
+from megatrain.experiments.benchmarks.child import BASELINES, baseline
 from megatrain.experiments.benchmarks.steps import MeasuredSteps, Reading, repeat
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
@@ -46,10 +45,12 @@ def measure(
         steps: steps of each batch, warm-up included.
         device: the GPU, or for `fsdp2` also the CPU.
     """
-    module = importlib.import_module(f"megatrain.experiments.baselines.{system}")
+    module, obstacle = baseline(system, device)
+    works = [msgspec.structs.replace(plan.workload, batch=batch) for batch in batches]
+    if obstacle:
+        return [(work, MeasuredSteps(system=system, failure=obstacle)) for work in works]
     forget_device_memory(device)
     results, failure = [], ""
-    works = [msgspec.structs.replace(plan.workload, batch=batch) for batch in batches]
     step, notes = module.prepare(msgspec.structs.replace(plan, workload=works[0]), device)
     for work in works:
         if failure:

@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -29,17 +30,24 @@ from megatrain.simulator.schedule.plan import Plan
 OWN, BASELINES = ("ours", "ceiling"), ("zero3", "fsdp2")
 
 
+def baseline(system: str, device: torch.device) -> tuple[Any, str]:
+    """Returns the module of a baseline, and why it cannot run on this device. The reason is empty
+    if it can.
+    """
+    module: Any = importlib.import_module(f"megatrain.experiments.baselines.{system}")
+    missing = [package for package in module.NEEDS if importlib.util.find_spec(package) is None]
+    if missing:
+        return module, f"not installed: {', '.join(missing)}"
+    return module, "" if device.type in module.DEVICES else "needs a CUDA GPU"
+
+
 def measure(system: str, plan: Plan, steps: int, device: torch.device) -> MeasuredSteps:
     """Returns the system's steps. If a baseline cannot run here, `failure` states the reason."""
     if system in OWN:
         return own.measure(system, plan, steps, device)
-    name = f"megatrain.experiments.baselines.{system}"
-    module = importlib.import_module(name)
-    missing = [package for package in module.NEEDS if importlib.util.find_spec(package) is None]
-    if missing:
-        return MeasuredSteps(system=system, failure=f"not installed: {', '.join(missing)}")
-    if device.type not in module.DEVICES:
-        return MeasuredSteps(system=system, failure="needs a CUDA GPU")
+    module, obstacle = baseline(system, device)
+    if obstacle:
+        return MeasuredSteps(system=system, failure=obstacle)
     forget_device_memory(device)
     step, notes = module.prepare(plan, device)
     readings = repeat(lambda number: step(number, plan.workload), steps, system)

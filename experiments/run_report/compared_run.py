@@ -64,7 +64,7 @@ def compare_run(folder: Path) -> ComparedRun:
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
     hardware = options.hardware_of(folder / "plan.toml", plan.hardware)
-    costs = cost_model(hardware, plan.model, plan.workload)
+    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     predicted, measured = simulate(schedule, costs), Timeline.load(folder / "measured.json")
     record, memory = read_record(folder), peaks(folder, plan, schedule, costs)
     try:

@@ -11,9 +11,12 @@ from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.engine.evaluator import bounds
+from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import class_of
-from megatrain.simulator.planner.assessment import assess
+from megatrain.simulator.planner.assessment import Choice, assess
 from megatrain.simulator.planner.search import candidates, plan_account
+from megatrain.simulator.planner.shared_step import alone, shared_step
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 from megatrain.simulator.verdict.verdict import summarize
 
@@ -103,17 +106,9 @@ def rivals(run: ComparedRun) -> list[list[str]]:
     machine and limits: the step time, its difference from this plan's, and the memory. A plan that
     does not fit is marked.
     """
-    plan, step = run.plan, run.errors.predicted_seconds + run.costs.step_overhead_ns / 1e9
+    step = run.errors.predicted_seconds + run.costs.step_overhead_ns / 1e9
     try:
-        found = candidates(
-            plan.model,
-            run.hardware,
-            plan.workload,
-            source=plan.source,
-            hardware_name=plan.hardware,
-            device_limit=plan.device_limit_bytes,
-            host_limit=plan.host_limit_bytes,
-        )
+        found = _found(run.plan, run.hardware)
     except UserError:  # this machine has no measured cost for an op of another policy
         found = []
     rows = []
@@ -130,3 +125,20 @@ def rivals(run: ComparedRun) -> list[list[str]]:
         )
         rows.append([choice.plan.policy, *speed, *sizes])
     return rows
+
+
+def _found(plan: Plan, hardware: HardwareSpec) -> list[Choice]:
+    """Returns the best plans for the model, the step, the limits and the number of GPUs of `plan`.
+    Raises UserError if an op of a policy has no measured cost.
+    """
+    if plan.gpus > 1:
+        return [shared_step(alone(plan, hardware), hardware, plan.gpus)]
+    return candidates(
+        plan.model,
+        hardware,
+        plan.workload,
+        source=plan.source,
+        hardware_name=plan.hardware,
+        device_limit=plan.device_limit_bytes,
+        host_limit=plan.host_limit_bytes,
+    )

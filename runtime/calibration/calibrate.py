@@ -360,9 +360,13 @@ def calibrate(
             compiled=False,
             fp8=None,
         )
-        most = bench.plan("sequential", small, msgspec.structs.replace(quick, accumulation=2))
-        needed = sum(buffer.allocated for buffer in lower(most).buffers if buffer.place == "host")
-        # If it does not fit, the executor raises a UserError later.
+        twice = msgspec.structs.replace(quick, accumulation=2)
+        each = [
+            _host_bytes_of(bench.plan("sequential", measured.model.shortest(_LAYERS), twice))
+            for measured in (subject, *others)
+        ]
+        # The first model must fit, or the executor raises a UserError later. Others may be skipped.
+        needed = max([each[0], *(size for size in each if size <= limits[1])])
         if 0 < needed <= limits[1]:
             progress("host memory: touching and registering")
             with contextlib.suppress(RuntimeError, OSError, ValueError):
@@ -460,6 +464,11 @@ def calibrate(
         thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9),
         costs=table,
     )
+
+
+def _host_bytes_of(plan: Plan) -> int:
+    """Returns the bytes of the plan's pools in host memory."""
+    return sum(buffer.allocated for buffer in lower(plan).buffers if buffer.place == "host")
 
 
 def _measure_host_optimizer(

@@ -137,7 +137,8 @@ class Filling:
 
     def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
         """With `more`, plans are filled in additional ways: with the gradient of a tied embedding
-        first, and with all weights or gradients where the memory of their slots suffices.
+        first, with only the state of a tied embedding, and with all weights or gradients where the
+        memory of their slots suffices.
         """
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._more = more
@@ -148,7 +149,7 @@ class Filling:
             if self._attention_share(plan, layer.name) >= _LEAST_ATTENTION
         ]
         """Decoder layers for which saving the attention output is worth its memory."""
-        self._offloadable = {
+        self.offloadable = {
             name
             for name in self.attention_layers
             if self._attention_share(plan, name) >= _LEAST_OFFLOADED
@@ -166,7 +167,8 @@ class Filling:
             + [(name, layer) for layer in layers for name in rest],
         ]
         """The orders in which (class, layer) pairs receive memory."""
-        if more and contributions(plan, EMBEDDING) > contributions(plan, "0"):
+        self._tied = contributions(plan, EMBEDDING) > contributions(plan, "0")
+        if more and self._tied:
             # The head adds to the gradient of a tied embedding, so each byte of it that stays on
             # the device saves a load and a store more than the gradient of another layer.
             self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
@@ -260,7 +262,7 @@ class Filling:
             host_room = account.host_limit_bytes - account.host_peak_bytes
             each_on_host = plan.knobs.micro_batch_group * (output_bytes + 4096)
             others = layers[: len(layers) - on_device]
-            moved = [layer for layer in others if layer in self._offloadable]
+            moved = [layer for layer in others if layer in self.offloadable]
             moved = moved[max(len(moved) - max(host_room // each_on_host, 0), 0) :]
             if placement.offloaded_inputs and moved and count < len(layers):
                 kept = {*moved, *layers[len(layers) - on_device :]}
@@ -384,6 +386,28 @@ class Filling:
             return None
         count = len(plan.placed("weights")) - 1
         return count if count >= 0 and self.whole(plan, count).knobs == plan.knobs else None
+
+    def only_tied_embedding(self, plan: Plan) -> Iterator[Plan]:
+        """Yields plans that fit, update all decoder layers on the host, and keep as much of a tied
+        embedding's state on the device as fits, but no state of decoder layers.
+
+        `fills` would also keep weights of decoder layers on the device, and the host does not
+        update these. Copying the rest of their state may take longer than the host's updates.
+        Yields nothing without a tied embedding, or if its weights do not fit.
+        """
+        if not (self._more and self._tied and all_on_host(plan)):
+            return
+        decoders = ranges(self._layers, set(self._layers) - {EMBEDDING} - updated_on_device(plan))
+        classes = [name for name in CLASSES if (name, EMBEDDING) in self._sizes]
+        for offloaded in ("", "all"):
+            # All state is tried first, because slots that it does not need leave room for it.
+            for count in range(len(classes), 0, -1):
+                held = dict.fromkeys(classes[:count], "e")
+                placement = Placement(offloaded_inputs=offloaded, host_updated=decoders, **held)
+                other = with_knobs(plan, placement=placement)
+                if self.account(other).fits:
+                    yield other
+                    break
 
     def filled(self, plan: Plan, base: Placement) -> Iterator[Plan]:
         """Yields the `fills` of `base` that fit, with and without saved attention."""

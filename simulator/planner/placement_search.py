@@ -284,7 +284,8 @@ class PlacementSearch:
                 for other in dict.fromkeys(map(host_updating, candidates))
                 if other not in candidates and self.filling.account(other).fits
             ]
-        return candidates
+        candidates += self.filling.only_tied_embedding(with_knobs(self.plan, **knobs))
+        return list(dict.fromkeys(candidates))
 
     def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Estimate | None:
         """Returns the best of the candidates, refined. Returns None if there are none, or if all of

@@ -79,6 +79,24 @@ def shares(plan: Plan, gpus: int) -> bool:
     return False
 
 
+def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
+    """Returns the plan for one GPU from which `shared_step` begins its search for plans like
+    `plan`, which is for several GPUs.
+    """
+    work, ranks = plan.workload, 1 if has_own_memory(hardware) else plan.gpus
+    return msgspec.structs.replace(
+        plan,
+        gpus=1,
+        digest="",
+        prediction=None,
+        host_limit_bytes=plan.host_limit_bytes * ranks,
+        workload=msgspec.structs.replace(
+            work, accumulation=work.accumulation // plan.gpus, sum_group=1
+        ),
+        knobs=Knobs(),
+    )
+
+
 def _of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
     """Returns `plan` for `gpus` GPUs, with the default knobs."""
     own_memory = hardware is not None and has_own_memory(hardware)

@@ -14,7 +14,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.planner.assessment import Choice, estimate, plan_account, with_knobs
-from megatrain.simulator.planner.filling import GIB, Filling, all_on_host
+from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, ranges
 from megatrain.simulator.planner.search import best_placed
 from megatrain.simulator.planner.slot_search import (
     GRADIENT_SLOTS,
@@ -87,7 +87,7 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
             if again.step_seconds < choice.step_seconds
             else (None, 1.0)
         )
-    if not choice.streams or (place == "host" and _holds_everything(plan, costs)):
+    if _needs_nothing(choice) or (place == "host" and _holds_everything(plan, costs)):
         return None, 1.0
     now = estimate(plan, costs).step_seconds
     found = best_placed(
@@ -124,10 +124,25 @@ def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
     return True
 
 
-def _holds_everything(plan: Plan, costs: CostModel) -> bool:
-    """Returns whether the host can hold all state and all layer inputs, so that more host memory
-    gains nothing.
+def _needs_nothing(choice: Choice) -> bool:
+    """Returns whether the plan copies nothing and recomputes nothing, so that more memory gains
+    nothing.
     """
-    everything = Placement(offloaded_inputs="all", host_updated=all_on_host(plan))
-    account = Filling(plan, costs).account(with_knobs(plan, placement=everything))
+    plan = choice.plan
+    return not choice.streams and len(plan.placed("saved_activations")) == plan.model.layers
+
+
+def _holds_everything(plan: Plan, costs: CostModel) -> bool:
+    """Returns whether the host can hold all state, all layer inputs and all attention outputs, so
+    that more host memory gains nothing.
+    """
+    filling = Filling(plan, costs)
+    attention = ranges([layer.name for layer in plan.model.decoders], filling.offloadable)
+    everything = Placement(
+        offloaded_inputs="all",
+        saved_attention=attention,
+        offloaded_attention=attention,
+        host_updated=all_on_host(plan),
+    )
+    account = filling.account(with_knobs(plan, placement=everything))
     return account.host_peak_bytes <= plan.host_limit_bytes

@@ -21,7 +21,7 @@ from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.account import PROCESS, Account
+from megatrain.simulator.memory.account import PROCESS, TUNING, Account
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
@@ -167,7 +167,8 @@ def estimate(
     changed = ScaledCosts(costs, change, slower, links.both_slower)
     seconds = expected_seconds(schedule, changed)
     speed = gpus * tokens_per_second(plan.workload, seconds)
-    per_gpu = account.pools.get(PROCESS, 0)  # each GPU has its own process
+    # Each GPU has its own process, which also tunes the kernels that it runs.
+    per_gpu = account.pools.get(PROCESS, 0) + account.pools.get(TUNING, 0)
     per_gpu += sum(
         size
         for pool, size in account.pools.items()

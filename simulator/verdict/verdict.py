@@ -21,6 +21,7 @@ from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model
 from megatrain.simulator.costs.adjusted import WithinSpread
 from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
@@ -304,7 +305,7 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         documents=_documents(plan.model, work),
         eager=_eager(plan.model, work),
         fp8=_fp8(plan.model, work),
-        reason="" if choice.feasible else account.advice,
+        reason="" if choice.feasible else _change_needed(choice, hardware),
         runner_up=choice.runner_up,
     )
     return (
@@ -441,6 +442,18 @@ def _fp8(model: ModelSpec, work: Workload) -> str:
     )
 
 
+def _change_needed(choice: Choice, hardware: HardwareSpec) -> str:
+    """Returns `Account.advice`. With several GPUs, the memory that it names is that of each GPU,
+    but most GPUs share the host memory that a user states.
+    """
+    plan, account = choice.plan, choice.account
+    if plan.gpus == 1 or not account.advice:
+        return account.advice
+    shared = account.host_peak_bytes > account.host_limit_bytes and not has_own_memory(hardware)
+    which = ", which share --host-memory" if shared else ""
+    return f"{account.advice} for each of {plan.gpus} GPUs{which}"
+
+
 def _lacking(verdict: Verdict) -> str:
     """Returns, in words, how much memory is missing for the plan that comes nearest to fitting."""
     excess = {
@@ -524,7 +537,7 @@ def described(
     The arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware)
-    costs = cost_model(hardware, plan.model, plan.workload)
+    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     schedule = policy_library.lower(plan)
     sizes = costs.sizes(schedule)
     counts = Counter(sizes.which)

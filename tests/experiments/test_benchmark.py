@@ -295,3 +295,23 @@ def test_batches_share_a_model_and_a_failed_batch_ends_them(
         "RuntimeError: no memory left",
         "not run, because batch 4 failed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("NEEDS", ("no_such_package",), "not installed: no_such_package"),
+        ("DEVICES", ("cuda",), "needs a CUDA GPU"),
+    ],
+)
+def test_no_batch_runs_if_the_system_cannot(
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    value: tuple[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(fsdp2, field, value)
+    monkeypatch.setattr(fsdp2, "prepare", None)  # it is not called
+    found = batches.measure("fsdp2", make_plan("double_buffer"), [1, 2], 3, torch.device("cpu"))
+    assert [steps.failure for _, steps in found] == [reason] * 2

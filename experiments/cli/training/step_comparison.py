@@ -88,7 +88,7 @@ class StepComparison(Callback):
     def _compare(self, trainer: TrainingRun) -> ErrorReport:
         plan, schedule = trainer.plan, trainer.executor.schedule
         hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-        costs = cost_model(hardware, plan.model, plan.workload)
+        costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
         memory = measured_memory(trainer.executor, trainer.device_bytes_before)
         return compare(
             simulate(schedule, costs),

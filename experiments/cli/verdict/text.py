@@ -288,10 +288,10 @@ def room(verdict: Verdict) -> str:
         return ""
     if not context:
         return "no micro-batch fits, not even the smallest"
-    longest = verdict.model_longest_row
-    beyond = longest is not None and context > longest
+    longest, pieces = verdict.model_longest_row, verdict.longest_context_in_pieces
+    beyond = longest is not None and max(context, pieces or 0) > longest
     own = f" (the model's own limit is {longest:,})" if beyond else ""
-    if pieces := verdict.longest_context_in_pieces:
+    if pieces:
         own = f", {pieces:,} with --token-piece {LEAST_PIECE}{own}"
     several = "sequence" if batch == 1 else "sequences"
     rows = f", or {batch:,} {several} of {verdict.workload.sequence:,}" if batch else ""

@@ -430,3 +430,14 @@ def test_layers_that_are_not_compiled_are_a_note() -> None:
     eager = msgspec.structs.replace(FITS, eager=note)
     assert note in verdict_text.notes(eager)
     assert f"Note {note}" in flat(verdict_text.text(eager))
+
+
+@pytest.mark.parametrize(("pieces", "noted"), [(30_000, False), (50_000, True)])
+def test_the_model_s_own_limit_is_named_if_only_pieces_exceed_it(pieces: int, noted: bool) -> None:
+    verdict = msgspec.structs.replace(
+        FITS, longest_context=20_000, longest_context_in_pieces=pieces, largest_batch=None
+    )
+    limit = " (the model's own limit is 32,768)" if noted else ""
+    assert verdict_text.room(verdict) == (
+        f"a context of up to 20,000 tokens, {pieces:,} with --token-piece 2048{limit}"
+    )

@@ -614,6 +614,42 @@ def test_updates_are_as_large_as_the_layers_of_the_largest_model(
     assert made == [sizes[1]]
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_updates_leave_host_memory_for_the_plans_of_all_models(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """A model that does not fit is skipped, so it needs no memory."""
+    plan, other, made = executable(), executable(hidden=48), list[int]()
+    work = msgspec.structs.replace(plan.workload, accumulation=2)
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    first, largest = (
+        sum(
+            buffer.allocated
+            for buffer in lower(
+                bench.plan("sequential", each.model.shortest(module._LAYERS), work)
+            ).buffers
+            if buffer.place == "host"
+        )
+        for each in (plan, other)
+    )
+    assert first < largest
+    limit = largest + 180 if fits else largest - 1
+    monkeypatch.setattr(module, "_LEAST_UPDATED", 1)
+    monkeypatch.setattr(module, "ChunkUpdates", lambda count, *_: made.append(count) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.calibrate(
+            "here",
+            plan.model,
+            plan.workload,
+            config_of(plan.model),
+            torch.device("cpu"),
+            others=[module.Subject(other.model, config_of(other.model))],
+            host_bytes=limit,
+            device_bytes=2**33,
+        )
+    assert made == [(limit - (largest if fits else first)) // module.BYTES]
+
+
 def test_a_window_has_the_largest_updates_of_the_state() -> None:
     chunks = chunk_updates.ChunkUpdates(2**15 + 10, torch.bfloat16, 1)
     try:

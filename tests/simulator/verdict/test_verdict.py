@@ -22,7 +22,8 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.capacity import MemoryFootprint, least_memory_plans
-from megatrain.simulator.planner.search import candidates, search
+from megatrain.simulator.planner.search import candidates, plans_of, search
+from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.policies import contenders, lower, names, outline, peers
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -428,6 +429,25 @@ def test_several_gpus_may_fit_what_one_does_not() -> None:
     assert not verdict.feasible
     assert verdict.multi_gpu is not None
     assert verdict.multi_gpu.feasible
+
+
+@pytest.mark.parametrize(
+    ("machine", "end"),
+    [
+        ("h200", "would be enough for each of 4 GPUs, which share --host-memory"),
+        ("gh200-96", "would be enough for each of 4 GPUs"),
+    ],
+)
+def test_the_memory_that_several_gpus_lack_is_that_of_each(machine: str, end: str) -> None:
+    """With NVLink-C2C, each GPU has the host memory that the user states."""
+    hardware = msgspec.structs.replace(HardwareSpec.load(machine), collective_bytes=0)
+    (plan,) = plans_of(
+        SMALL, hardware, WORK, device_limit=3 * GIB, host_limit=GIB // 8, policies=["overlapped"]
+    )
+    choice = shared_step(plan, hardware, 4)
+    assert not choice.feasible
+    reason = summarize(choice, hardware).reason
+    assert reason.endswith(f"more of host memory (--host-memory) {end}")
 
 
 @pytest.mark.parametrize("device_limit", [4 * GIB, None], ids=["shared", "resident"])

@@ -13,7 +13,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.exposed import WAITING
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.account import PROCESS, Account
+from megatrain.simulator.memory.account import PROCESS, TUNING, Account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, memory_taken
@@ -295,13 +295,14 @@ def test_the_cores_of_a_host_are_shared_by_its_gpus(
     assert four.step_seconds * share == pytest.approx(one.step_seconds, rel=0.02)
 
 
-def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan) -> None:
-    plan = make_plan("k_buffer")
-    assert PROCESS == "host.process"
-    assert PROCESS not in chosen(plan).account.pools  # the datasheet does not know its size
+@pytest.mark.parametrize("pool", [PROCESS, TUNING])
+def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan, pool: str) -> None:
+    """Each process compiles the layers, too."""
+    plan, name = make_plan("k_buffer"), pool.replace(".", "_")
+    assert pool not in chosen(plan).account.pools
     none, few, more = (
         estimated(plan, H200, 4, **extra).host_peak_bytes
-        for extra in ({}, {"host_process": 1000}, {"host_process": 3000})
+        for extra in ({}, {name: 1000}, {name: 3000})
     )
     assert (few - none, more - few) == (4 * 1000, 4 * 2000)
 

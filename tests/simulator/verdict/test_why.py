@@ -207,6 +207,49 @@ def test_one_more_gib_of_host_memory_gains_by_plans_that_need_it() -> None:
     assert host.gain > 0.3
 
 
+def test_one_more_gib_of_device_memory_saves_activations_where_nothing_is_copied() -> None:
+    """With a slow link and few cores, all state stays on the device, and layers are recomputed."""
+    slow = msgspec.structs.replace(
+        HardwareSpec.load("rtx4090"), h2d_gb_per_s=3.0, d2h_gb_per_s=3.0
+    ).with_cores(2)
+    work = Workload(batch=1, sequence=4096)
+
+    def best(gib: int) -> Choice:
+        return candidates(
+            HALF, slow, work, policies=["overlapped"], device_limit=gib * GIB, host_limit=100 * GIB
+        )[0]
+
+    tight, roomy = best(11), best(12)
+    assert not tight.streams
+    device, host = one_more_gib(tight, slow, cost_model(slow, HALF, work))
+    assert device.gain == pytest.approx(tight.step_seconds / roomy.step_seconds - 1)
+    assert device.gain > 0.04
+    assert host.gain == 0
+
+
+def test_one_more_gib_of_host_memory_holds_attention_outputs() -> None:
+    """The host holds all state and all layer inputs already."""
+    model, machine = ModelSpec.load("llama-3.2-1b"), HardwareSpec.load("gh200-96")
+    work = Workload(batch=1, sequence=131072, token_piece=2048)
+
+    def best(gib: int) -> Choice:
+        return candidates(
+            model,
+            machine,
+            work,
+            policies=["overlapped"],
+            device_limit=18 * GIB,
+            host_limit=gib * GIB,
+        )[0]
+
+    tight, roomy = best(25), best(26)
+    _, host = one_more_gib(tight, machine, cost_model(machine, model, work))
+    assert roomy.plan.placed("offloaded_attention")
+    assert roomy.plan.placed("saved_attention") > tight.plan.placed("saved_attention")
+    assert host.gain == pytest.approx(tight.step_seconds / roomy.step_seconds - 1)
+    assert host.gain > 0.01
+
+
 def test_a_policy_of_fixed_places_is_searched_again_only_where_memory_is_short() -> None:
     """A policy without placements gains nothing by one more GiB if its memory is not short."""
     choice = candidates(SMALL, H200, WORK, device_limit=round(6.3 * GIB), policies=["k_buffer"])[0]

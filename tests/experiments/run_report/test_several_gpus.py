@@ -1,0 +1,93 @@
+"""Tests that a run on several GPUs is compared with the prediction for several GPUs.
+
+The ranks share the host's memory, so their copies are slower than those of one GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatrain.experiments.cli.training import step_comparison
+from megatrain.experiments.run_report import compared_run
+from megatrain.experiments.run_report.why import rivals
+from megatrain.simulator.base.units import format_seconds
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.assessment import Choice
+from megatrain.simulator.planner.search import plans_of
+from megatrain.simulator.planner.shared_step import shared_step
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.verdict.verdict import described
+
+MACHINE = HardwareSpec.load("h200-4x")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    """Returns a plan for four GPUs whose step is limited by copies."""
+    (plan,) = plans_of(
+        ModelSpec.load("qwen2.5-7b").with_layers(8),
+        MACHINE,
+        Workload(batch=1, sequence=256),
+        device_limit=12 * GIB,
+        policies=["overlapped"],
+    )
+    return shared_step(plan, MACHINE, 4)
+
+
+@pytest.fixture(scope="module")
+def schedule(choice: Choice) -> Schedule:
+    """Returns the plan's schedule. With the links of one GPU, it would take less time."""
+    plan, schedule = choice.plan, lower(choice.plan)
+    wrong = cost_model(MACHINE, plan.model, plan.workload)
+    assert makespan_ns(schedule, wrong) / 1e9 < 0.9 * choice.step_seconds
+    return schedule
+
+
+def test_a_report_has_the_links_of_several_gpus(
+    choice: Choice, schedule: Schedule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = choice.plan
+    measured = simulate(schedule, cost_model(MACHINE, plan.model, plan.workload, 4))
+    plan.save(tmp_path / "plan.toml")
+    measured.save(tmp_path / "measured.json")
+    monkeypatch.setattr(compared_run, "read_record", lambda _: SimpleNamespace(steady_seconds={}))
+    monkeypatch.setattr(compared_run, "peaks", lambda *_: ())
+    run = compared_run.compare_run(tmp_path)
+    assert run.errors.predicted_seconds == measured.makespan_ns / 1e9
+    (row,) = rivals(run)
+    assert row[:3] == ["overlapped", format_seconds(choice.step_seconds), "+0.0 %"]
+
+
+def test_a_training_is_compared_with_the_links_of_several_gpus(
+    choice: Choice, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = choice.plan
+    measured = simulate(schedule, cost_model(MACHINE, plan.model, plan.workload, 4))
+    monkeypatch.setattr(step_comparison, "measured_memory", lambda *_: {})
+    monkeypatch.setattr(step_comparison, "memory_errors", lambda *_: ())
+    training = SimpleNamespace(
+        plan=plan,
+        measured=measured,
+        origin=Path(),
+        executor=SimpleNamespace(schedule=schedule),
+        device_bytes_before=0,
+    )
+    report = step_comparison.StepComparison()._compare(training)  # type: ignore[arg-type]
+    assert report.predicted_seconds == measured.makespan_ns / 1e9
+
+
+@pytest.mark.usefixtures("schedule")
+def test_a_verdict_has_the_waits_of_several_gpus(choice: Choice) -> None:
+    """With the links of one GPU, a tenth of the step would belong to nothing."""
+    shares = described(choice, MACHINE).step_shares
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["nothing_else"] < 0.02
