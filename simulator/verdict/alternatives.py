@@ -6,7 +6,7 @@ the least GPU memory that the model fits. The model is the largest one that fits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -16,22 +16,39 @@ from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.specs import library as model_library
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Estimate
+from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.search import best_estimate
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 
-def alternatives(plan: Plan, hardware: HardwareSpec, *, machines: bool) -> list[Suggestion]:
+def alternatives(
+    plan: Plan, hardware: HardwareSpec, *, machines: bool, choose_kernel: bool = False
+) -> list[Suggestion]:
     """Returns at most one machine that the model of `plan` fits, and at most one smaller model that
     fits `hardware`.
 
     Both are tried with the workload of `plan`, and the model with its memory limits. With
-    `machines` False, no machine is returned.
+    `machines` False, no machine is returned. With `choose_kernel`, the planner chooses the
+    attention kernel for them again.
     """
-    other_machines = _another_machine(plan, hardware) if machines else ()
-    return [*other_machines, *_smaller_model(plan, hardware)]
+    if choose_kernel:
+        plan = _with_work(plan, msgspec.structs.replace(plan.workload, attention=None))
+
+    def kernel_chosen(other: Plan, machine: HardwareSpec) -> Plan:
+        if not choose_kernel:
+            return other
+        return _with_work(other, with_attention_kernel(other.model, machine, other.workload))
+
+    other_machines = _another_machine(plan, hardware, kernel_chosen) if machines else ()
+    return [*other_machines, *_smaller_model(plan, hardware, kernel_chosen)]
+
+
+def _with_work(plan: Plan, work: Workload) -> Plan:
+    return msgspec.structs.replace(plan, workload=work)
 
 
 def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
@@ -52,9 +69,13 @@ def library_models() -> list[ModelSpec]:
     return sorted(models, key=lambda model: -model.parameters)
 
 
-def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+def _another_machine(
+    plan: Plan, hardware: HardwareSpec, kernel_chosen: Callable[[Plan, HardwareSpec], Plan]
+) -> Iterator[Suggestion]:
     """Yields the machine with the least GPU memory that the plan's model fits, among those that
     have more than `hardware`. Yields nothing if there is none.
+
+    `kernel_chosen` returns a plan with the attention kernel for a machine.
     """
     machines = [HardwareSpec.load(name) for name in library()]
     larger = [
@@ -71,7 +92,8 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
         )
         if not _fits(other, machine):
             continue
-        best = best_estimate(plan.model, machine, plan.workload, policies=usual_policies(machine))
+        work = kernel_chosen(other, machine).workload
+        best = best_estimate(plan.model, machine, work, policies=usual_policies(machine))
         if best is None:
             return
         yield _suggestion(
@@ -83,12 +105,14 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
         return
 
 
-def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+def _smaller_model(
+    plan: Plan, hardware: HardwareSpec, kernel_chosen: Callable[[Plan, HardwareSpec], Plan]
+) -> Iterator[Suggestion]:
     """Yields the largest model that fits among the smaller models of the library. Models of the
     same series are preferred.
 
     Yields nothing if none fits, or if the machine was calibrated, because it then has no costs for
-    other models.
+    other models. `kernel_chosen` returns a plan with the attention kernel for a machine.
     """
     if hardware.costs is not None:
         return
@@ -101,7 +125,7 @@ def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
         best = best_estimate(
             model,
             hardware,
-            plan.workload,
+            kernel_chosen(other, hardware).workload,
             device_limit=plan.device_limit_bytes,
             host_limit=plan.host_limit_bytes,
             policies=usual_policies(hardware),
