@@ -6,7 +6,7 @@ the least GPU memory that the model fits. The model is the largest one that fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -35,20 +35,8 @@ def alternatives(
     `machines` False, no machine is returned. With `choose_kernel`, the planner chooses the
     attention kernel for them again.
     """
-    if choose_kernel:
-        plan = _with_work(plan, msgspec.structs.replace(plan.workload, attention=None))
-
-    def kernel_chosen(other: Plan, machine: HardwareSpec) -> Plan:
-        if not choose_kernel:
-            return other
-        return _with_work(other, with_attention_kernel(other.model, machine, other.workload))
-
-    other_machines = _another_machine(plan, hardware, kernel_chosen) if machines else ()
-    return [*other_machines, *_smaller_model(plan, hardware, kernel_chosen)]
-
-
-def _with_work(plan: Plan, work: Workload) -> Plan:
-    return msgspec.structs.replace(plan, workload=work)
+    other_machines = _another_machine(plan, hardware, choose_kernel) if machines else ()
+    return [*other_machines, *_smaller_model(plan, hardware, choose_kernel)]
 
 
 def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
@@ -70,12 +58,12 @@ def library_models() -> list[ModelSpec]:
 
 
 def _another_machine(
-    plan: Plan, hardware: HardwareSpec, kernel_chosen: Callable[[Plan, HardwareSpec], Plan]
+    plan: Plan, hardware: HardwareSpec, choose_kernel: bool = False
 ) -> Iterator[Suggestion]:
     """Yields the machine with the least GPU memory that the plan's model fits, among those that
     have more than `hardware`. Yields nothing if there is none.
 
-    `kernel_chosen` returns a plan with the attention kernel for a machine.
+    `choose_kernel` is the argument of `alternatives`.
     """
     machines = [HardwareSpec.load(name) for name in library()]
     larger = [
@@ -92,7 +80,7 @@ def _another_machine(
         )
         if not _fits(other, machine):
             continue
-        work = kernel_chosen(other, machine).workload
+        work = _workload(other, machine, choose_kernel)
         best = best_estimate(plan.model, machine, work, policies=usual_policies(machine))
         if best is None:
             return
@@ -106,13 +94,13 @@ def _another_machine(
 
 
 def _smaller_model(
-    plan: Plan, hardware: HardwareSpec, kernel_chosen: Callable[[Plan, HardwareSpec], Plan]
+    plan: Plan, hardware: HardwareSpec, choose_kernel: bool = False
 ) -> Iterator[Suggestion]:
     """Yields the largest model that fits among the smaller models of the library. Models of the
     same series are preferred.
 
     Yields nothing if none fits, or if the machine was calibrated, because it then has no costs for
-    other models. `kernel_chosen` returns a plan with the attention kernel for a machine.
+    other models. `choose_kernel` is the argument of `alternatives`.
     """
     if hardware.costs is not None:
         return
@@ -125,7 +113,7 @@ def _smaller_model(
         best = best_estimate(
             model,
             hardware,
-            kernel_chosen(other, hardware).workload,
+            _workload(other, hardware, choose_kernel),
             device_limit=plan.device_limit_bytes,
             host_limit=plan.host_limit_bytes,
             policies=usual_policies(hardware),
@@ -145,6 +133,16 @@ def usual_policies(hardware: HardwareSpec) -> list[str]:
     half of the time.
     """
     return ["resident"] if hardware.unified else ["overlapped"]
+
+
+def _workload(plan: Plan, machine: HardwareSpec, choose_kernel: bool) -> Workload:
+    """Returns the workload of `plan`, with `choose_kernel` with the attention kernel that the
+    planner chooses for `machine`.
+    """
+    if not choose_kernel:
+        return plan.workload
+    unnamed = msgspec.structs.replace(plan.workload, attention=None)
+    return with_attention_kernel(plan.model, machine, unnamed)
 
 
 def _fits(plan: Plan, hardware: HardwareSpec) -> bool:
