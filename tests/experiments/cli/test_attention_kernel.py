@@ -23,6 +23,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict import advice, alternatives
 
 SHORT = SMALL.shortest(3)
 MODEL = ("config.json", "--hardware", "h200")
@@ -118,6 +119,40 @@ def test_a_workload_without_a_choice_names_no_kernel(
     plan, printed = planned(capsys, *words)
     assert plan.workload.attention is None
     assert "was chosen" not in printed
+
+
+def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alternatives, "library_models", lambda: [SHORT])
+    (listed,) = json.loads(out(capsys, "check", *MODEL[1:], *WORK, "--json"))["models"]
+    expected = checked(capsys, *WORK)
+    names = ("workload", "kernel_gain", "kernel_chosen")
+    assert [listed[name] for name in names] == [expected[name] for name in names]
+    table = checked(capsys, *WORK, "--policy", "all")["policies"]
+    assert {row["workload"]["attention"] for row in table} == {"cudnn"}
+    assert {row["kernel_gain"] for row in table} == {expected["kernel_gain"]}
+
+
+@pytest.mark.parametrize(("words", "again"), [((), True), (("--attention", "cudnn"), False)])
+def test_a_chosen_kernel_is_chosen_again_for_other_machines_and_models(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    again: bool,
+) -> None:
+    asked: list[bool] = []
+
+    def found(*_: Any, choose_kernel: bool, **__: Any) -> list[Any]:
+        asked.append(choose_kernel)
+        return []
+
+    monkeypatch.setattr(advice, "alternatives", found)
+    tight = ("--device-memory", "1GiB", "--host-memory", "1GiB")
+    assert cli.main(["check", *MODEL, *WORK, *tight, *words]) == 3
+    assert cli.main(["plan", *MODEL, *WORK, *tight, *words, "--out", "plan.toml"]) == 3
+    capsys.readouterr()
+    assert asked == [again, again]
 
 
 def test_other_commands_name_no_kernel() -> None:
