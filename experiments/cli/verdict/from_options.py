@@ -236,8 +236,6 @@ def with_attention_kernel(
     """
     from megatrain.simulator.planner.attention_kernel import with_attention_kernel as with_kernel
 
-    if args.attention is not None:
-        return args
     one_row = options.replaced(args, batch=args.batch or 1)
     chosen = with_kernel(
         model,

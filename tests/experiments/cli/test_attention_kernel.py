@@ -108,8 +108,9 @@ def test_a_kernel_that_is_named_is_kept(capsys: pytest.CaptureFixture[str]) -> N
         ("--batch", "2", "--seq", "16384"),  # documents
         (*WORK, "--dtype", "fp32"),
         (*WORK, "--hardware", "rtx4090", "--batch", "1"),
+        (*WORK, "--policy", "zero3_offload"),
     ],
-    ids=["documents", "dtype", "machine"],
+    ids=["documents", "dtype", "machine", "other system"],
 )
 def test_a_workload_without_a_choice_names_no_kernel(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]

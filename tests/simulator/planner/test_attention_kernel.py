@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, LAYER_KINDS
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.attention_kernel import KERNELS, choosable, obstacle
 from megatrain.simulator.model.specs import ModelSpec
@@ -143,6 +145,28 @@ def test_machines_without_a_rate_for_a_kernel_keep_the_workload() -> None:
         assert with_attention_kernel(QWEN, HardwareSpec.load(name), LONG) == LONG
 
 
+_OUTSIDE = """
+from megatrain.simulator.costs import Datasheet
+
+
+class Table(Datasheet):
+    def duration_ns(self, op):
+        return {}[op.shape]
+
+
+def cost_model(hardware, model, workload):
+    return Table(hardware, model, workload)
+"""
+
+
+def test_a_cost_model_from_outside_is_asked_only_about_kernels_with_a_rate(tmp_path: Path) -> None:
+    """It may fail for a kernel that it does not know."""
+    file = tmp_path / "costs.py"
+    file.write_text(_OUTSIDE)
+    hardware = msgspec.structs.replace(H200, attention={}, cost_model=str(file))
+    assert with_attention_kernel(QWEN, hardware, LONG) == LONG
+
+
 @pytest.mark.parametrize("sequence", [256, 1024, 4096])
 def test_the_choice_does_not_depend_on_the_size_of_a_step(sequence: int) -> None:
     """`check` chooses it before the batch, and `plan` gets the batch from the user."""
@@ -168,11 +192,13 @@ def test_the_choice_neither_searches_nor_lowers_a_plan(monkeypatch: pytest.Monke
     assert with_attention_kernel(QWEN, H200, LONG).attention == "cudnn"
 
 
-def calibrated(factor: float | None) -> HardwareSpec:
+def calibrated(
+    factor: float | None, usual: bool = True, kinds: tuple[str, ...] = COMPUTE_KINDS
+) -> HardwareSpec:
     """Returns an H200 whose layers of rows of one text were measured.
 
     The times with cuDNN are those with PyTorch's choice times `factor`. None means that they were
-    not measured.
+    not measured. Only those of `kinds` were. With `usual` False, PyTorch's choice was not measured.
     """
     hardware = HardwareSpec.load(CALIBRATED)
     assert hardware.costs
@@ -181,8 +207,9 @@ def calibrated(factor: float | None) -> HardwareSpec:
         compute[kind] = {}
         for shape, (amount, duration) in durations.items():
             plain = shape.removesuffix("-documents")
-            compute[kind][plain] = (amount, duration)
-            if factor is not None:
+            if usual:
+                compute[kind][plain] = (amount, duration)
+            if factor is not None and kind in kinds:
                 compute[kind][f"{plain}-cudnn"] = (amount, round(factor * duration))
     costs = msgspec.structs.replace(hardware.costs, compute=compute)
     return msgspec.structs.replace(hardware, costs=costs)
@@ -199,3 +226,14 @@ def test_a_calibrated_machine_needs_measurements_of_both_kernels(
     named = changed(work, attention="cudnn")
     gain = kernel_gain(model, calibrated(factor), named)
     assert gain == pytest.approx(1 / factor - 1 if factor else 0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [calibrated(0.9, kinds=LAYER_KINDS), calibrated(0.9, usual=False)],
+    ids=["without a head", "one kernel"],
+)
+def test_no_kernel_is_chosen_if_a_search_would_lack_costs(hardware: HardwareSpec) -> None:
+    model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
+    assert with_attention_kernel(model, calibrated(0.9), work).attention == "cudnn"
+    assert with_attention_kernel(model, hardware, work) == work
