@@ -388,7 +388,7 @@ def _with_attention_kernel(
     return chosen
 
 
-def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bool) -> None:
+def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bool = False) -> None:
     """Prints the verdict on a training of `steps` steps, which layers are not compiled, and the
     attention kernel if it was chosen.
     """
