@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
-from megatrain.simulator.model.workload import Clipping, Gradients, Scaling
+from megatrain.simulator.model.workload import Clipping, Gradients, Kernel, Scaling
 
 if TYPE_CHECKING:
     import torch
@@ -343,10 +343,12 @@ def add_workload(
             " (default), or `8bit`"
         ),
     )
+    planned = "with --plain-packing, the planner chooses; otherwise " if loss_chunk is None else ""
     group.add_argument(
         "--attention",
-        choices=("flash", "cudnn"),
-        help="attention kernel; kernels round differently (default: the one that PyTorch picks)",
+        choices=get_args(Kernel),
+        help="attention kernel; kernels round differently (default:"
+        f" {planned}the one that PyTorch picks)",
     )
     group.add_argument(
         "--loss-chunk",
@@ -469,10 +471,12 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
 
 def _documents_obstacle(args: argparse.Namespace, model: ModelSpec) -> str | None:
     """Returns the reason why attention cannot stay within a document, or None if it can."""
+    from megatrain.simulator.model.attention_kernel import separates_documents
+
     return model.documents_obstacle(args.seq) or (
-        "--attention cudnn, which does not support document lengths"
-        if args.attention == "cudnn"
-        else None
+        None
+        if separates_documents(args.attention)
+        else f"--attention {args.attention}, which does not support document lengths"
     )
 
 

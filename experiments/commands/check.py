@@ -42,14 +42,17 @@ def run(args: argparse.Namespace) -> int:
         return list_what_fits(args, hardware)
     asked = args
     args = from_options.with_fitting_state(args, hardware, model)
-    chunk_chosen = args.loss_chunk is None
+    chunk_chosen, kernel_chosen = args.loss_chunk is None, args.attention is None
     args, chosen = from_options.with_fitting_workload(args, hardware, model)
     with warnings.catch_warnings():
         if args.policy == "all":  # the table names the policies that are left out
             warnings.simplefilter("ignore", PolicyWarning)
         choices = from_options.choices(args, hardware, args.model, args.hardware or hardware.name)
     if args.policy == "all":
-        verdicts = [summarize(choice, hardware, tokens=args.tokens) for choice in choices]
+        verdicts = [
+            summarize(choice, hardware, tokens=args.tokens, kernel_chosen=kernel_chosen)
+            for choice in choices
+        ]
         print(
             json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]})
             if args.json
@@ -65,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         hardware,
         batch_chosen=chosen,
         chunk_chosen=chunk_chosen,
+        kernel_chosen=kernel_chosen,
         # This search takes a tenth of the command's time, and no other output shows its result.
         marginal=args.why or args.json,
     )

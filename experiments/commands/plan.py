@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     options.check_writable(args.out)
     choices, hardware = _changed(args) if args.source_plan else _chosen(args)
     best, names = choices[0], from_options.policies(args.policy)
-    verdicts = [summarize(choice, hardware) for choice in choices]
+    kernel_chosen = args.attention is None and not args.source_plan
+    verdicts = [summarize(choice, hardware, kernel_chosen=kernel_chosen) for choice in choices]
     verdict = verdicts[0]
     work = best.plan.workload
     # `explain` also tries plans that are not possible with several GPUs or with sum groups.
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
             advise=not args.source_plan,  # with --from, the user does not want another plan
             marginal=args.why,
             chunk_chosen=args.loss_chunk is None and not args.source_plan,
+            kernel_chosen=kernel_chosen,
         )
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
@@ -219,6 +221,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         check_gpus(args.gpus, hardware)
         args.policy = "overlapped" if args.policy == "best" else args.policy
     args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_attention_kernel(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
     if args.gpus == 1:

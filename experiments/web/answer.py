@@ -58,6 +58,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
             hardware=hardware,
             batch_chosen=chosen,
             chunk_chosen=args.loss_chunk is None,
+            kernel_chosen=args.attention is None,
             explore=False,
         )
         try:

@@ -44,6 +44,7 @@ from megatrain.runtime.layers.lengths import (
     takes_lengths,
 )
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.attention_kernel import computes_heads, obstacle, without_lengths
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
@@ -87,7 +88,7 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
     if workload.attention is None:
         backend = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=grouped)
         kernel = _BACKENDS.get(backend)
-        usable = device.type == "cpu" or size % 8 == 0
+        usable = device.type == "cpu" or computes_heads(workload.dtype, size)
         found = (
             f"PyTorch chooses {SDPBackend(backend).name.lower()} for {workload.dtype} heads of"
             f" {size} on {device.type}, whose output cannot be saved"
@@ -100,7 +101,7 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
             workload.attention,
             sdp.SDPAParams(query, key, key, None, 0.0, True, grouped),
         )
-        usable = size % 8 == 0 and (
+        usable = computes_heads(workload.dtype, size) and (
             sdp.can_use_flash_attention(parameters)
             if kernel == "flash"
             else sdp.can_use_cudnn_attention(parameters)
@@ -116,7 +117,9 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
             found=found,
             allowed="a kernel that this machine has for this model",
             fix=(
-                "leave `attention` out of the workload"
+                "make the plan with --attention flash"
+                if workload.attention == "cudnn"
+                else "leave `attention` out of the workload"
                 if workload.attention
                 else "leave `attention` out of the plan's placement"
             ),
@@ -136,50 +139,24 @@ def refuse_attention(
             it.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    if plan.workload.attention and not all(
-        plan.model.can_save_attention(layer.name) for layer in plan.model.decoders
+    model, work = plan.model, plan.workload
+    if work.attention and (
+        found := obstacle(model, work, work.attention, deterministic=deterministic)
     ):
-        raise UserError(
-            "workload: attention",
-            found=f"{plan.workload.attention} for a {plan.model.family} model",
-            allowed="full causal attention in every layer, as in Llama",
-            fix="leave `attention` out of the workload",
-        )
-    special = plan.workload.attention or plan.placed("saved_attention")
+        raise found.error()
+    special = work.attention or plan.placed("saved_attention")
     if (
         special
-        and plan.workload.documents
-        and (
-            plan.workload.attention == "cudnn"
-            or (
-                device
-                and device.type == "cuda"
-                and not takes_lengths(plan.model, plan.workload, device)
-            )
-        )
+        and work.documents
+        and device
+        and device.type == "cuda"
+        and not takes_lengths(model, work, device)
     ):
         kept = f"knobs.placement.saved_attention = {plan.knobs.placement.saved_attention!r}"
-        raise UserError(
-            "workload: documents",
-            found=(
-                "true, together with "
-                + (f"attention = {plan.workload.attention!r}" if plan.workload.attention else kept)
-            ),
-            allowed=(
-                "flash, or saved attention, only if flash attention can separate documents by"
-                " their lengths: bf16 on an Ampere GPU or later"
-            ),
-            fix="make the plan with --plain-packing, or without these settings",
-        )
-    if plan.workload.attention == "cudnn" and deterministic:
-        raise UserError(
-            "workload: attention",
-            found="cudnn in deterministic mode, although its backward is not deterministic",
-            allowed="flash, or no `attention` at all",
-            fix="leave `attention` out of the workload, or train without deterministic mode",
-        )
+        named = f"attention = {work.attention!r}" if work.attention else kept
+        raise without_lengths(named).error()
     if special and device:
-        kernel_of(plan.model, plan.workload, device)
+        kernel_of(model, work, device)
 
 
 def install(config: PretrainedConfig) -> None:

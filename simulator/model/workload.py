@@ -14,6 +14,7 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 Scaling = Literal["rowwise", "tensorwise"]
 Dtype = Literal["bf16", "fp32"]
 Gradients = Literal["exact", "8bit"]
+Kernel = Literal["flash", "cudnn"]
 Clipping = Literal["global", "layer", "update", "adagc", "none"]
 BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
 """The kinds of clipping whose factors depend on one layer only."""
@@ -74,9 +75,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compiled: bool = False
     """True if layers run through torch.compile. They are faster, save a third less activations, and
     round differently from eager layers."""
-    attention: Literal["flash", "cudnn"] | None = None
-    """The attention kernel. Each kernel rounds differently. None means the kernel that PyTorch's
-    `scaled_dot_product_attention` chooses."""
+    attention: Kernel | None = None
+    """The attention kernel (`model/attention_kernel.py`). Each kernel rounds differently. None
+    means the kernel that PyTorch's `scaled_dot_product_attention` chooses."""
     head_groups: int | None = None
     """Groups of key-value heads, with their query heads, for which the attention kernels run one
     after another. A divisor of the model's key-value heads. A flash kernel in deterministic mode

@@ -37,6 +37,7 @@ from megatrain.simulator.planner.assessment import (
     group_sizes,
     with_knobs,
 )
+from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -45,7 +46,7 @@ from megatrain.simulator.planner.capacity import (
 )
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.verdict.alternatives import alternatives
-from megatrain.simulator.verdict.suggestion import Suggestion
+from megatrain.simulator.verdict.suggestion import Suggestion, as_options
 
 _GIB = 2**30
 _PLENTY = 2**59  # more bytes of host memory than any plan needs
@@ -53,7 +54,6 @@ _LEAST_GAIN = 0.02  # suggestions that gain less are left out
 # A search is skipped if the plans from which it begins gain less by their lower bounds.
 _LIKELY_GAIN = 0.01
 _LOSS_CHUNKS = (512, 256, 128)
-_CUDNN_HEAD = 128  # the largest attention head for which cuDNN's kernel was measured
 
 
 class Search(Protocol):
@@ -72,7 +72,8 @@ class Adviser:
     """Tries changes of the workload and the memory limits of one choice.
 
     `names` are the policies that may be used, `search` repeats the planner's search, and
-    `footprints` are the plans that need the least memory, at least one.
+    `footprints` are the plans that need the least memory, at least one. `kernel_chosen` says
+    whether the planner chooses the attention kernel.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Adviser:
         names: list[str],
         search: Search,
         footprints: list[MemoryFootprint],
+        *,
+        kernel_chosen: bool = False,
     ) -> None:
         self.choice, self.hardware, self.costs, self.names, self.search, self.footprints = (
             choice,
@@ -93,6 +96,7 @@ class Adviser:
             footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
+        self.kernel_chosen = kernel_chosen
         self.speed = tokens_per_second(self.work, choice.step_seconds)
         has_formats = (
             not policy_library.find(self.plan.policy).prediction_only
@@ -123,7 +127,9 @@ class Adviser:
         ordered = _formats_last(useful)
         fitting = [entry for entry in ordered if entry.fits and not entry.compressed]
         enlarged = any("memory" in name for entry in fitting for name in entry.options)
-        others = alternatives(self.plan, self.hardware, machines=not enlarged)
+        others = alternatives(
+            self.plan, self.hardware, machines=not enlarged, choose_kernel=self.kernel_chosen
+        )
         rest = [entry for entry in ordered if entry not in fitting]
         return (*fitting, *others, *sorted(rest, key=lambda entry: not entry.fits))
 
@@ -176,7 +182,7 @@ class Adviser:
         account = min((footprint.account() for footprint in least), key=_excess)
         options = {name: str(value) for name, value in values.items()}
         return Suggestion(
-            change=_as_options(options),
+            change=as_options(options),
             options=options,
             fits=account.fits,
             bytes_missing=account.excess_bytes,
@@ -338,7 +344,7 @@ class Adviser:
             )
         return [
             Suggestion(
-                change=f"{_as_options(options)}, {format_bytes(more)} more",
+                change=f"{as_options(options)}, {format_bytes(more)} more",
                 options=options,
                 fits=True,
                 tokens_per_second=speed,
@@ -381,24 +387,21 @@ class Adviser:
         ]
 
     def _other_kernel(self) -> Suggestion | None:
-        """Returns the suggestion to compute attention with cuDNN, for long rows of documents.
+        """Returns the suggestion to pack rows without borders and compute attention with another
+        kernel, for long rows of documents.
 
-        cuDNN does not separate the documents of a row, so flash attention is used for them. Returns
-        None if the machine has no rate of cuDNN's kernel, or if some layer cannot use it.
+        Flash attention is the only kernel for documents. Returns None if the planner would choose
+        no kernel for rows without documents.
         """
-        model, work = self.plan.model, self.work
-        if (
-            not work.documents
-            or work.attention is not None
-            or work.sequence < LONG_SEQUENCE
-            or work.dtype != "bf16"
-            or "cudnn" not in self.hardware.attention
-            or model.heads.size > _CUDNN_HEAD
-            or not all(model.can_save_attention(layer.name) for layer in model.decoders)
-        ):
+        work = self.work
+        if not work.documents or work.attention is not None or work.sequence < LONG_SEQUENCE:
             return None
-        plain = msgspec.structs.replace(work, attention="cudnn", documents=False)
-        return self._searched({"attention": "cudnn"}, plain)
+        plain = with_attention_kernel(
+            self.plan.model, self.hardware, msgspec.structs.replace(work, documents=False)
+        )
+        if plain.attention is None:
+            return None
+        return self._searched({"plain-packing": "", "attention": plain.attention}, plain)
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int
@@ -422,7 +425,7 @@ class Adviser:
         note = ", and nothing streams" if limits and not best.streams else ""
         gain = tokens_per_second(work, best.step_seconds) / self.speed - 1
         return self._gained(
-            _as_options(options) + note,
+            as_options(options) + note,
             options,
             gain,
             _total(self.choice.account) - _total(best.account),
@@ -505,7 +508,7 @@ class Adviser:
         if not changed.feasible:
             return None
         return self._gained(
-            _as_options(options),
+            as_options(options),
             options,
             self.choice.step_seconds / changed.step_seconds - 1,
             _total(self.choice.account) - _total(changed.account),
@@ -518,10 +521,6 @@ def _formats_last(suggestions: list[Suggestion], most: int = 5) -> tuple[Suggest
     """Returns the first `most` suggestions that keep the state format, then all that change it."""
     exact = [entry for entry in suggestions if not entry.compressed]
     return (*exact[:most], *(entry for entry in suggestions if entry.compressed))
-
-
-def _as_options(options: dict[str, str]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in options.items())
 
 
 def _total(account: Account) -> int:

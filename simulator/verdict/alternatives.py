@@ -16,22 +16,27 @@ from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.specs import library as model_library
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Estimate
+from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.search import best_estimate
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 
-def alternatives(plan: Plan, hardware: HardwareSpec, *, machines: bool) -> list[Suggestion]:
+def alternatives(
+    plan: Plan, hardware: HardwareSpec, *, machines: bool, choose_kernel: bool = False
+) -> list[Suggestion]:
     """Returns at most one machine that the model of `plan` fits, and at most one smaller model that
     fits `hardware`.
 
     Both are tried with the workload of `plan`, and the model with its memory limits. With
-    `machines` False, no machine is returned.
+    `machines` False, no machine is returned. With `choose_kernel`, the planner chooses the
+    attention kernel for them again.
     """
-    other_machines = _another_machine(plan, hardware) if machines else ()
-    return [*other_machines, *_smaller_model(plan, hardware)]
+    other_machines = _another_machine(plan, hardware, choose_kernel) if machines else ()
+    return [*other_machines, *_smaller_model(plan, hardware, choose_kernel)]
 
 
 def fits(plan: Plan, hardware: HardwareSpec, names: list[str]) -> bool:
@@ -52,9 +57,13 @@ def library_models() -> list[ModelSpec]:
     return sorted(models, key=lambda model: -model.parameters)
 
 
-def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+def _another_machine(
+    plan: Plan, hardware: HardwareSpec, choose_kernel: bool = False
+) -> Iterator[Suggestion]:
     """Yields the machine with the least GPU memory that the plan's model fits, among those that
     have more than `hardware`. Yields nothing if there is none.
+
+    `choose_kernel` is the argument of `alternatives`.
     """
     machines = [HardwareSpec.load(name) for name in library()]
     larger = [
@@ -71,7 +80,8 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
         )
         if not _fits(other, machine):
             continue
-        best = best_estimate(plan.model, machine, plan.workload, policies=usual_policies(machine))
+        work = _workload(other, machine, choose_kernel)
+        best = best_estimate(plan.model, machine, work, policies=usual_policies(machine))
         if best is None:
             return
         yield _suggestion(
@@ -83,12 +93,14 @@ def _another_machine(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]
         return
 
 
-def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
+def _smaller_model(
+    plan: Plan, hardware: HardwareSpec, choose_kernel: bool = False
+) -> Iterator[Suggestion]:
     """Yields the largest model that fits among the smaller models of the library. Models of the
     same series are preferred.
 
     Yields nothing if none fits, or if the machine was calibrated, because it then has no costs for
-    other models.
+    other models. `choose_kernel` is the argument of `alternatives`.
     """
     if hardware.costs is not None:
         return
@@ -101,7 +113,7 @@ def _smaller_model(plan: Plan, hardware: HardwareSpec) -> Iterator[Suggestion]:
         best = best_estimate(
             model,
             hardware,
-            plan.workload,
+            _workload(other, hardware, choose_kernel),
             device_limit=plan.device_limit_bytes,
             host_limit=plan.host_limit_bytes,
             policies=usual_policies(hardware),
@@ -121,6 +133,16 @@ def usual_policies(hardware: HardwareSpec) -> list[str]:
     half of the time.
     """
     return ["resident"] if hardware.unified else ["overlapped"]
+
+
+def _workload(plan: Plan, machine: HardwareSpec, choose_kernel: bool) -> Workload:
+    """Returns the workload of `plan`, with `choose_kernel` with the attention kernel that the
+    planner chooses for `machine`.
+    """
+    if not choose_kernel:
+        return plan.workload
+    unnamed = msgspec.structs.replace(plan.workload, attention=None)
+    return with_attention_kernel(plan.model, machine, unnamed)
 
 
 def _fits(plan: Plan, hardware: HardwareSpec) -> bool:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import msgspec
 
 
+def as_options(options: dict[str, str]) -> str:
+    """Returns options as they are written on the command line.
+
+    >>> as_options({"plain-packing": "", "attention": "cudnn"})
+    '--plain-packing --attention cudnn'
+    """
+    return " ".join(f"--{name} {value}".rstrip() for name, value in options.items())
+
+
 class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     """One change of the input and its effect."""
 
     change: str
     """The change as options of `megatrain check`, or in words if there is no option for it."""
     options: dict[str, str] = {}
-    """Option without dashes -> its new value. Empty if the command has no option for the change."""
+    """Option without dashes -> its new value, which is empty for an option without a value. No
+    entries if the command has no option for the change."""
     compressed: bool = False
     """Whether the change stores optimizer state in fewer bits, so training is not exact AdamW."""
     fits: bool

@@ -39,6 +39,7 @@ from megatrain.simulator.planner.assessment import (
     expected_ns,
     with_knobs,
 )
+from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -112,6 +113,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the planner chose the batch because the user named none."""
     chunk_chosen: bool = False
     """Whether the planner chose the loss chunk because the user named none."""
+    kernel_chosen: bool = False
+    """Whether the planner chose the attention kernel, or none, because the user named none."""
+    kernel_gain: float | None = None
+    """How much faster the layers compute with the kernel that the planner chose than with PyTorch's
+    choice: 0.1 is 10 % faster. None if the planner chose no kernel."""
     prediction_only: bool
     """Whether the policy models another system, so the runtime cannot execute it."""
     feasible: bool
@@ -234,10 +240,17 @@ def _knobs(plan: Plan) -> dict[str, object]:
     }
 
 
-def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = None) -> Verdict:
+def summarize(
+    choice: Choice,
+    hardware: HardwareSpec,
+    *,
+    tokens: int | None = None,
+    kernel_chosen: bool = False,
+) -> Verdict:
     """Returns the verdict on a choice without simulating or searching again.
 
     If `tokens` is given, the verdict includes the time and energy of training on that many tokens.
+    With `kernel_chosen`, the planner chose the attention kernel, and the verdict has its gain.
     """
     plan, account, limits = choice.plan, choice.account, choice.bounds
     work, seconds = plan.workload, choice.step_seconds
@@ -264,6 +277,10 @@ def summarize(choice: Choice, hardware: HardwareSpec, *, tokens: int | None = No
         model_longest_row=plan.model.longest_row,
         policy=plan.policy,
         knobs={} if peer else _knobs(plan),
+        kernel_chosen=kernel_chosen,
+        kernel_gain=(
+            kernel_gain(plan.model, hardware, work) if kernel_chosen and work.attention else None
+        ),
         prediction_only=peer,
         feasible=choice.feasible,
         fits_if=(
@@ -503,6 +520,7 @@ def explain(
     advise: bool = True,
     marginal: bool = True,
     chunk_chosen: bool = False,
+    kernel_chosen: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice: all that `described` and `explored` report.
 
@@ -516,10 +534,19 @@ def explain(
         marginal: Whether to predict the gain of one more GiB, for `one_more_gib`.
         chunk_chosen: Whether the planner chose the loss chunk. The longest context and the largest
             batch are then computed for any chunk that the planner may choose.
+        kernel_chosen: Whether the planner chose the attention kernel, or none. It then also chooses
+            one for other machines and models.
 
     Raises UserError if a host cannot have that many GPUs.
     """
-    verdict = described(choice, hardware, gpus=gpus, tokens=tokens, chunk_chosen=chunk_chosen)
+    verdict = described(
+        choice,
+        hardware,
+        gpus=gpus,
+        tokens=tokens,
+        chunk_chosen=chunk_chosen,
+        kernel_chosen=kernel_chosen,
+    )
     return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
 
 
@@ -530,13 +557,14 @@ def described(
     gpus: int = 1,
     tokens: int | None = None,
     chunk_chosen: bool = False,
+    kernel_chosen: bool = False,
 ) -> Verdict:
     """Returns the verdict on a choice with its simulated times, but without the results of other
     plans, which `explored` adds.
 
     The arguments are those of `explain`. Raises UserError as `explain` does.
     """
-    plan, verdict = choice.plan, summarize(choice, hardware)
+    plan, verdict = choice.plan, summarize(choice, hardware, kernel_chosen=kernel_chosen)
     costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     schedule = policy_library.lower(plan)
     sizes = costs.sizes(schedule)
@@ -628,7 +656,15 @@ def explored(
             most_seconds=most_seconds,
         )
 
-    adviser = Adviser(choice, hardware, costs, names, search_again, footprints)
+    adviser = Adviser(
+        choice,
+        hardware,
+        costs,
+        names,
+        search_again,
+        footprints,
+        kernel_chosen=verdict.kernel_chosen,
+    )
     return msgspec.structs.replace(verdict, advice=adviser.suggestions())
 
 

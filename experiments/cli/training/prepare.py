@@ -227,10 +227,11 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     asked.state = args.state
     with without_garbage_collection():
         asked = from_options.with_fitting_state(asked, hardware, model)
+        asked = _with_attention_kernel(asked, hardware, model, config, device)
         asked = from_options.with_fitting_piece(asked, hardware, model)
         asked = from_options.with_loss_chunk(asked, hardware, model)
         best = from_options.choices(asked, hardware, source, file)[0]
-    _show(best, hardware, choice.steps(config))
+    _show(best, hardware, choice.steps(config), kernel_chosen=args.attention is None)
     if not best.feasible:
         raise _does_not_fit(best, hardware)
     with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
@@ -362,12 +363,40 @@ def _hardware(
     return os.path.abspath(file)
 
 
-def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
-    """Prints the verdict on a training of `steps` steps, and which layers are not compiled."""
+def _with_attention_kernel(
+    asked: argparse.Namespace,
+    hardware: HardwareSpec,
+    model: ModelSpec,
+    config: Config,
+    device: torch.device,
+) -> argparse.Namespace:
+    """Returns `asked` with the attention kernel that the planner chooses, if `--attention` is not
+    given and `device` is a GPU that has this kernel.
+    """
+    from megatrain.experiments.cli.verdict import from_options
+    from megatrain.runtime.layers.attention import kernel_of
+
+    chosen = from_options.with_attention_kernel(
+        asked, hardware, model, deterministic=config.training.deterministic
+    )
+    if chosen.attention == asked.attention:
+        return asked
+    try:
+        kernel_of(model, options.workload(chosen, model, quiet=True), device)
+    except UserError:
+        return asked
+    return chosen
+
+
+def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bool = False) -> None:
+    """Prints the verdict on a training of `steps` steps, which layers are not compiled, and the
+    attention kernel if it was chosen.
+    """
+    from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.experiments.cli.verdict.text import step_tokens
     from megatrain.simulator.verdict.verdict import summarize
 
-    verdict = summarize(best, hardware)
+    verdict = summarize(best, hardware, kernel_chosen=kernel_chosen)
     work = verdict.workload
     shape = f"{step_tokens(work)} a step, {work.precision}"
     subject = f"{verdict.model} ({format_count(verdict.parameters)} parameters)"
@@ -395,6 +424,8 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int) -> None:
         print(f"time: {planned_time(steps * seconds)} for {steps:,} step{plural}", flush=True)
     if verdict.eager:
         print(f"note: {verdict.eager}", flush=True)
+    if kernel := verdict_text.kernel(verdict):
+        print(fitted(f"note: {kernel}"), flush=True)
 
 
 def planned_time(seconds: float) -> str:

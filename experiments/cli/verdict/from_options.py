@@ -224,6 +224,29 @@ def with_loss_chunk(
     return options.replaced(args, loss_chunk=chosen.loss_chunk)
 
 
+def with_attention_kernel(
+    args: argparse.Namespace,
+    hardware: HardwareSpec,
+    model: ModelSpec,
+    *,
+    deterministic: bool = False,
+) -> argparse.Namespace:
+    """Returns `args` with the attention kernel that the planner chooses, if `--attention` is not
+    given. With `deterministic`, only deterministic kernels are chosen.
+    """
+    from megatrain.simulator.planner.attention_kernel import with_attention_kernel as with_kernel
+
+    one_row = options.replaced(args, batch=args.batch or 1)
+    chosen = with_kernel(
+        model,
+        hardware,
+        options.workload(one_row, model, quiet=True),
+        policies=policies(args.policy),
+        deterministic=deterministic,
+    )
+    return options.replaced(args, attention=chosen.attention)
+
+
 def with_fitting_piece(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
@@ -294,8 +317,8 @@ def with_fitting_batch(
 def with_fitting_workload(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> tuple[argparse.Namespace, bool]:
-    """Returns `args` with a token piece, a micro-batch and a loss chunk where they are not given,
-    and whether `with_fitting_batch` chose the micro-batch.
+    """Returns `args` with an attention kernel, a token piece, a micro-batch and a loss chunk where
+    they are not given, and whether `with_fitting_batch` chose the micro-batch.
     """
     args, chosen = with_fitting_size(args, hardware, model)
     return with_loss_chunk(args, hardware, model), chosen
@@ -304,11 +327,12 @@ def with_fitting_workload(
 def with_fitting_size(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> tuple[argparse.Namespace, bool]:
-    """Returns `args` with a token piece and a micro-batch where they are not given, and whether
-    `with_fitting_batch` chose the micro-batch.
+    """Returns `args` with an attention kernel, a token piece and a micro-batch where they are not
+    given, and whether `with_fitting_batch` chose the micro-batch.
 
     If a token piece was chosen, the micro-batch has one sequence.
     """
+    args = with_attention_kernel(args, hardware, model)
     args = with_fitting_piece(args, hardware, model)
     chosen = args.batch is None and args.tokens_per_step is None
     if chosen:
@@ -411,6 +435,7 @@ def explained(
     *,
     batch_chosen: bool,
     chunk_chosen: bool,
+    kernel_chosen: bool,
     explore: bool = True,
     marginal: bool = True,
 ) -> Verdict:
@@ -422,6 +447,8 @@ def explained(
         hardware: the machine.
         batch_chosen: whether the micro-batch was chosen because `--batch` was not given.
         chunk_chosen: whether the loss chunk was chosen because `--loss-chunk` was not given.
+        kernel_chosen: whether the planner chose the attention kernel, if there is one, because
+            `--attention` was not given.
         explore: whether to search other plans, for the room and the advice, as `explored` does.
         marginal: whether to search for the gain from one more GiB, too.
     """
@@ -430,7 +457,12 @@ def explained(
     from megatrain.simulator.verdict.verdict import described, explored
 
     verdict = described(
-        choice, hardware, gpus=args.gpus, tokens=args.tokens, chunk_chosen=chunk_chosen
+        choice,
+        hardware,
+        gpus=args.gpus,
+        tokens=args.tokens,
+        chunk_chosen=chunk_chosen,
+        kernel_chosen=kernel_chosen,
     )
     verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
     if not explore:

@@ -13,9 +13,11 @@ from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.simulator.base.units import format_bytes, parse_bytes
+from megatrain.simulator.model.attention_kernel import is_deterministic
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import LEAST_PIECE
+from megatrain.simulator.verdict.suggestion import as_options
 
 if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
@@ -274,9 +276,25 @@ def notes(verdict: Verdict) -> list[str]:
         sentences.append(f"layers compute {piece:,} tokens at a time (--token-piece)")
     if (groups := verdict.workload.groups) > 1:
         sentences.append(f"attention computes one of {groups} groups of heads at a time")
+    if chosen := kernel(verdict):
+        sentences.append(chosen)
     if verdict.calibrated and verdict.extrapolated:
         sentences.append("some operations were not measured in this size; --why names them")
     return sentences
+
+
+def kernel(verdict: Verdict) -> str:
+    """Returns the attention kernel that the planner chose and its gain, in words, or an empty
+    string if it chose none.
+    """
+    if verdict.kernel_gain is None:
+        return ""
+    name = verdict.workload.attention
+    other = "" if is_deterministic(name) else "; --deterministic needs --attention flash"
+    return (
+        f"attention kernel {name} was chosen: layers compute {verdict.kernel_gain:.0%} faster than"
+        f" predicted without --attention{other}"
+    )
 
 
 def room(verdict: Verdict) -> str:
@@ -319,7 +337,7 @@ def _advice(verdict: Verdict, width: int) -> list[str]:
 
 def suggestion(entry: Suggestion) -> tuple[str, ...]:
     """Returns the row of one change: its name, its gain, its speed, and what it costs."""
-    name = entry.model or " ".join(f"--{name} {value}" for name, value in entry.options.items())
+    name = entry.model or as_options(entry.options)
     gain = f"{entry.gain:+.0%}" if entry.gain is not None else ""
     if not entry.fits:
         return name, "", "", f"not enough: {layout.size(entry.bytes_missing)} still missing"

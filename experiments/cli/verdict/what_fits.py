@@ -68,7 +68,9 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     from megatrain.simulator.verdict.alternatives import usual_policies
     from megatrain.simulator.verdict.verdict import summarize
 
+    kernel_chosen = args.attention is None
     args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_attention_kernel(args, hardware, model)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
@@ -81,7 +83,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
         host_limit=args.host_memory,
         policies=names,
     )
-    return summarize(choices[0], hardware)
+    return summarize(choices[0], hardware, kernel_chosen=kernel_chosen)
 
 
 def _heading(verdict: Verdict, args: argparse.Namespace) -> list[str]:

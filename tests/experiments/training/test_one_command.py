@@ -16,6 +16,7 @@ from megatrain.experiments.cli.training import prepare
 from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
 from megatrain.experiments.commands import train
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware import machine
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -93,6 +94,22 @@ def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     work = plan.workload
     assert (work.batch, work.sequence, work.accumulation, plan.policy) == (1, 32, 2, "resident")
     assert plan.hardware == "h200"
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("kernel", "expected"), [("flash", "flash"), ("cudnn", None)])
+def test_the_fastest_attention_kernel_is_chosen_if_the_device_has_it(
+    command: Any, kernel: str, expected: str | None
+) -> None:
+    """A CPU has a flash kernel and no cuDNN, so no run is refused because of a chosen kernel."""
+    text = (Path(machine.__file__).parents[1] / "library/hardware/h200.toml").read_text()
+    Path("fast.toml").write_text(text.replace("[attention.cudnn]", f"[attention.{kernel}]"))
+    asked = ("--hardware", "fast.toml", "--dtype", "bf16", "--policy", "resident", "--steps", 1)
+    outcome = command(*TRAIN, *asked, "--plain-packing")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert Plan.load(Path("run/plan.toml")).workload.attention == expected
+    said = " ".join(outcome.out.split())
+    assert ("note: attention kernel flash was chosen: layers compute" in said) == bool(expected)
 
 
 @pytest.mark.usefixtures("place")

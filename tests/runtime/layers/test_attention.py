@@ -26,7 +26,9 @@ from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.attention_kernel import KERNELS, choosable
+from megatrain.simulator.model.specs import ModelSpec, library
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 
@@ -372,3 +374,44 @@ def test_cudnn_is_refused_in_deterministic_mode(make_plan: Callable[..., Plan]) 
             refuse_attention(make_plan(attention="cudnn"), CPU)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_kernel_that_the_planner_chooses_is_not_refused(
+    make_plan: Callable[..., Plan], documents: bool, deterministic: bool
+) -> None:
+    """The planner's kernels are those that no rule refuses, for every model of the library."""
+    tiny, chosen = make_plan(), set()
+    for name in library():
+        model = ModelSpec.load(name).with_layers(1)
+        for dtype in ("bf16", "fp32"):
+            work = Workload(batch=1, sequence=32, documents=documents, dtype=dtype)
+            for kernel in KERNELS:
+                plan = msgspec.structs.replace(
+                    tiny, model=model, workload=msgspec.structs.replace(work, attention=kernel)
+                )
+                try:
+                    refuse_attention(plan, None, deterministic=deterministic)
+                    refused = False
+                except UserError:
+                    refused = True
+                able = kernel in choosable(model, work, deterministic=deterministic)
+                assert not (able and refused), (name, kernel)
+                if able:
+                    chosen.add(kernel)
+                elif not documents and model.heads.size <= 128 and dtype == "bf16":
+                    assert refused, f"{kernel} for {name}: neither chosen nor refused"
+    assert chosen == (set() if documents else {"flash"} if deterministic else {"flash", "cudnn"})
+
+
+def test_the_refusal_of_cudnn_says_how_to_plan_without_it(make_plan: Callable[..., Plan]) -> None:
+    """Without `--attention`, the planner might choose cuDNN again."""
+    plan = make_plan(attention="cudnn")
+    for device, deterministic in ((None, True), (CPU, False)):
+        with pytest.raises(UserError, match="fix: make the plan with --attention flash"):
+            refuse_attention(plan, device, deterministic=deterministic)
+    flash = msgspec.structs.replace(
+        plan, workload=msgspec.structs.replace(plan.workload, attention="flash")
+    )
+    refuse_attention(flash, CPU, deterministic=True)

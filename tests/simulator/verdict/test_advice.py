@@ -428,7 +428,8 @@ def kernel_advice(model: ModelSpec, hardware: str, work: Workload) -> list[Sugge
 def test_long_rows_of_documents_are_advised_to_use_cudnn_with_the_gain_of_doing_so() -> None:
     model = ModelSpec.load("qwen2.5-7b").with_layers(8)
     (entry,) = kernel_advice(model, "h200", LONG_ROWS)
-    assert entry.change == "--attention cudnn"
+    assert entry.change == "--plain-packing --attention cudnn"
+    assert entry.options == {"plain-packing": "", "attention": "cudnn"}
     assert entry.note == "tokens then attend to earlier documents of their row"
     plain = msgspec.structs.replace(LONG_ROWS, attention="cudnn", documents=False)
     before, after = (

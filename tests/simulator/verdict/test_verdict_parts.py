@@ -20,9 +20,9 @@ from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, mem
 from megatrain.simulator.planner.search import _with_runner_up, rank
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
-from megatrain.simulator.verdict.advice import _as_options, _formats_last, _note
+from megatrain.simulator.verdict.advice import _formats_last, _note
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
-from megatrain.simulator.verdict.suggestion import Suggestion
+from megatrain.simulator.verdict.suggestion import Suggestion, as_options
 from megatrain.simulator.verdict.verdict import (
     Verdict,
     _documents,
@@ -312,7 +312,8 @@ def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan, pool: str) -> No
 
 def test_changes_are_named_as_options_with_what_they_cost() -> None:
     work = Workload(batch=2, sequence=1024, accumulation=3)
-    assert _as_options({"batch": "2", "seq": "8"}) == "--batch 2 --seq 8"
+    assert as_options({"batch": "2", "seq": "8"}) == "--batch 2 --seq 8"
+    assert as_options({"plain-packing": "", "batch": "2"}) == "--plain-packing --batch 2"
     assert _note({"clipping": "none", "batch": "2"}, work) == "gives up gradient clipping"
     assert _note({"clipping": "adagc"}, work).startswith("clips each tensor by its own moving norm")
     for name in ("batch", "accumulation", "seq"):
@@ -390,6 +391,57 @@ def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
         assert found.fits
     monkeypatch.setattr(library, "_fits", lambda *_: False)
     assert not list(library._smaller_model(plan, H200))
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"), [("h200", "cudnn"), ("a100-80-sxm", None), ("gh200-96", "cudnn")]
+)
+@pytest.mark.parametrize("named", [None, "cudnn"])
+def test_a_kernel_that_was_chosen_is_chosen_again_for_another_machine(
+    make_plan: MakePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    expected: str | None,
+    named: Any,
+) -> None:
+    """A kernel that the user named is kept."""
+    work = Workload(batch=1, sequence=32_768, attention=named)
+    model = ModelSpec.load("qwen3-4b").with_layers(2)
+    plan = msgspec.structs.replace(make_plan("overlapped"), model=model, workload=work)
+    tried: list[Workload] = []
+
+    def estimate(_: ModelSpec, __: HardwareSpec, work: Workload, **___: Any) -> Choice:
+        tried.append(work)
+        return chosen(make_plan("overlapped"))
+
+    monkeypatch.setattr(library, "library", lambda: [machine])
+    monkeypatch.setattr(library, "_fits", lambda *_: True)
+    monkeypatch.setattr(library, "best_estimate", estimate)
+    small = HardwareSpec.load("rtx3080-10gb")
+    for again, attention in ((True, expected), (False, named)):
+        assert list(library._another_machine(plan, small, again))
+        assert tried.pop().attention == attention
+
+
+def test_a_kernel_that_was_chosen_is_not_predicted_for_a_model_that_cannot_use_it(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Workload] = []
+
+    def estimate(_: ModelSpec, __: HardwareSpec, work: Workload, **___: Any) -> Choice:
+        tried.append(work)
+        return chosen(make_plan("overlapped"))
+
+    gemma = ModelSpec.load("gemma-2-2b")
+    work = Workload(batch=1, sequence=32_768, attention="cudnn")
+    plan = msgspec.structs.replace(
+        make_plan("overlapped"), model=ModelSpec.load("qwen3-4b"), workload=work
+    )
+    monkeypatch.setattr(library, "library_models", lambda: [gemma])
+    monkeypatch.setattr(library, "_fits", lambda *_: True)
+    monkeypatch.setattr(library, "best_estimate", estimate)
+    assert library.alternatives(plan, H200, machines=False, choose_kernel=True)
+    assert [work.attention for work in tried] == [None]
 
 
 def test_machines_are_named_only_if_they_are_wanted(

@@ -1,0 +1,125 @@
+"""Chooses the attention kernel if the user names none.
+
+The candidates are the kernels that the runtime can use (`choosable`) and for which the machine has
+rates of their own (`HardwareSpec.attention`) or measured costs. They are compared by the time of
+the forward, recompute and backward of all decoder layers. The fastest is chosen if it is faster
+than PyTorch's choice by 2 % or more. Otherwise the workload names no kernel. Plans are searched
+only after this choice, so the search takes no longer.
+
+The times are those of a micro-batch of about 32,768 tokens, whatever the batch is, because one
+short row does not fill a GPU. So the choice depends on the model, the machine and the sequence, but
+not on the batch, the loss chunk or the token piece, and all commands choose the same kernel.
+
+A calibration mostly has the times of one kernel. No kernel is chosen then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.cost_table import LAYER_KINDS
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.attention_kernel import choosable
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Kernel, Workload
+from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.schedule.plan import Plan
+
+LEAST_GAIN = 0.02
+"""A kernel is chosen if the layers compute faster by this fraction."""
+_TOKENS = 2**15
+"""The least tokens of the micro-batch with which kernels are compared, if rows are short."""
+
+
+def with_attention_kernel(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    policies: Sequence[str] | None = None,
+    deterministic: bool = False,
+) -> Workload:
+    """Returns `workload` with the attention kernel that the planner chooses.
+
+    The workload is not changed if it names a kernel, if all policies are only for prediction, or if
+    the machine has no costs for it.
+
+    Args:
+        model: the model.
+        hardware: the machine.
+        workload: the workload.
+        policies: names of the policies that may be used. None means all that the runtime executes.
+        deterministic: whether only deterministic kernels may run.
+
+    Raises UserError for an unknown policy.
+    """
+    executed = policies is None or not all(
+        policy_library.find(name).prediction_only for name in policies
+    )
+    if workload.attention is not None or not executed:
+        return workload
+    times = {
+        kernel: _layers_ns(model, hardware, workload, kernel)
+        for kernel in choosable(model, workload, deterministic=deterministic)
+        if hardware.costs is not None or kernel in hardware.attention
+    }
+    if not times:
+        return workload
+    fastest = min(times, key=lambda kernel: times[kernel])
+    if _gain(_layers_ns(model, hardware, workload, None), times[fastest]) < LEAST_GAIN:
+        return workload
+    return msgspec.structs.replace(workload, attention=fastest)
+
+
+def kernel_gain(model: ModelSpec, hardware: HardwareSpec, workload: Workload) -> float:
+    """Returns how much faster the layers compute with the kernel of `workload` than with PyTorch's
+    choice: 0.1 is 10 % faster. 0 if the machine does not have the costs of both.
+    """
+    usual, named = (
+        _layers_ns(model, hardware, workload, kernel) for kernel in (None, workload.attention)
+    )
+    return _gain(usual, named)
+
+
+def _gain(usual: float, other: float) -> float:
+    """Returns the gain of a kernel from two times in ns. It is 0 if one of them is not known."""
+    return usual / other - 1 if usual < math.inf and other < math.inf else 0.0
+
+
+def _layers_ns(
+    model: ModelSpec, hardware: HardwareSpec, workload: Workload, kernel: Kernel | None
+) -> float:
+    """Returns the time in ns of forward, recompute and backward of all decoder layers with an
+    attention kernel. Returns infinity if the machine has no costs for the layers or the head.
+    """
+    work = msgspec.structs.replace(
+        workload,
+        attention=kernel,
+        batch=-(-_TOKENS // workload.sequence),
+        accumulation=1,
+        sum_group=1,
+        token_piece=None,
+    )
+    plan = Plan(
+        policy="overlapped",
+        hardware=hardware.name,
+        source=model.name,
+        model=model,
+        workload=work,
+        device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=hardware.host_bytes,
+    )
+    try:
+        bounds = LowerBound(plan, cost_model(hardware, model, work))
+        bounds.duration_ns("head", "")
+        return sum(
+            bounds.duration_ns(kind, layer.name) for layer in model.decoders for kind in LAYER_KINDS
+        )
+    except UserError:
+        return math.inf

@@ -1,0 +1,204 @@
+"""Tests of `--attention`: a given kernel is kept, and a chosen one is the same in all verbs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from small_model import SMALL
+
+from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.training import prepare
+from megatrain.runtime.layers import attention
+from megatrain.runtime.training.config import Config, TrainingSettings
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.attention_kernel import kernel_gain
+from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict import advice, alternatives
+
+SHORT = SMALL.shortest(3)
+MODEL = ("config.json", "--hardware", "h200")
+WORK = ("--batch", "2", "--seq", "16384", "--plain-packing")
+NOTE = "attention kernel cudnn was chosen: layers compute"
+H200 = HardwareSpec.load("h200")
+
+
+@pytest.fixture(autouse=True)
+def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the config of a model with few layers, whose plans are found quickly."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(SHORT.config))
+
+
+def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def checked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out(capsys, "check", *MODEL, *words, "--json"))
+    return found
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Plan, str]:
+    """Returns the plan that `plan` writes and loads again, and the printed text."""
+    printed = out(capsys, "plan", *MODEL, *words, "--out", "plan.toml")
+    return Plan.load(Path("plan.toml")), " ".join(printed.split())
+
+
+def test_check_and_plan_choose_the_same_kernel_and_say_its_gain(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdict = checked(capsys, *WORK)
+    assert verdict["workload"]["attention"] == "cudnn"
+    assert verdict["kernel_chosen"]
+    work = Workload(batch=2, sequence=16384, attention="cudnn")
+    assert verdict["kernel_gain"] == pytest.approx(kernel_gain(SHORT, H200, work))
+    plan, printed = planned(capsys, *WORK)
+    assert msgspec.to_builtins(plan.workload) == verdict["workload"]
+    assert plan.prediction
+    assert plan.prediction.step_seconds == verdict["step_seconds"]
+    assert 'attention = "cudnn"' in Path("plan.toml").read_text()
+    said = f"{NOTE} {verdict['kernel_gain']:.0%} faster than predicted without --attention"
+    for text in (printed, " ".join(out(capsys, "check", *MODEL, *WORK).split())):
+        assert said in text
+        assert "--deterministic needs --attention flash" in text
+
+
+@pytest.mark.parametrize("words", [(), ("--tokens-per-step", "65536"), ("--accumulation", "3")])
+def test_the_next_command_writes_the_plan_of_the_verdict(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    asked = ("--seq", "16384", "--plain-packing", *words)
+    verdict = checked(capsys, *asked)
+    assert verdict["workload"]["attention"] == "cudnn"
+    printed = out(capsys, "check", *MODEL, *asked)
+    joined = " ".join(line.strip().removesuffix("\\").strip() for line in printed.splitlines())
+    out(capsys, "plan", *shlex.split(joined.partition("megatrain plan ")[2].partition(" #")[0]))
+    plan = Plan.load(Path("plan.toml"))
+    assert msgspec.to_builtins(plan.workload) == verdict["workload"]
+    assert plan.prediction
+    assert plan.prediction.step_seconds == verdict["step_seconds"]
+    assert "--attention cudnn" in joined.partition("megatrain train ")[2].partition("#")[0]
+
+
+def test_a_kernel_that_is_named_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    for kernel in ("flash", "cudnn"):
+        words = (*WORK, "--attention", kernel)
+        verdict = checked(capsys, *words)
+        assert (verdict["workload"]["attention"], verdict["kernel_chosen"]) == (kernel, False)
+        assert verdict["kernel_gain"] is None
+        plan, printed = planned(capsys, *words)
+        assert plan.workload.attention == kernel
+        assert "was chosen" not in printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--batch", "2", "--seq", "16384"),  # documents
+        (*WORK, "--dtype", "fp32"),
+        (*WORK, "--hardware", "rtx4090", "--batch", "1"),
+        (*WORK, "--policy", "zero3_offload"),
+    ],
+    ids=["documents", "dtype", "machine", "other system"],
+)
+def test_a_workload_without_a_choice_names_no_kernel(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    verdict = checked(capsys, *words)
+    assert (verdict["workload"]["attention"], verdict["kernel_gain"]) == (None, None)
+    plan, printed = planned(capsys, *words)
+    assert plan.workload.attention is None
+    assert "was chosen" not in printed
+
+
+def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alternatives, "library_models", lambda: [SHORT])
+    (listed,) = json.loads(out(capsys, "check", *MODEL[1:], *WORK, "--json"))["models"]
+    expected = checked(capsys, *WORK)
+    names = ("workload", "kernel_gain", "kernel_chosen")
+    assert [listed[name] for name in names] == [expected[name] for name in names]
+    table = checked(capsys, *WORK, "--policy", "all")["policies"]
+    assert {row["workload"]["attention"] for row in table} == {"cudnn"}
+    assert {row["kernel_gain"] for row in table} == {expected["kernel_gain"]}
+
+
+@pytest.mark.parametrize(("words", "again"), [((), True), (("--attention", "cudnn"), False)])
+def test_a_chosen_kernel_is_chosen_again_for_other_machines_and_models(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    again: bool,
+) -> None:
+    asked: list[bool] = []
+
+    def found(*_: Any, choose_kernel: bool, **__: Any) -> list[Any]:
+        asked.append(choose_kernel)
+        return []
+
+    monkeypatch.setattr(advice, "alternatives", found)
+    tight = ("--device-memory", "1GiB", "--host-memory", "1GiB")
+    assert cli.main(["check", *MODEL, *WORK, *tight, *words]) == 3
+    assert cli.main(["plan", *MODEL, *WORK, *tight, *words, "--out", "plan.toml"]) == 3
+    capsys.readouterr()
+    assert asked == [again, again]
+
+
+def test_other_commands_name_no_kernel() -> None:
+    for words in (
+        ["sweep", "tiny", "--hardware", "h200", "--plain-packing", "--out", "x"],
+        ["calibrate", "--plain-packing", "--out", "x"],
+    ):
+        assert cli.parse(words).attention is None
+
+
+def test_a_changed_plan_keeps_its_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, _ = planned(capsys, *WORK)
+    printed = out(
+        capsys, "plan", "--from", "plan.toml", "--set", "checkpoint_interval=1", "--out", "new.toml"
+    )
+    assert Plan.load(Path("new.toml")).workload == plan.workload
+    assert "was chosen" not in printed
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool = True, deterministic: bool = False
+) -> argparse.Namespace:
+    """Returns the options of `train MODEL` on a device that has every kernel or none."""
+
+    def kernel_of(_: ModelSpec, work: Workload, __: torch.device) -> str:
+        if has_kernel:
+            return str(work.attention)
+        raise UserError("workload: attention", found="none", allowed="one", fix="")
+
+    monkeypatch.setattr(attention, "kernel_of", kernel_of)
+    args = cli.parse(["train", *MODEL, "--data", "corpus", *WORK, "--out", "run"])
+    args.dtype, args.accumulation = "bf16", 1
+    config = Config(training=TrainingSettings(steps=1, deterministic=deterministic))
+    return prepare._with_attention_kernel(args, H200, SHORT, config, torch.device("cuda"))
+
+
+def test_train_chooses_a_kernel_that_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained(monkeypatch).attention == "cudnn"
+    assert trained(monkeypatch, has_kernel=False).attention is None
+    assert trained(monkeypatch, deterministic=True).attention is None
+
+
+def test_train_on_a_cpu_chooses_no_kernel() -> None:
+    args = cli.parse(["train", *MODEL, "--data", "corpus", *WORK, "--out", "run"])
+    args.dtype, args.accumulation = "bf16", 1
+    config = Config(training=TrainingSettings(steps=1))
+    found = prepare._with_attention_kernel(args, H200, SHORT, config, torch.device("cpu"))
+    assert found.attention is None
