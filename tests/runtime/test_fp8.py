@@ -132,8 +132,8 @@ def test_compiled_layers_round_between_fused_ops_if_they_cast_to_fp8(
     model, work = make_model(**WIDE), Workload(batch=2, sequence=16, compiled=True, fp8=fp8)
     FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     options = [call.kwargs["options"] for call in compiled.mock_calls if "options" in call.kwargs]
-    assert len(options) == 2
-    assert options == [{"emulate_precision_casts": True} if fp8 else None] * 2
+    assert len(options) == 3
+    assert options == [{"emulate_precision_casts": True} if fp8 else None] * 3
 
 
 @pytest.mark.parametrize(("scaling", "tied"), [("rowwise", False), ("tensorwise", True)])

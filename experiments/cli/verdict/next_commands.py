@@ -110,7 +110,7 @@ def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
         "optimizer": (work.optimizer, "adamw"),
         "state": (args.state if not verdict.feasible else work.state, "exact"),
         "gradients": (work.gradients, "exact"),
-        "attention": (work.attention, None),
+        "attention": (work.attention if verdict.feasible else args.attention, None),
         "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),
         "token-piece": (work.token_piece, None),
         "head-groups": (work.head_groups, None),

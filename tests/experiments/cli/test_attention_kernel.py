@@ -61,7 +61,7 @@ def test_check_and_plan_choose_the_same_kernel_and_say_its_gain(
     verdict = checked(capsys, *WORK)
     assert verdict["workload"]["attention"] == "cudnn"
     assert verdict["kernel_chosen"]
-    work = Workload(batch=2, sequence=16384, attention="cudnn")
+    work = Workload(batch=2, sequence=16384, attention="cudnn", short_recompute=True)
     assert verdict["kernel_gain"] == pytest.approx(kernel_gain(SHORT, H200, work))
     plan, printed = planned(capsys, *WORK)
     assert msgspec.to_builtins(plan.workload) == verdict["workload"]
