@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -142,7 +142,8 @@ class Filling:
         """
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._more = more
-        self._accounts: dict[tuple[Knobs, int, int], Account] = {}
+        self.accounts: dict[tuple[Knobs, int, int], Account] = {}
+        """The memory of plans: knobs and limits of a plan -> its account."""
         self.attention_layers = [
             layer.name
             for layer in plan.model.decoders
@@ -200,11 +201,9 @@ class Filling:
     def account(self, plan: Plan) -> Account:
         """Returns the memory of `plan`. Results are cached."""
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
-        if key not in self._accounts:
-            self._accounts[key] = plan_account(
-                plan, policies.outline(plan, merged=True), self.costs
-            )
-        return self._accounts[key]
+        if key not in self.accounts:
+            self.accounts[key] = plan_account(plan, policies.outline(plan, merged=True), self.costs)
+        return self.accounts[key]
 
     def room(self, plan: Plan) -> int:
         """Returns the bytes of device memory that `plan` leaves free. Negative if it exceeds the
@@ -233,6 +232,14 @@ class Filling:
             fits, least_not = (count, least_not) if room >= 0 else (fits, count)
             count = min(max(count + room // layer_bytes, fits + 1), least_not - 1)
         return fits
+
+    def saving_most(self, plan: Plan) -> Plan:
+        """Returns `plan` with as many of the last layers as fit saving their activations."""
+        placement, layers = plan.knobs.placement, plan.model.layers
+        most = max(self.most_saved(plan, placement), 0)
+        return with_knobs(
+            plan, placement=msgspec.structs.replace(placement, saved_activations=last(layers, most))
+        )
 
     def with_attention(self, plan: Plan, placement: Placement) -> Iterator[Placement]:
         """Yields `placement`, and variants that also save attention outputs of recomputed layers.
@@ -425,7 +432,8 @@ class Filling:
            stops at the limit does not find such plans.
         3. The plan with one more weight slot and less state on the device.
         4. If `whole` returned the plan: the same with one layer fewer, with one layer more, and
-           with one layer fewer and two more weight slots.
+           with one layer fewer and one or two more weight slots. Each saves as many layers as
+           `plan` or as many as fit.
         """
         yield from self._saving(plan, -1)
         yield from self.wider(plan)
@@ -439,12 +447,16 @@ class Filling:
         if another := self.with_another_slot(plan):
             yield another
         if (count := self.whole_count(plan)) is not None:
-            slots = with_knobs(plan, weight_slots=plan.knobs.weight_slots + 2)
-            for base, changed in ((plan, count - 1), (plan, count + 1), (slots, count - 1)):
+            more = [
+                (with_knobs(plan, weight_slots=plan.knobs.weight_slots + slots), count - 1)
+                for slots in (1, 2)
+            ]
+            for base, changed in ((plan, count - 1), (plan, count + 1), *more):
                 if 0 <= changed <= plan.model.layers:
                     other = self.whole(base, changed)
-                    if other.placed("host_updated") and self.account(other).fits:
-                        yield other
+                    for saving in (other, self.saving_most(other)):
+                        if saving.placed("host_updated") and self.account(saving).fits:
+                            yield saving
 
     def with_other_inputs(self, plan: Plan) -> Iterator[Plan]:
         """Yields plans that fit and save as many layers as `plan`. Their layer inputs are offloaded
@@ -470,21 +482,30 @@ class Filling:
         other = self._trimmed(with_knobs(plan, weight_slots=plan.knobs.weight_slots + 1))
         return other if self.account(other).fits else None
 
+    def with_slots(self, plan: Plan, count: int) -> Plan | None:
+        """Returns `plan` with `count` weight slots, and as much less state on the device as they
+        need: first moments and low halves, then gradients. Returns None if it does not fit.
+        """
+        other = self._trimmed(with_knobs(plan, weight_slots=count))
+        other = self._trimmed(other, ("gradients",))
+        return other if self.account(other).fits else None
+
     def wider(self, plan: Plan) -> Iterator[Plan]:
         """Yields plans that fit and save as many layers as `plan`, or one more."""
         yield from self._saving(plan, 0)
         yield from self._saving(plan, 1)
 
-    def _trimmed(self, plan: Plan) -> Plan:
-        """Returns `plan` with enough state moved to the host that it fits in device memory.
+    def _trimmed(self, plan: Plan, classes: Sequence[StateClass] = _TRIMMED) -> Plan:
+        """Returns `plan` with enough state of `classes` moved to the host that it fits in device
+        memory.
 
-        Each round moves the moments or the low half of one layer. The candidates are the last layer
-        of each class on the device. The smaller one is moved if that is enough, and otherwise the
-        larger one. If no such state is left, the result does not fit.
+        Each round moves one class of one layer. The candidates are the last layer of each class on
+        the device. The smallest one that is enough is moved, and otherwise the largest one. If no
+        such state is left, the result does not fit.
         """
         held = {
             name: [layer for layer in plan.model.stack if layer in plan.placed(name)]
-            for name in _TRIMMED
+            for name in classes
         }
         # A layer that leaves the device may need slots, so each round computes the memory again.
         while (lacking := -self.room(plan)) > 0:

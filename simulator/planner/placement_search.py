@@ -22,13 +22,14 @@ and then improves the best one:
    and another size of copies.
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
    layer, by one weight slot, or in the memory that holds the layer inputs.
-6. Refine the second-best plan in the same way, and try host updates for it, too. If it is faster
-   than the best plan now, continue with it.
+6. Refine the second-best plan in the same way, and try host updates for it, too. Climb from it if
+   it is nearly as fast as the best plan now. If the climb ends at a faster plan, continue with it.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
 9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
-   climb. With several GPUs, also try plans that save some activations less.
+   climb. With several GPUs, also try plans that save some activations less, or keep fewer
+   gradients on the device.
 10. If the host updates all streamed layers, try every second one, and the reverse
     (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
 11. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
@@ -106,6 +107,9 @@ _MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
 _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
+# The search also climbs from the second-best candidate, unless the end of the first climb is faster
+# by this factor.
+_MOST_CLIMBED = 1.01
 # The speed of a host varies more than the speed of a device. So the host updates more layers only
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
@@ -221,6 +225,7 @@ class PlacementSearch:
             limit_ns = min(limit_ns, *(estimate.step_seconds * 1e9 for estimate in estimates))
             other = PlacementSearch(self.plan, self.costs, more=True)
             other.lower_bound, other._runs = self.lower_bound, self._runs
+            other.filling.accounts = self.filling.accounts
             known = set(usual)
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
@@ -305,8 +310,10 @@ class PlacementSearch:
         second: tuple[float, Plan] | None = None
         if others:
             second = self._refined_like(*others[0], plan)
+            if second[0] < _MOST_CLIMBED * time:
+                second = self._climbed(*second)
             if second[0] < time:
-                second, (time, plan) = (time, plan), self._climbed(*second)
+                second, (time, plan) = (time, plan), second
         for improved in (
             self.with_whole_layers,
             self._with_fewer_slots,
@@ -656,8 +663,8 @@ class PlacementSearch:
         halves on the device. Climbing adds one slot or layer at a time, so it finds no plan for
         which many more slots are faster but one more slot is not. With several GPUs, layers that
         stay in their slots until the backward pass are not gathered again. So the slots are also
-        given the memory of a part of the saved activations. `time` is the step time of `plan` in
-        ns.
+        given the memory of a part of the saved activations, or that of as many moments, low halves
+        and gradients as they need. `time` is the step time of `plan` in ns.
         """
         base, slots, usual = plan, plan.knobs.weight_slots, plan.knobs.placement
         streamed = sum(plan.model.stack[layer].kind == "decoder" for layer in in_slots(plan))
@@ -684,6 +691,14 @@ class PlacementSearch:
             other = with_knobs(lean, weight_slots=slots + more)
             if self.filling.account(other).fits and self._is_faster(other, time):
                 time, plan = self.time(other), other
+        # Gradients may be the only state whose memory the slots can still take.
+        more = streamed - slots if plan.gpus > 1 else 0
+        while more > 0:
+            if trimmed := self.filling.with_slots(base, slots + more):
+                if self._is_faster(trimmed, time):
+                    time, plan = self.time(trimmed), trimmed
+                break
+            more //= 2
         return time, plan
 
     def _with_other_share(self, time: float, plan: Plan) -> tuple[float, Plan]:
