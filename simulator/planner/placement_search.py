@@ -23,7 +23,8 @@ and then improves the best one:
 5. Move to a faster neighbour as long as there is one (`_climbed`). A neighbour differs by one saved
    layer, by one weight slot, or in the memory that holds the layer inputs.
 6. Refine the second-best plan in the same way, and try host updates for it, too. Climb from it if
-   it is nearly as fast as the best plan now. If the climb ends at a faster plan, continue with it.
+   it is nearly as fast as the best plan now. If the climb ends at a faster plan, continue with
+   both plans.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
    the device (`with_whole_layers`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
@@ -307,26 +308,18 @@ class PlacementSearch:
             # The number of saved layers may have changed, so host updates may be faster now.
             faster, other = self._with_host_updates(time, plan)
             time, plan = self._climbed(faster, other) if faster < time else (time, plan)
-        second: tuple[float, Plan] | None = None
+        found = self._improved(time, plan)
         if others:
             second = self._refined_like(*others[0], plan)
             if second[0] < _MOST_CLIMBED * time:
                 second = self._climbed(*second)
-            if second[0] < time:
-                second, (time, plan) = (time, plan), second
-        for improved in (
-            self.with_whole_layers,
-            self._with_fewer_slots,
-            self._with_many_slots,
-            self._with_other_share,
-            self._with_larger_copies,
-        ):
-            faster, other = improved(time, plan)
-            if faster < time:
-                second, (time, plan) = (time, plan), self._climbed(faster, other)
-        if second is None:
+            # The first plan is improved, too, because it may end at a faster plan.
+            found += self._improved(*second) if second[0] < time else [second]
+        (time, plan), *rivals = sorted(found, key=lambda entry: entry[0])
+        rivals = [entry for entry in rivals if entry[1] != plan]
+        if not rivals:
             return self._estimate(plan)
-        slower, other = second
+        slower, other = rivals[0]
         best = self._estimate(plan)
         runner_up_seconds = best.step_seconds * (slower / time)  # rounding cannot make it smaller
         if plan.micro_batches > 2:
@@ -337,6 +330,23 @@ class PlacementSearch:
             other, runner_up_seconds = rival.plan, rival.step_seconds
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=runner_up_seconds)
         return msgspec.structs.replace(best, runner_up=runner_up)
+
+    def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:
+        """Returns (step time in ns, plan) after steps 7 to 11 of the search, and before each of
+        them that found a faster plan.
+        """
+        found = [(time, plan)]
+        for improved in (
+            self.with_whole_layers,
+            self._with_fewer_slots,
+            self._with_many_slots,
+            self._with_other_share,
+            self._with_larger_copies,
+        ):
+            faster, other = improved(*found[-1])
+            if faster < found[-1][0]:
+                found.append(self._climbed(faster, other))
+        return found
 
     def _estimate(self, plan: Plan) -> Estimate:
         """Returns the memory of `plan`, and the time of a step with all its micro-batches."""
