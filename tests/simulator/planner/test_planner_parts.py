@@ -329,6 +329,27 @@ def test_another_weight_slot_moves_as_little_state_as_it_needs(make_plan: MakePl
     assert filling.with_another_slot(bare) is None
 
 
+def test_more_weight_slots_take_gradients_only_after_moments_and_low_halves(
+    make_plan: MakePlan,
+) -> None:
+    layers = "e,0-4"
+    plan = with_knobs(
+        streaming(make_plan),
+        placement=Placement(moments=layers, master_low=layers, gradients=layers),
+    )
+    filling = a_filling(plan)
+    tight, slots = tightened(plan, filling, 0), plan.knobs.weight_slots
+    assert filling.with_slots(tight, slots) == tight
+    assert filling.with_slots(tight, slots + 1) == filling.with_another_slot(tight)
+    bare = with_knobs(plan, placement=Placement(gradients=layers))
+    other = filling.with_slots(tightened(bare, filling, 0), slots + 1)
+    assert other is not None
+    assert filling.room(other) >= 0
+    assert other.placed("gradients") < bare.placed("gradients")
+    empty = with_knobs(plan, placement=Placement())
+    assert filling.with_slots(tightened(empty, filling, 0), slots + 1) is None
+
+
 def test_neighbours_fit_and_differ_by_one_saved_layer_or_slot(make_plan: MakePlan) -> None:
     plan = streaming(make_plan)
     filling = a_filling(plan)
