@@ -26,7 +26,7 @@ FOLDERS = {
     "experiments": "megatrain/experiments",
     "paper_figures": "megatrain/paper_figures",
 }
-_MOST_BYTES = 1_600_000
+_MOST_BYTES = 1_700_000
 
 
 class Installed(NamedTuple):
@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> None:
-    """The wheel has all code and the stored results that it reads, in about a megabyte.
+    """The wheel has all code and the stored results that it reads, in at most 1.7 MB.
 
     It has no pictures, pages or traces.
     """
