@@ -47,8 +47,9 @@ def not_computed(x: torch.Tensor, width: int) -> torch.Tensor:
     """Returns NaN in the shape of the output of a linear layer, [..., width]. `x` is the input,
     [..., in].
     """
-    # It is no view of fewer elements, because some layers change the output in place. It depends on
-    # `x`. Otherwise the compiler would compute `x` in the backward pass instead.
+    # The result has its own memory, because some layers change it in place. It depends on `x`,
+    # because otherwise the compiler would move the computation of `x` to the backward pass, where
+    # it takes more memory.
     return x[..., :1] * torch.nan + x.new_zeros(width)
 
 

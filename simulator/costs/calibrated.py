@@ -242,9 +242,9 @@ class Calibrated(ContendedCosts):
         return (duration, beyond) if derived == duration else (math.ceil(derived), True)
 
     def _other_products(self, kind: str, shape: str) -> str | None:
-        """Returns `shape` with the suffix for ops that leave out last products added, or removed if
-        it has one. Returns None if a duration for `shape` itself can be derived from the measured
-        shapes of `kind`, or none for the other.
+        """Returns the shape to use for an op of `kind` if only the other kind of recompute was
+        measured: the full one for a short `shape`, and the short one for a full `shape`. Returns
+        None if `shape` was measured with some number of tokens, or if neither was.
         """
         other = without_short(shape) if is_short(shape) else shortened(shape)
         wanted, instead = (

@@ -91,10 +91,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     changes the result, because the gradients of weights are summed piece by piece. None means all
     tokens."""
     short_recompute: bool = False
-    """True if a recompute, whose output nothing reads, leaves out the layer's last products, which
-    no gradient needs (`ModelSpec.last_products`). A compiled layer may then round differently. It
-    is False by default, as in plans that were made before this field existed. Commands set it to
-    True, so pass `short_recompute=True` in Python to get the same workload."""
+    """True if recomputes leave out the product that projects the output of a dense MLP
+    (`ModelSpec.last_products`). No gradient needs its result. A recompute whose output is read is
+    always complete. Compiled layers may round differently. It is False by default, as in plans that
+    were made before this field existed. Commands set it to True, so pass `short_recompute=True` in
+    Python to get the same workload."""
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
     It is False by default, because some models and kernels cannot do that

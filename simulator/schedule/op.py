@@ -74,7 +74,8 @@ def has_saved_attention(shape: str) -> bool:
 
 def computes_output(shape: str) -> bool:
     """Returns whether `shape`, an `Op.shape`, belongs to a recompute that computes the output of
-    the layer. A recompute in pieces of tokens, or one that leaves out last products, does not.
+    the layer. Recomputes that leave out last products do not, and in pieces of tokens only those of
+    `is_whole` do.
 
     >>> computes_output("qwen2-8x8-1:1x8-v9/1x8-bf16-short")
     False
