@@ -18,16 +18,15 @@ from megatrain.experiments.benchmarks.steps import (
 )
 from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.calibration.compute_alone import fill
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
-from megatrain.runtime.files.model_files import Weights, random_weights
-from megatrain.runtime.layers.functional_layers import config_of, layer_tensors
+from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import forget_device_memory
-from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
-from megatrain.simulator.model.specs import EMBEDDING
 from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
 
@@ -88,29 +87,3 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
             device_peak_bytes=peak,
             host_peak_bytes=host_peak_bytes(),
         )
-
-
-def fill(executor: Executor, weights: Weights) -> None:
-    """Fills the buffers that copies fill in a whole step. A buffer of weights gets the weights of
-    the first layer that uses it, and an input of a layer gets normally distributed numbers.
-
-    Zeros would falsify the times: a matrix product of zeros runs 13 % faster (H200).
-    """
-    plan, arenas, dtype = (
-        executor.plan,
-        executor.memory(),
-        TORCH_DTYPE[executor.plan.workload.dtype],
-    )
-    filled: set[str] = set()
-    for op in executor.schedule.ops:
-        buffer, *others = op.reads
-        if op.kind != "embed_backward" and buffer not in filled:
-            layer = op.layer or {"embed": EMBEDDING, "head": plan.model.head}[op.kind]
-            for name, tensor in layer_tensors(
-                arenas, plan.model.stack[layer], buffer, dtype
-            ).items():
-                tensor.copy_(weights(layer, name, tuple(tensor.shape)))
-            filled.add(buffer)
-        if op.kind in ("forward", "recompute") and others[0] not in filled:
-            arenas.flat(others[0], dtype, plan.workload.tokens * plan.model.carried).normal_()
-            filled.add(others[0])

@@ -3,8 +3,8 @@ CostTable.
 
 The executor measures op durations: it runs a few steps of a model with the same layers, but fewer
 of them. Ops on the CPU are timed with the policy `sequential`, which runs one op at a time. Without
-a GPU, compute is timed in the same way. On a GPU, compute is timed with the policy `resident`,
-which runs it without pauses, because a GPU that pauses runs at higher clocks than in a step
+a GPU, compute is timed in the same way. On a GPU, compute runs alone for about a second a step,
+because a GPU at its power limit runs at higher clocks for a while after each pause
 (`docs/lab_notes.md`). Copies are also timed by size. Lanes run in pairs to measure how much they
 slow each other.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -72,6 +73,12 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _LAYERS = 3
 """Number of decoder layers in the models that run."""
+_COMPUTE_SECONDS = 1.0
+"""The duration of the layers' compute in a step that times it on a GPU, in seconds. After a pause
+of a few ms, the layers of an H200 were a tenth faster for 20 ms."""
+_MOST_LAYERS = 16
+"""The maximum number of decoder layers in such a step. They share the memory of two layers, except
+their inputs."""
 _LEAST_ATTENTION = 0.05
 """Saved attention is measured only if attention has at least this share of the FLOPs of a
 recompute. This share of the FLOPs is a tenth of the time on an H200."""
@@ -159,6 +166,7 @@ class _Bench:
         alone: bool = False,
         evaluates: bool = False,
         seconds: float | None = None,
+        compute_only: bool = False,
     ) -> StepProfile:
         """Runs steps of `plan`, and collects the durations of the ops of `kinds`. A window of the
         CPU optimizer follows.
@@ -170,6 +178,7 @@ class _Bench:
             alone: whether only one op runs at a time, over all lanes.
             evaluates: whether the loss op of an evaluation is collected, too.
             seconds: the least duration of the steps after the warm-up, or None for 1.5 s.
+            compute_only: whether only the compute ops run.
 
         Raises UserError if the plan does not fit.
         """
@@ -184,6 +193,8 @@ class _Bench:
             schedule=schedule,
             host_memory=self.memory,
             evaluates=evaluates,
+            watches=not compute_only,
+            compute_only=compute_only,
         )
         for op in profile.schedule.ops:
             if op.kind in kinds:
@@ -224,41 +235,55 @@ class _Bench:
         """
         small, cuda = subject.model.shortest(_LAYERS), self._cuda
         evaluates = workload == base or not workload.compiled
-        # With this policy, no other op runs at the same time as the optimizer's ops on the device.
-        further = {"resident": OPTIMIZER_KINDS}
+        # With `resident`, no other op runs at the same time as the optimizer's ops on the device.
+        kinds = {"resident": OPTIMIZER_KINDS, "sequential": COMPUTE_KINDS}
         profile = None
         for policy in ("resident", "double_buffer") if cuda else ("sequential",):
             with contextlib.suppress(UserError):
                 profile = self.run(
                     subject,
                     self.plan(policy, small, workload),
-                    COMPUTE_KINDS + further.get(policy, ()),
+                    kinds.get(policy, ()),
                     evaluates=evaluates,
+                    seconds=0 if cuda else None,
                 )
                 break
         if profile is None:
             self.progress(f"skipped, does not fit: {workload.batch} x {workload.sequence} tokens")
             return None
+        if cuda:
+            for count in (_layers_to_time(profile), _LAYERS):
+                small = subject.model.shortest(count)
+                with contextlib.suppress(UserError):  # the inputs of many layers may not fit
+                    self._compute(subject, small, workload, COMPUTE_KINDS)
+                    break
         longer = workload == base or workload.sequence > base.sequence
         if longer and (layers := _attention_to_save(small, workload)):
+            saved = Placement(saved_attention=",".join(layers))
             # UserError: too little memory, or an attention kernel whose output cannot be saved
             with contextlib.suppress(UserError):
-                self.run(
-                    subject,
-                    self.plan(
-                        profile.schedule.policy,
-                        small,
-                        workload,
-                        Placement(saved_attention=",".join(layers)),
-                    ),
-                    ("recompute",),
-                )
+                self._compute(subject, small, workload, ("recompute",), saved)
         return GridPoint(
             f"{subject.model.shape}/{workload.shape}",
             workload.tokens,
             profile.saved_bytes,
             workspace(profile) if profile.peaks else None,
         )
+
+    def _compute(
+        self,
+        subject: Subject,
+        model: ModelSpec,
+        workload: Workload,
+        kinds: Iterable[str],
+        placement: Placement | None = None,
+    ) -> None:
+        """Measures compute ops of `kinds` on `model`, which is the model of `subject` with fewer
+        layers. Raises UserError if they do not fit.
+        """
+        policy = "double_buffer" if self._cuda else "sequential"
+        plan = self.plan(policy, model, workload, placement)
+        self.run(subject, plan, kinds, compute_only=self._cuda)
 
     def heads(
         self, subject: Subject, works: Sequence[Workload], points: Sequence[GridPoint | None]
@@ -527,6 +552,18 @@ def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> N
             # If a few layers cannot be resident, no plan for the whole model will be resident.
             if policy != "resident":
                 raise
+
+
+def _layers_to_time(profile: StepProfile) -> int:
+    """Returns the number of decoder layers whose compute takes about `_COMPUTE_SECONDS` in a step,
+    from `_LAYERS` to `_MOST_LAYERS`. `profile` has the durations of a few layers.
+    """
+    durations = defaultdict[str, int](int)
+    for span in profile.timelines[-1].spans:
+        if span.kind in ("forward", "recompute", "backward"):
+            durations[profile.schedule.by_id[span.op].layer] += span.duration_ns
+    wanted = round(_COMPUTE_SECONDS * 1e9 / statistics.fmean(durations.values()))
+    return min(max(wanted, _LAYERS), _MOST_LAYERS)
 
 
 def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
 from megatrain.runtime.batch import Batch
+from megatrain.runtime.calibration.compute_alone import compute_alone, fill
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
@@ -64,6 +65,7 @@ def profile_steps(
     host_memory: HostMemory | None = None,
     evaluates: bool = False,
     watches: bool = True,
+    compute_only: bool = False,
 ) -> StepProfile:
     """Runs steps of `plan` and returns their measurements.
 
@@ -77,6 +79,7 @@ def profile_steps(
         host_memory: Provides the executor's host pools.
         evaluates: Whether to run evaluations, for `StepProfile.evaluation`.
         watches: Whether to run one more step, for `peaks` and `saved_bytes`.
+        compute_only: Whether to run only the compute ops of the plan. This replaces `schedule`.
 
     Raises:
         UserError: The plan does not fit, or memory ran out.
@@ -86,11 +89,17 @@ def profile_steps(
     before = torch.cuda.memory_allocated(device) if cuda else 0
     generator = torch.Generator().manual_seed(0)
     settings = AdamW()
+    if compute_only:
+        schedule = compute_alone(plan)
     schedule = preflight(plan, settings, device, schedule=schedule or lower(plan))
     with Executor(
         plan, config, settings, device, schedule=schedule, host_memory=host_memory
     ) as executor:
-        executor.state.load(random_weights(0, device))
+        weights = random_weights(0, device)
+        if compute_only:
+            fill(executor, weights)
+        else:
+            executor.state.load(weights)
         timelines: list[Timeline] = []
         times: list[float] = []
         number, steady_since = 0, 0.0

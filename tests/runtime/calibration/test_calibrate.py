@@ -26,7 +26,10 @@ from megatrain.runtime.calibration import (
 from megatrain.runtime.calibration import calibrate as module
 from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
 from megatrain.runtime.calibration import microbenchmarks as rates
+from megatrain.runtime.calibration.compute_alone import compute_alone, fill
 from megatrain.runtime.calibration.profile_steps import StepProfile
+from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.files.model_files import Weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_toml
@@ -351,6 +354,74 @@ def test_steps_are_counted_after_the_warm_up_and_evaluations_after_the_first(
         op, durations = found.evaluation
         assert op.kind == "loss"
         assert len(durations) == 3
+
+
+def test_compute_alone_runs_on_random_weights_and_without_other_ops(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of zeros would be too fast, so every buffer that a forward reads is filled."""
+    plan, executors = executable(), list[Executor]()
+
+    def filled(executor: Executor, weights: Weights) -> None:
+        fill(executor, weights)
+        executors.append(executor)
+        for op in executor.schedule.ops:
+            if op.kind == "forward":
+                for buffer in op.reads[:2]:
+                    assert executor.memory().flat(buffer, torch.float32, 32).abs().min() > 0
+
+    monkeypatch.setattr(profile_steps, "fill", filled)
+    found = profile_steps.profile_steps(
+        plan, config_of(plan.model), torch.device("cpu"), steps=1, seconds=0, compute_only=True
+    )
+    assert len(executors) == 1
+    assert {op.kind for op in found.schedule.ops} == set(COMPUTE_KINDS)
+    assert len(found.timelines) == 1
+    assert found.host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("duration_ns", "most", "counts"),
+    [
+        (40_000_000, 99, [8]),  # forward, recompute and backward of 8 layers take about 1 s
+        (40_000_000, 5, [8, 3]),
+        (1_000_000, 99, [16]),
+        (300_000_000, 99, [3]),
+    ],
+)
+def test_a_gpu_times_compute_alone_for_a_second_a_step(
+    executable: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    duration_ns: int,
+    most: int,
+    counts: list[int],
+) -> None:
+    """A GPU at its power limit is faster after a pause, so many layers run without one.
+
+    Their number follows from a run of three layers. If they do not fit, three are timed.
+    """
+    plan, runs, collected = executable(layers=20), list[tuple[str, int, bool]](), set[str]()
+
+    def profile(
+        plan: Plan, *_: object, schedule: Schedule, compute_only: bool, **__: object
+    ) -> StepProfile:
+        runs.append((plan.policy, plan.model.layers, compute_only))
+        if plan.model.layers > most:
+            raise UserError("memory", found="too little", allowed="more", fix="take fewer layers")
+        made = compute_alone(plan) if compute_only else schedule
+        spans = [Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration_ns) for op in made.ops]
+        timeline = Timeline(name="measured", digest="", spans=tuple(spans))
+        return StepProfile(made, [timeline], [1.0], None, {}, 0, 0, 1)
+
+    monkeypatch.setattr(module, "profile_steps", profile)
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    bench._cuda = True
+    monkeypatch.setattr(bench, "_collect", lambda _, op, __: runs[-1][2] and collected.add(op.kind))
+    subject = module.Subject(plan.model, config_of(plan.model))
+    assert bench.layers(subject, plan.workload, plan.workload) is not None
+    assert runs[0] == ("resident", 3, False)
+    assert runs[1 : 1 + len(counts)] == [("double_buffer", count, True) for count in counts]
+    assert collected == set(COMPUTE_KINDS)
 
 
 def test_ops_run_one_at_a_time_only_if_asked(
