@@ -63,6 +63,7 @@ from megatrain.simulator.schedule import (
     computes_output,
     has_saved_attention,
 )
+from megatrain.simulator.schedule.arithmetic import summed_columns
 from megatrain.simulator.schedule.operands import exchanged
 
 _ADAM_BYTES = 22
@@ -77,6 +78,12 @@ _THREAD_NORM_NS = 0.265
 """Time per parameter of PyTorch's norm of a bf16 tensor on a CPU. It runs on one thread and is
 limited by a chain of additions, not by memory, so it is used for every host (docs/lab_notes.md,
 "PyTorch's norm on the host")."""
+_SUM_NS, _SUMMED_ELEMENT_NS = 250_000, 0.0175
+"""Time of summing an embedding's gradient by token on a GPU, in addition to its traffic: for each
+block of columns (`summed_columns`), and for each element of a token's row. PyTorch sorts the tokens
+for each block, and then few threads sum each row. Fitted to an H200: dense models with one block
+(experiments/results/h200-families), and 7B with nine (experiments/results/h200-sustained-compute).
+It is hardly limited by the memory's bandwidth, so it is used for every GPU."""
 _ATTENTION_BACKWARD = 1.25
 """FLOPs of the backward pass of flash attention, relative to those in `ModelSpec.work`. It has five
 matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
@@ -204,8 +211,18 @@ class Datasheet(EstimatedCosts):
                 self.products_of_layers_ns(work)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
+                + (self._summing_ns() if kind == "embed_backward" else 0)
             )
         return self._computed[kind, layer, kept]
+
+    def _summing_ns(self) -> float:
+        """Returns the time of summing the gradients of the embedding's tables, in ns, in addition
+        to their traffic.
+        """
+        tables = self.model.table_shapes
+        blocks = sum(-(-columns // summed_columns(rows)) for rows, columns in tables)
+        elements = self.workload.tokens * sum(columns for _, columns in tables)
+        return _SUM_NS * blocks + _SUMMED_ELEMENT_NS * elements
 
     def _moved_bytes(self, work: Work, kind: str, layer: str) -> float:
         """Returns the bytes that a compute op moves, corrected by `traffic_share`."""

@@ -112,7 +112,7 @@ def embedding_bytes(model: ModelSpec, workload: Workload) -> int:
     the size of these tables, as counted for GPT-2 and OPT.
     """
     shapes = {tensor.name: tensor.shape for tensor in model.stack[EMBEDDING].tensors}
-    tables, tokens = [shapes[name] for name in model.tables], workload.tokens
+    tables, tokens = model.table_shapes, workload.tokens
     width = DTYPE_BYTES[workload.dtype]
     rounded = width if width < 4 else 0
     most = max(

@@ -295,6 +295,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     @property
+    def table_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shapes (rows, columns) of `tables`."""
+        return (
+            (self.vocabulary, self.hidden),
+            *((rows, columns) for _, (rows, columns) in self._architecture.tables),
+        )
+
+    @property
     def tied(self) -> bool:
         """Whether the output projection is the embedding matrix."""
         return self._architecture.tied
@@ -612,8 +620,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
           T V (b + 12) for the logits' cast and softmax; V d b for each loss chunk.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
-        * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32,
-          and 4 V d to zero the table.
+        * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32;
+          V d (8 + b) to zero the sums, read them and store them; with b < 4, V d 2 b more, because
+          they are rounded before they are stored.
 
         Some workloads and models add to these:
 
@@ -635,17 +644,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kept: True for a recompute that skips attention because the forward saved it.
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
-        table = self.vocabulary * hidden
+        table, tables = self.vocabulary * hidden, self.table_shapes
         unpadded = width * (self.projected_rows(workload) > self.vocabulary)
         padding = 2 * table * unpadded
-        further = [shape for _, shape in self._architecture.tables]
-        rows = hidden + sum(row for _, row in further)
+        row = sum(columns for _, columns in tables)
         cap, scale = width * self.caps_logits, width * self.scales_logits
         if kind == "embed":
-            return Work(0, 0, tokens * (rows + self.carried) * width)
+            return Work(0, 0, tokens * (row + self.carried) * width)
         if kind == "embed_backward":
-            tables = table + sum(map(math.prod, further))
-            return Work(0, 0, tokens * rows * (width + 8) + 4 * tables)
+            stored = 8 + width + (2 * width if width < DTYPE_BYTES["fp32"] else 0)
+            moved = tokens * row * (width + 8) + sum(map(math.prod, tables)) * stored
+            return Work(0, 0, moved)
         if kind == "head":
             norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)
             moved = tokens * (

@@ -150,6 +150,23 @@ def test_the_datasheet_gives_the_measured_time_of_a_layer(
     assert backward == pytest.approx(measured_ms[1] - measured_ms[0], rel=allowed)
 
 
+@pytest.mark.parametrize(("batch", "measured_ms"), [(8, 4.57), (32, 6.52)])
+def test_the_datasheet_gives_the_measured_time_of_summing_an_embedding_s_gradient(
+    batch: int, measured_ms: float
+) -> None:
+    """7B on an H200 sums nine blocks of columns (experiments/results/h200-sustained-compute).
+
+    A table with half of the rows has half of the blocks.
+    """
+    model, work = ModelSpec.load("qwen2.5-7b"), Workload(batch=batch, sequence=1024)
+    op = Op(id="EB.m0", lane="compute", shape="embedding")
+    sheet = Datasheet(HardwareSpec.load("h200"), model, work)
+    assert sheet.duration_ns(op) / 1e6 == pytest.approx(measured_ms, rel=0.1)
+    half = ModelSpec(name="half", config={**model.config, "vocab_size": model.vocabulary // 2})
+    less = Datasheet(HardwareSpec.load("h200"), half, work).duration_ns(op)
+    assert 0.5 < less / sheet.duration_ns(op) < 0.8
+
+
 @pytest.mark.parametrize(
     ("op", "measured_ns"),
     [("F0.m0", 10_441_424), ("R0.m0", 10_520_768), ("B0.m0", 21_368_805), ("Hh.m0", 183_843_990)],
