@@ -701,7 +701,7 @@ def _layer(shape: str) -> str:
 
 def _dtype(shape: str) -> str:
     """Returns DTYPE of a shape `LAYER/BATCHxSEQUENCE-DTYPE`, with the suffixes for fp8, compiled
-    layers, the attention kernel, pieces and documents.
+    layers, the attention kernel, pieces, groups of heads, short recomputes and documents.
     """
     return shape.rpartition("/")[2].partition("-")[2]
 
