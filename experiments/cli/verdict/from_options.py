@@ -467,7 +467,14 @@ def explained(
     verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
     if not explore:
         return verdict
-    return explored(verdict, choice, hardware, policies(args.policy), marginal=marginal)
+    return explored(
+        verdict,
+        choice,
+        hardware,
+        policies(args.policy),
+        marginal=marginal,
+        keep_documents=args.documents is True,
+    )
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

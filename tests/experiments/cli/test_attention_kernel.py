@@ -106,6 +106,17 @@ def test_a_workload_without_a_choice_names_no_kernel(
     assert "was chosen" not in printed
 
 
+@pytest.mark.parametrize("words", [(), ("--documents",)], ids=["not named", "named"])
+def test_advice_keeps_documents_if_the_user_asked_for_them(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    long = ("--batch", "1", "--seq", "65536", *words)
+    changes = [entry["change"] for entry in checked(capsys, *MODEL, *long)["advice"]]
+    _, printed = planned(capsys, *long)
+    assert any("plain-packing" in change for change in changes) == (not words)
+    assert ("--plain-packing" in printed) == (not words)
+
+
 def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
