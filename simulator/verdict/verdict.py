@@ -64,9 +64,10 @@ class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     hours: float
     """Hours of training: tokens / tokens_per_second / 3600, with all GPUs together."""
     hours_low: float | None = None
-    """Hours if each step takes the lower end of its range. None if there is no range."""
+    """Hours if each step takes the lower end of its range. None if there is no range, or if one GPU
+    was calibrated and the hours are those of several."""
     hours_high: float | None = None
-    """Hours if each step takes the upper end of its range. None if there is no range."""
+    """Hours if each step takes the upper end of its range. None if `hours_low` is None."""
     days: float
     """Days of training: hours / 24."""
     energy_kwh: float | None
@@ -134,8 +135,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     """Predicted seconds of one step."""
     step_seconds_low: float | None
-    """Lower end of the range of the step time. None if the plan does not fit, or if the calibration
-    has no spread."""
+    """Lower end of the range of the step time. None if the plan does not fit, if the calibration
+    has no spread, or if one GPU was calibrated and the plan is for several."""
     step_seconds_high: float | None
     """Upper end of the range of the step time. None if `step_seconds_low` is None."""
     tokens_per_second: float
@@ -371,12 +372,16 @@ def step_range(
     Args:
         plan: The plan.
         seconds: Its predicted step time.
-        hardware: The machine. If it was measured but without spreads, the range is not known, and
-            two times None are returned.
+        hardware: The machine. If it was measured but without spreads, or with one GPU for a plan
+            for several, the range is not known, and two times None are returned.
     """
     table = hardware.costs
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
+    # The spreads are those of one GPU. They say nothing about collectives, about GPUs that wait for
+    # each other, or about the memory that their links share.
+    if plan.gpus > 1:
+        return None, None
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload, few.gpus)
@@ -495,8 +500,9 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
+    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # see `step_range`
     low, high = (
-        None if end is None else hours * end / verdict.step_seconds
+        None if end is None or unknown else hours * end / verdict.step_seconds
         for end in (verdict.step_seconds_low, verdict.step_seconds_high)
     )
     return TrainingEstimate(
