@@ -24,10 +24,11 @@ from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, TUNING, Account
 from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.planner.shared_step import shared_step, shares
+from megatrain.simulator.planner.shared_step import shared_step, shares, sharing
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
 
@@ -56,6 +57,9 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: int
     """Number of GPUs."""
+    workload: Workload | None = None
+    """The workload of a step of all GPUs if they share it. None for an estimate, in which each GPU
+    has the workload of one."""
     step_seconds: float
     """Predicted seconds of one step."""
     tokens_per_second: float
@@ -102,18 +106,30 @@ def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
 
 
 def predicted(
-    choice: Choice, schedule: Schedule, hardware: HardwareSpec, costs: CostModel, gpus: int
+    choice: Choice,
+    schedule: Schedule,
+    hardware: HardwareSpec,
+    costs: CostModel,
+    gpus: int,
+    work: Workload | None = None,
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    If no policy can share the step, the result is that of `estimate`. `schedule` is the schedule of
-    the plan, and `costs` is the cost model of one GPU. Raises UserError as
-    `check_gpus` does.
+    If no policy can share the step, the result is that of `estimate`.
+
+    Args:
+        choice: The plan for one GPU and its prediction.
+        schedule: The schedule of the plan.
+        hardware: The machine.
+        costs: The cost model of one GPU.
+        gpus: The number of GPUs.
+        work: The workload of each GPU if they share the step. None means that of the plan.
+
+    Raises UserError as `check_gpus` does.
     """
     check_gpus(gpus, hardware)
     plan, alone = choice.plan, choice.step_seconds
-    sharing = next(name for name in policies.names() if policies.find(name).shards)
-    common = msgspec.structs.replace(plan, policy=sharing)
+    common = sharing(msgspec.structs.replace(plan, workload=work or plan.workload))
     if not shares(common, gpus):
         leaving = _leaving(choice, hardware, costs.collective_bytes if gpus > 1 else 0)
         if leaving.plan != plan:
@@ -123,6 +139,7 @@ def predicted(
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
     return MultiGpu(
         gpus=gpus,
+        workload=shared.plan.workload,
         step_seconds=shared.step_seconds,
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, alone),

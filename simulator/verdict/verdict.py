@@ -575,11 +575,13 @@ def described(
     tokens: int | None = None,
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
+    shared_work: Workload | None = None,
 ) -> Verdict:
     """Returns the verdict on a choice with its simulated times, but without the results of other
     plans, which `explored` adds.
 
-    The arguments are those of `explain`. Raises UserError as `explain` does.
+    `shared_work` is the workload of each of several GPUs that share a step. None means that of the
+    plan. The other arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware, kernel_chosen=kernel_chosen)
     costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
@@ -609,7 +611,9 @@ def described(
         extrapolated=dict(flagged),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
-        multi_gpu=(None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus)),
+        multi_gpu=(
+            None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus, shared_work)
+        ),
     )
     if tokens is not None:
         verdict = msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
