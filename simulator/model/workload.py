@@ -214,6 +214,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     @property
+    def same_bits(self) -> Workload:
+        """The workload with default values in the fields that change no bit of its result. So two
+        workloads give the same bits if their `same_bits` are equal. The field is `short_recompute`
+        in eager layers.
+        """
+        return self if self.compiled else msgspec.structs.replace(self, short_recompute=False)
+
+    @property
     def piece(self) -> int:
         """Tokens of a piece, or 0 if all tokens of a micro-batch are one piece."""
         return self.token_piece if self.token_piece and self.token_piece < self.tokens else 0
