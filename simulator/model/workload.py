@@ -40,8 +40,8 @@ ops, and making it takes half a minute."""
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is trained: everything that decides the arithmetic of a step. Two plans with the
-    same workload give the same bits. Raises UserError if a value, or a combination of values, is
-    not allowed.
+    same workload give the same bits, in compiled layers with short recomputes only in deterministic
+    mode. Raises UserError if a value, or a combination of values, is not allowed.
     """
 
     batch: int
