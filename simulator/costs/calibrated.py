@@ -137,8 +137,9 @@ class Calibrated(ContendedCosts):
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
         """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
         extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
-        self._others: dict[Workload, Calibrated] = {}
-        """Other workloads from whose ops durations are derived -> their cost models."""
+        self._others: dict[Workload, tuple[Datasheet, Calibrated]] = {}
+        """Other workloads from whose ops durations are derived -> their cost models, without and
+        with measurements."""
 
     def duration_ns(self, op: Op) -> int:
         duration = self._look_up(op)[0]
@@ -294,10 +295,9 @@ class Calibrated(ContendedCosts):
         work = msgspec.structs.replace(sheet.workload, **changes)
         if work not in self._others:
             changed = Datasheet(sheet.hardware, sheet.model, work)
-            self._others[work] = Calibrated(self.table, changed, self.sharing, self._elementwise)
-        costs = self._others[work]
-        changed = costs._datasheet
-        assert changed
+            costs = Calibrated(self.table, changed, self.sharing, self._elementwise)
+            self._others[work] = changed, costs
+        changed, costs = self._others[work]
         if "short_recompute" in changes:  # groups of heads and fp8 do not change the FLOPs
             other = changed.with_flops(other)
         duration, _ = costs._look_up(other)
