@@ -106,6 +106,21 @@ def test_a_workload_without_a_choice_names_no_kernel(
     assert "was chosen" not in printed
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_a_kernel_that_cannot_compute_the_model_is_refused(
+    capsys: pytest.CaptureFixture[str], kernel: str
+) -> None:
+    """`train` would refuse the plan on every device."""
+    words = ("gemma-2-9b", "--hardware", "h200", "--attention", kernel)
+    for verb in (["check", *words], ["plan", *words, "--out", "plan.toml"]):
+        assert cli.main(verb) == 2
+        assert capsys.readouterr().err.endswith(
+            f"--attention: found {kernel} for a gemma2 model; allowed: full causal attention in"
+            " every layer, as in Llama; fix: leave --attention out\n"
+        )
+    assert not Path("plan.toml").exists()
+
+
 @pytest.mark.parametrize("words", [(), ("--documents",)], ids=["not named", "named"])
 def test_advice_keeps_documents_if_the_user_asked_for_them(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
