@@ -206,6 +206,21 @@ def test_train_chooses_a_kernel_that_its_device_has(monkeypatch: pytest.MonkeyPa
     assert trained(monkeypatch, deterministic=True).attention is None
 
 
+def test_train_refuses_a_kernel_that_is_not_deterministic_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Otherwise the machine would be measured and the plan searched before."""
+    words = ("--data", "no such data", "--attention", "cudnn", "--deterministic", "--out", "run")
+    assert cli.main(["train", *MODEL, *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "megatrain: --attention: found cudnn in deterministic mode, although its backward is not"
+        " deterministic; allowed: flash, or no --attention; fix: leave --attention out, or train"
+        " without --deterministic\n"
+    )
+    assert not printed.out
+
+
 def test_train_on_a_cpu_chooses_no_kernel() -> None:
     args = cli.parse(["train", *MODEL, "--data", "corpus", *WORK, "--out", "run"])
     args.dtype, args.accumulation = "bf16", 1
