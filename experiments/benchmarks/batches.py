@@ -3,8 +3,9 @@
     python -m megatrain.experiments.benchmarks.batches SYSTEM MODEL --batches 1,8,32 --out FILE
 
 Loading a model into host memory takes longer than a few steps, so the batches share one model. They
-run in the given order, smallest first. After a batch that fails, the others are not run. Weights
-and tokens are random.
+run in the given order, smallest first. After a batch that fails, the others are not run. The file
+is written after each batch, so a run that is ended early keeps the batches before. Weights and
+tokens are random.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,8 +37,9 @@ from megatrain.simulator.schedule.plan import Plan
 
 def measure(
     system: str, plan: Plan, batches: list[int], steps: int, device: torch.device
-) -> list[tuple[Workload, MeasuredSteps]]:
-    """Returns for each batch its workload and its steps, or the reason why there are none.
+) -> Iterator[tuple[Workload, MeasuredSteps]]:
+    """Yields for each batch its workload and its steps, or the reason why there are none. Each is
+    yielded as soon as it was measured.
 
     Args:
         system: `zero3` or `fsdp2`.
@@ -48,13 +51,15 @@ def measure(
     module, obstacle = baseline(system, device)
     works = [msgspec.structs.replace(plan.workload, batch=batch) for batch in batches]
     if obstacle:
-        return [(work, MeasuredSteps(system=system, failure=obstacle)) for work in works]
+        for work in works:
+            yield work, MeasuredSteps(system=system, failure=obstacle)
+        return
     forget_device_memory(device)
-    results, failure = [], ""
+    failure = ""
     step, notes = module.prepare(msgspec.structs.replace(plan, workload=works[0]), device)
     for work in works:
         if failure:
-            results.append((work, MeasuredSteps(system=system, failure=failure)))
+            yield work, MeasuredSteps(system=system, failure=failure)
             continue
         forget_device_memory(device)
 
@@ -66,21 +71,20 @@ def measure(
         except Exception as error:  # another batch may be too large for the GPU
             traceback.print_exc()
             first = (str(error).splitlines() or [""])[0]
-            results.append(
-                (work, MeasuredSteps(system=system, failure=f"{type(error).__name__}: {first}"))
-            )
             failure = f"not run, because batch {work.batch} failed"
+            yield work, MeasuredSteps(system=system, failure=f"{type(error).__name__}: {first}")
             continue
         cuda = device.type == "cuda"
-        found = MeasuredSteps(
-            system=system,
-            notes=notes,
-            steps=readings,
-            device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-            host_peak_bytes=host_peak_bytes(),
+        yield (
+            work,
+            MeasuredSteps(
+                system=system,
+                notes=notes,
+                steps=readings,
+                device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+                host_peak_bytes=host_peak_bytes(),
+            ),
         )
-        results.append((work, found))
-    return results
 
 
 def _batches(text: str) -> list[int]:
@@ -131,6 +135,15 @@ def run(arguments: list[str] | None = None) -> int:
         host_limit_bytes=hardware.host_bytes,
     )
     records: list[dict[str, Any]] = []
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit() or args.commit,
+        "machine": describe(device),
+        "model": model.name,
+        "parameters": model.parameters,
+        "warm_up_steps": WARM_UP_STEPS,
+        "batches": records,
+    }
     for each, found in measure(args.system, plan, args.batches, args.steps, device):
         timed = msgspec.structs.replace(plan, workload=each)
         record = summary(msgspec.to_builtins(found), timed, hardware)
@@ -141,17 +154,9 @@ def run(arguments: list[str] | None = None) -> int:
             f" {record['failure'] if speed is None else f'{speed:.3f} s'}",
             flush=True,
         )
+        if args.out:
+            write_json(args.out, result)
     if args.out:
-        result = {
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": commit() or args.commit,
-            "machine": describe(device),
-            "model": model.name,
-            "parameters": model.parameters,
-            "warm_up_steps": WARM_UP_STEPS,
-            "batches": records,
-        }
-        write_json(args.out, result)
         print(f"wrote {args.out}")
     return 0 if any("step_seconds_median" in record for record in records) else 1
 

@@ -418,9 +418,11 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
     """Returns the workload that the options describe, for `model`.
 
     If attention cannot stay within a document, the workload has no documents, and unless `quiet`, a
-    line on standard error says why. Raises UserError if `--documents` was given in this case, for
-    `--fp8-scaling` without fp8, and for `--state any`, which the caller has to replace.
+    line on standard error says why. Raises UserError if `--documents` was given in this case, for a
+    kernel of `--attention` that cannot compute the model's attention, for `--fp8-scaling` without
+    fp8, and for `--state any`, which the caller has to replace.
     """
+    from megatrain.simulator.model.attention_kernel import obstacle as kernel_obstacle
     from megatrain.simulator.model.workload import Workload
 
     fp8 = args.dtype == FP8
@@ -448,7 +450,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         )
     if obstacle and not quiet:
         print(f"rows are packed without borders between documents: {obstacle}", file=sys.stderr)
-    return Workload(
+    work = Workload(
         batch=args.batch,
         sequence=args.seq,
         accumulation=args.accumulation,
@@ -467,6 +469,11 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         state=args.state,
         gradients=args.gradients,
     )
+    if work.attention and (unable := kernel_obstacle(model, work, work.attention)):
+        raise UserError(
+            "--attention", found=unable.found, allowed=unable.allowed, fix="leave --attention out"
+        )
+    return work
 
 
 def _documents_obstacle(args: argparse.Namespace, model: ModelSpec) -> str | None:

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if model is None:
         return list_what_fits(args, hardware)
-    asked = args
-    args = from_options.with_fitting_state(args, hardware, model)
+    asked = args  # the verdict is on one GPU, and its part on several has their own workload
+    args = from_options.with_fitting_state(options.replaced(args, gpus=1), hardware, model)
     chunk_chosen, kernel_chosen = args.loss_chunk is None, args.attention is None
     args, chosen = from_options.with_fitting_workload(args, hardware, model)
     with warnings.catch_warnings():
@@ -62,8 +62,12 @@ def run(args: argparse.Namespace) -> int:
         )
         executable = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if executable[0].feasible else DoesNotFit.status
+    shared = None
+    if asked.gpus > 1:
+        work = choices[0].plan.workload
+        shared = from_options.shared_workload(asked, work, hardware, model)
     verdict = from_options.explained(
-        args,
+        asked,
         choices[0],
         hardware,
         batch_chosen=chosen,
@@ -71,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         kernel_chosen=kernel_chosen,
         # This search takes a tenth of the command's time, and no other output shows its result.
         marginal=args.why or args.json,
+        shared_work=shared,
     )
     print(
         json.dumps(from_options.as_json(verdict))

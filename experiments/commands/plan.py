@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
             marginal=args.why,
             chunk_chosen=args.loss_chunk is None and not args.source_plan,
             kernel_chosen=kernel_chosen,
+            keep_documents=args.documents is True,
         )
     width = layout.terminal_width()
     report = verdict_text.text(verdict, width, why=args.why)
@@ -200,6 +201,8 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     """Returns the best plan of each policy for the model and the machine of the options, the best
     plan first, and the machine.
     """
+    import msgspec
+
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model.specs import ModelSpec, model_file
     from megatrain.simulator.planner.search import plans_of
@@ -220,7 +223,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     if args.gpus > 1:
         check_gpus(args.gpus, hardware)
         args.policy = "overlapped" if args.policy == "best" else args.policy
-    args = from_options.with_fitting_state(args, hardware, model)
+    args = from_options.with_fitting_state(args, hardware, model, share=args.gpus > 1)
     args = from_options.with_attention_kernel(args, hardware, model)
     args = from_options.with_fitting_piece(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
@@ -239,6 +242,8 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         )
     else:  # the split of a step into micro-batches is that of one GPU
         plan = from_options.choices(args, hardware, source, named)[0].plan
+        work = from_options.shared_workload(args, plan.workload, hardware, model)
+        plan = msgspec.structs.replace(plan, workload=work)
     return [shared_step(plan, hardware, args.gpus)], hardware
 
 

@@ -10,6 +10,7 @@ its own.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -366,7 +367,7 @@ def refuse_other_run(
     if is_longer(before, settings):
         before["training.steps"] = settings["training.steps"]
     for prefix, was, now in (
-        ("workload", manifest.workload, plan.workload),
+        ("workload", manifest.workload.same_bits, plan.workload.same_bits),
         # a hyperparameter that is newer than the checkpoint had its default
         ("optimizer", _description(AdamW()) | manifest.optimizer, _description(optimizer)),
         ("settings", before, dict(settings)),
@@ -388,6 +389,12 @@ def refuse_other_run(
                 fix=f"leave out --steps, or pass at least {was}",
             )
     if differing:
+        changes = "".join(
+            f" --set {_assigned(name.removeprefix('workload.'), was)}"
+            for name, was, _ in differing
+            if name.startswith("workload.")
+        )
+        how = f" (`megatrain plan --from PLAN{changes} --out NEW`)" if changes else ""
         raise UserError(
             str(folder),
             found=", ".join(f"{name} {_short(was)}" for name, was, _ in differing),
@@ -395,7 +402,8 @@ def refuse_other_run(
                 f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in"
                 " this run"
             ),
-            fix="resume with the settings of the checkpoint, or start a new run from its weights",
+            fix=f"resume with the settings of the checkpoint{how}, or start a new run from its"
+            " weights",
         )
 
 
@@ -419,6 +427,12 @@ def _plain(values: object) -> dict[str, Any]:
     """Returns `values` after encoding them as JSON and decoding them."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
     return plain
+
+
+def _assigned(name: str, value: object) -> str:
+    """Returns `name=value` as a word of `megatrain plan --from PLAN --set`."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return shlex.quote(f"{name}={text}")
 
 
 def _short(value: object) -> str:

@@ -253,7 +253,7 @@ class Trainer(TrainingRun):
         other = Plan.load(Path(plan))
         for what, found, allowed in (
             ("model", other.model, self.plan.model),
-            ("workload", other.workload, self.plan.workload),
+            ("workload", other.workload.same_bits, self.plan.workload.same_bits),
         ):
             if found != allowed:
                 raise UserError(

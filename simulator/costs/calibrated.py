@@ -137,6 +137,9 @@ class Calibrated(ContendedCosts):
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
         """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
         extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
+        self._others: dict[Workload, tuple[Datasheet, Calibrated]] = {}
+        """Other workloads from whose ops durations are derived -> their cost models, without and
+        with measurements."""
 
     def duration_ns(self, op: Op) -> int:
         duration = self._look_up(op)[0]
@@ -273,38 +276,31 @@ class Calibrated(ContendedCosts):
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
         same shape with the other packing. Only decoder layers have another duration.
         """
-        other, sheet = msgspec.structs.replace(op, shape=shape), self._datasheet
-        duration, outside = self._look_up(other)
-        if op.kind not in LAYER_KINDS:
-            return duration, outside
-        share = (
-            sheet.share(
-                op,
-                other,
-                Datasheet(
-                    sheet.hardware,
-                    sheet.model,
-                    msgspec.structs.replace(sheet.workload, documents=not sheet.workload.documents),
-                ),
-            )
-            if sheet
-            else 1.0
-        )
-        return math.ceil(share * duration), True
+        sheet = self._datasheet
+        if op.kind in LAYER_KINDS and sheet is not None:
+            return self._changed(op, shape, documents=not sheet.workload.documents)
+        duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
+        return duration, outside or op.kind in LAYER_KINDS
 
     def _changed(self, op: Op, shape: str, **changes: Any) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
         same shape for a workload with `changes`. Only decoder layers have another duration.
+
+        The duration of `shape` is that of the cost model of the other workload. It may be derived
+        from a third one, and what an op computes depends on the workload.
         """
         other, sheet = msgspec.structs.replace(op, shape=shape), self._datasheet
         if op.kind not in LAYER_KINDS or sheet is None:
             return self._look_up(other)
-        changed = Datasheet(
-            sheet.hardware, sheet.model, msgspec.structs.replace(sheet.workload, **changes)
-        )
+        work = msgspec.structs.replace(sheet.workload, **changes)
+        if work not in self._others:
+            changed = Datasheet(sheet.hardware, sheet.model, work)
+            costs = Calibrated(self.table, changed, self.sharing, self._elementwise)
+            self._others[work] = changed, costs
+        changed, costs = self._others[work]
         if "short_recompute" in changes:  # groups of heads and fp8 do not change the FLOPs
             other = changed.with_flops(other)
-        duration, _ = self._look_up(other)
+        duration, _ = costs._look_up(other)
         return math.ceil(sheet.share(op, other, changed) * duration), True
 
     def _other_chunks(self, op: Op) -> tuple[float, bool]:
@@ -701,7 +697,7 @@ def _layer(shape: str) -> str:
 
 def _dtype(shape: str) -> str:
     """Returns DTYPE of a shape `LAYER/BATCHxSEQUENCE-DTYPE`, with the suffixes for fp8, compiled
-    layers, the attention kernel, pieces and documents.
+    layers, the attention kernel, pieces, groups of heads, short recomputes and documents.
     """
     return shape.rpartition("/")[2].partition("-")[2]
 

@@ -40,8 +40,8 @@ ops, and making it takes half a minute."""
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is trained: everything that decides the arithmetic of a step. Two plans with the
-    same workload give the same bits. Raises UserError if a value, or a combination of values, is
-    not allowed.
+    same workload give the same bits, in compiled layers with short recomputes only in deterministic
+    mode. Raises UserError if a value, or a combination of values, is not allowed.
     """
 
     batch: int
@@ -212,6 +212,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed="products in bf16 or fp32",
                 fix="use --dtype bf16, or leave out --token-piece",
             )
+
+    @property
+    def same_bits(self) -> Workload:
+        """The workload with default values in the fields that change no bit of its result. So two
+        workloads give the same bits if their `same_bits` are equal. The field is `short_recompute`
+        in eager layers.
+        """
+        return self if self.compiled else msgspec.structs.replace(self, short_recompute=False)
 
     @property
     def piece(self) -> int:

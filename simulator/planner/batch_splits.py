@@ -134,12 +134,18 @@ def best_split(
     chosen = [
         tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
     ] or [tried[-1]]
-    limits = {"device_limit": device_limit, "host_limit": host_limit}
     if choose_chunk:
         chosen = [
-            with_loss_chunk(model, hardware, work, policies=policies, **limits) for work in chosen
+            with_loss_chunk(
+                model,
+                hardware,
+                work,
+                device_limit=device_limit,
+                host_limit=host_limit,
+                policies=policies,
+            )
+            for work in chosen
         ]
-
     searched = (
         candidates(
             model,
@@ -148,7 +154,8 @@ def best_split(
             source=source,
             hardware_name=hardware_name,
             policies=policies,
-            **limits,
+            device_limit=device_limit,
+            host_limit=host_limit,
         )
         for work in chosen
     )

@@ -19,6 +19,9 @@ or more, or if no plan fits otherwise. If a calibration does not say what chunk 
 can be derived, and the default chunk is kept.
 
 The chosen chunk is not the best in every case, because whole searches are not compared.
+
+With several GPUs, these are the times and the memory of the plans that share the step
+(`shared_step.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from megatrain.simulator.planner.assessment import group_sizes, with_knobs
 from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of
+from megatrain.simulator.planner.shared_step import in_groups, least_fitting, of_all, shares
 from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.schedule.plan import Plan
 
@@ -63,12 +67,14 @@ def with_loss_chunk(
     device_limit: int | None = None,
     host_limit: int | None = None,
     policies: list[str] | None = None,
+    gpus: int = 1,
 ) -> Workload:
     """Returns `workload` with the loss chunk that the planner chooses.
 
-    The loss chunk of `workload` is kept in four cases: no plan fits with any chunk, the machine has
-    no costs for the workload, its calibration does not say what chunk it measured, or all policies
-    are only for prediction. The arguments are those of `candidates`.
+    The loss chunk of `workload` is kept in five cases: no plan fits with any chunk, the machine has
+    no costs for the workload, its calibration does not say what chunk it measured, all policies
+    are only for prediction, or several `gpus` cannot share the step. `workload` is that of each
+    GPU. The other arguments are those of `candidates`.
 
     Raises UserError for an unknown policy, as `candidates` does.
     """
@@ -84,6 +90,8 @@ def with_loss_chunk(
         )
         if not policy_library.find(plan.policy).prediction_only
     ]
+    if gpus > 1:
+        plans = [of_all(plan, hardware, gpus) for plan in plans if shares(plan, gpus)]
     measured = _measured(hardware, model, workload)
     if not plans or measured == {0}:
         return workload
@@ -157,11 +165,8 @@ class _ChunkSearch:
         """
         if chunk not in self._times:
             derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
-            work = msgspec.structs.replace(self._plans[0].workload, loss_chunk=chunk)
-            costs = cost_model(self._hardware, self._plans[0].model, work)
             times = [
-                _step_ns(msgspec.structs.replace(plan, workload=work), costs, limit / derived)
-                for plan in self._fastest
+                _step_ns(*self._with_costs(plan, chunk), limit / derived) for plan in self._fastest
             ]
             self._times[chunk] = derived * min(times)
         return self._times[chunk]
@@ -173,12 +178,8 @@ class _ChunkSearch:
         This takes less time than timing the chunk. If the search shows that no plan fits, the time
         of the chunk is also stored as infinity, so `_time` need not compare plans.
         """
-        plan = self._fastest[0]
-        work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
-        costs = cost_model(self._hardware, plan.model, work)
-        places = policy_library.find(plan.policy).places_state
-        plan = msgspec.structs.replace(plan, workload=work)
-        if not places:
+        plan, costs = self._with_costs(self._fastest[0], chunk)
+        if not policy_library.find(plan.policy).places_state:
             return False
         if PlacementSearch(plan, costs).may_fit():
             return True
@@ -188,12 +189,17 @@ class _ChunkSearch:
 
     def _fits(self, chunk: int) -> bool:
         """Returns whether any of the plans that need the least memory fits with this chunk."""
-        first = self._plans[0]
-        work = msgspec.structs.replace(first.workload, loss_chunk=chunk)
-        costs = cost_model(self._hardware, first.model, work)
+        plan, costs = self._with_costs(self._plans[0], chunk)
+        if plan.gpus > 1:
+            return least_fitting(plan, self._hardware) is not None
         names = [plan.policy for plan in self._plans]
-        plan = msgspec.structs.replace(first, workload=work)
         return fitting(plan, self._hardware, costs, names) is not None
+
+    def _with_costs(self, plan: Plan, chunk: int) -> tuple[Plan, CostModel]:
+        """Returns `plan` with a loss chunk, and its costs."""
+        work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
+        costs = cost_model(self._hardware, plan.model, work, plan.gpus)
+        return msgspec.structs.replace(plan, workload=work), costs
 
 
 def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
@@ -205,6 +211,9 @@ def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
         return choice.step_seconds * 1e9 if choice.feasible else math.inf
     sizes, best = group_sizes(plan), math.inf
     for size in dict.fromkeys((sizes[0], sizes[-1])):
-        search = PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
+        grouped = (
+            with_knobs(plan, micro_batch_group=size) if plan.gpus == 1 else in_groups(plan, size)
+        )
+        search = PlacementSearch(grouped, costs)
         best = min(best, search.first_ns(min(limit, best)))
     return best

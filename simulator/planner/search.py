@@ -199,7 +199,7 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
     """
     if len(searches) > 1:
         # The most promising size comes first, so its step time excludes most plans of the others.
-        searches.sort(key=PlacementSearch.rough_ns)
+        searches = sorted(searches, key=PlacementSearch.rough_ns)
     bests: list[Estimate] = []
     for search in searches:
         limit = min((entry.step_seconds * 1e9 for entry in bests), default=math.inf)

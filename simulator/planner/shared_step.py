@@ -23,7 +23,7 @@ from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
 from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
-from megatrain.simulator.planner.capacity import fitting
+from megatrain.simulator.planner.capacity import MemoryFootprint, fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import fastest
 from megatrain.simulator.schedule.plan import Knobs, Plan
@@ -49,24 +49,43 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
             allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
             fix="lower --accumulation, or raise --batch",
         )
-    first = _of_all(plan, hardware, gpus)
+    first = of_all(plan, hardware, gpus)
     policy_library.outline(first, merged=True)  # raises UserError if the step cannot be shared
     searches = [
         PlacementSearch(grouped, cost_model(hardware, plan.model, grouped.workload, gpus))
-        for grouped in (_in_groups(first, size) for size in group_sizes(first))
+        for grouped in (in_groups(first, size) for size in group_sizes(first))
     ]
     best = fastest(searches)
     if best:
         chosen = best.plan
-    else:  # the plans that need the least memory, without groups and with one group
-        least = (
-            fitting(search.plan, hardware, search.costs, [plan.policy])
-            for search in (searches[0], searches[-1])
-        )
-        footprint = next(filter(None, least), None)
+    else:
+        footprint = least_fitting(first, hardware)
         chosen = footprint.placed() if footprint else searches[0].nearest_miss()
     choice = assess(chosen, cost_model(hardware, plan.model, chosen.workload, gpus))
     return msgspec.structs.replace(choice, runner_up=best.runner_up if best else None)
+
+
+def least_fitting(plan: Plan, hardware: HardwareSpec) -> MemoryFootprint | None:
+    """Returns the first plan that fits among those that need the least memory, or None if none
+    fits. `plan` is one of `of_all`. Plans without groups and with one group are tried.
+    """
+    sizes = group_sizes(plan)
+    found = (
+        fitting(
+            grouped,
+            hardware,
+            cost_model(hardware, plan.model, grouped.workload, plan.gpus),
+            [plan.policy],
+        )
+        for grouped in (in_groups(plan, size) for size in dict.fromkeys((sizes[0], sizes[-1])))
+    )
+    return next(filter(None, found), None)
+
+
+def sharing(plan: Plan) -> Plan:
+    """Returns `plan`, which is for one GPU, with the policy whose step several GPUs can share."""
+    name = next(name for name in policy_library.names() if policy_library.find(name).shards)
+    return msgspec.structs.replace(plan, policy=name, digest="", prediction=None)
 
 
 def shares(plan: Plan, gpus: int) -> bool:
@@ -74,7 +93,7 @@ def shares(plan: Plan, gpus: int) -> bool:
     if plan.workload.accumulation * gpus > MOST_MICRO_BATCHES:
         return False
     with contextlib.suppress(UserError):
-        policy_library.outline(_of_all(plan, None, gpus), merged=True)
+        policy_library.outline(of_all(plan, None, gpus), merged=True)
         return True
     return False
 
@@ -97,8 +116,10 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     )
 
 
-def _of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
-    """Returns `plan` for `gpus` GPUs, with the default knobs."""
+def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
+    """Returns `plan`, which is for one GPU, for `gpus` GPUs, with the default knobs. Without
+    `hardware`, the GPUs share the host memory.
+    """
     own_memory = hardware is not None and has_own_memory(hardware)
     return msgspec.structs.replace(
         plan,
@@ -113,7 +134,7 @@ def _of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
     )
 
 
-def _in_groups(plan: Plan, size: int) -> Plan:
+def in_groups(plan: Plan, size: int) -> Plan:
     """Returns `plan` with micro-batch groups of `size`, whose gradients are summed first."""
     return msgspec.structs.replace(
         plan,

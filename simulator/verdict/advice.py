@@ -73,7 +73,8 @@ class Adviser:
 
     `names` are the policies that may be used, `search` repeats the planner's search, and
     `footprints` are the plans that need the least memory, at least one. `kernel_chosen` says
-    whether the planner chooses the attention kernel.
+    whether the planner chooses the attention kernel. `keep_documents` says whether rows must keep
+    the borders of documents, because the user asked for them.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Adviser:
         footprints: list[MemoryFootprint],
         *,
         kernel_chosen: bool = False,
+        keep_documents: bool = False,
     ) -> None:
         self.choice, self.hardware, self.costs, self.names, self.search, self.footprints = (
             choice,
@@ -96,7 +98,7 @@ class Adviser:
             footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
-        self.kernel_chosen = kernel_chosen
+        self.kernel_chosen, self.keep_documents = kernel_chosen, keep_documents
         self.speed = tokens_per_second(self.work, choice.step_seconds)
         has_formats = (
             not policy_library.find(self.plan.policy).prediction_only
@@ -391,10 +393,15 @@ class Adviser:
         kernel, for long rows of documents.
 
         Flash attention is the only kernel for documents. Returns None if the planner would choose
-        no kernel for rows without documents.
+        no kernel for rows without documents, or if the rows must keep the borders.
         """
         work = self.work
-        if not work.documents or work.attention is not None or work.sequence < LONG_SEQUENCE:
+        if (
+            self.keep_documents
+            or not work.documents
+            or work.attention is not None
+            or work.sequence < LONG_SEQUENCE
+        ):
             return None
         plain = with_attention_kernel(
             self.plan.model, self.hardware, msgspec.structs.replace(work, documents=False)

@@ -5,7 +5,8 @@ If a policy can share the step, the prediction is that of the best plan for N GP
 its own batch and loads all streamed weights. Optimizer state and summed gradients are in host
 memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds and
 updates everything. The all-reduce of gradients is left out. It would take tens of milliseconds for
-a 7B model over NVLink, and far more over PCIe.
+a 7B model over NVLink, and far more over PCIe. The memory that it needs on each GPU is counted. If
+the plan for one GPU does not leave it free, the estimate is that of the best plan that does.
 
 The links share the host's DRAM (`costs/several_gpus.py`). NUMA and additional CPU cores are not
 modelled.
@@ -23,9 +24,11 @@ from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, TUNING, Account
 from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
-from megatrain.simulator.planner.shared_step import shared_step, shares
+from megatrain.simulator.planner.search import candidates
+from megatrain.simulator.planner.shared_step import shared_step, shares, sharing
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
 
@@ -54,6 +57,9 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: int
     """Number of GPUs."""
+    workload: Workload | None = None
+    """The workload of a step of all GPUs if they share it. None for an estimate, in which each GPU
+    has the workload of one."""
     step_seconds: float
     """Predicted seconds of one step."""
     tokens_per_second: float
@@ -100,24 +106,40 @@ def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
 
 
 def predicted(
-    choice: Choice, schedule: Schedule, hardware: HardwareSpec, costs: CostModel, gpus: int
+    choice: Choice,
+    schedule: Schedule,
+    hardware: HardwareSpec,
+    costs: CostModel,
+    gpus: int,
+    work: Workload | None = None,
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    If no policy can share the step, the result is that of `estimate`. `schedule` is the schedule of
-    the plan, and `costs` is the cost model of one GPU. Raises UserError as
-    `check_gpus` does.
+    If no policy can share the step, the result is that of `estimate`.
+
+    Args:
+        choice: The plan for one GPU and its prediction.
+        schedule: The schedule of the plan.
+        hardware: The machine.
+        costs: The cost model of one GPU.
+        gpus: The number of GPUs.
+        work: The workload of each GPU if they share the step. None means that of the plan.
+
+    Raises UserError as `check_gpus` does.
     """
     check_gpus(gpus, hardware)
     plan, alone = choice.plan, choice.step_seconds
-    sharing = next(name for name in policies.names() if policies.find(name).shards)
-    common = msgspec.structs.replace(plan, policy=sharing)
+    common = sharing(msgspec.structs.replace(plan, workload=work or plan.workload))
     if not shares(common, gpus):
-        return estimate(plan, schedule, choice.account, hardware, costs, alone, gpus)
+        leaving = _leaving(choice, hardware, costs.collective_bytes if gpus > 1 else 0)
+        if leaving.plan != plan:
+            schedule = policies.lower(leaving.plan)
+        return estimate(leaving.plan, schedule, leaving.account, hardware, costs, alone, gpus)
     shared, links = shared_step(common, hardware, gpus), link_share(hardware, gpus)
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
     return MultiGpu(
         gpus=gpus,
+        workload=shared.plan.workload,
         step_seconds=shared.step_seconds,
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, alone),
@@ -134,6 +156,30 @@ def predicted(
     )
 
 
+def _leaving(choice: Choice, hardware: HardwareSpec, size: int) -> Choice:
+    """Returns the best plan of the policy of `choice` that leaves `size` bytes of device memory
+    free. Returns `choice` if it leaves them, if it does not fit, or if no plan leaves them.
+    """
+    plan, limit = choice.plan, choice.account.device_limit_bytes - size
+    peer = policies.find(plan.policy).prediction_only
+    if choice.account.device_peak_bytes <= limit or not choice.feasible or peer or limit <= 0:
+        return choice
+    best = candidates(
+        plan.model,
+        hardware,
+        plan.workload,
+        source=plan.source,
+        hardware_name=plan.hardware,
+        device_limit=limit,
+        host_limit=plan.host_limit_bytes,
+        policies=[plan.policy],
+    )[0]
+    if not best.feasible:
+        return choice
+    account = msgspec.structs.replace(best.account, device_limit_bytes=limit + size)
+    return msgspec.structs.replace(best, account=account)
+
+
 def estimate(
     plan: Plan,
     schedule: Schedule,
@@ -143,7 +189,8 @@ def estimate(
     step_seconds: float,
     gpus: int,
 ) -> MultiGpu:
-    """Returns the estimate for `gpus` GPUs that execute `plan` with data parallelism.
+    """Returns the estimate for `gpus` GPUs that execute `plan` with data parallelism. Each GPU also
+    needs memory for collectives (`CostModel.collective_bytes`).
 
     `schedule`, `account` and `step_seconds` are the schedule, the memory and the step time of the
     plan on one GPU, and `costs` is the cost model of one GPU. Raises UserError as `check_gpus`
@@ -176,13 +223,16 @@ def estimate(
     )
     host = account.host_peak_bytes + (gpus - 1) * per_gpu
     limit = account.host_limit_bytes * (gpus if own_memory else 1)
+    device = account.device_peak_bytes + (costs.collective_bytes if gpus > 1 else 0)
+    too_large = device > account.device_limit_bytes
     return MultiGpu(
         gpus=gpus,
         step_seconds=seconds,
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, step_seconds),
         host_peak_bytes=host,
-        feasible=host <= limit and account.device_peak_bytes <= account.device_limit_bytes,
+        feasible=host <= limit and not too_large,
+        device_peak_bytes=device if too_large else None,
         gb_per_s=links.alone,
         gb_per_s_both=links.together,
     )

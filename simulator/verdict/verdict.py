@@ -64,9 +64,10 @@ class TrainingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     hours: float
     """Hours of training: tokens / tokens_per_second / 3600, with all GPUs together."""
     hours_low: float | None = None
-    """Hours if each step takes the lower end of its range. None if there is no range."""
+    """Hours if each step takes the lower end of its range. None if there is no range, or if one GPU
+    was calibrated and the hours are those of several."""
     hours_high: float | None = None
-    """Hours if each step takes the upper end of its range. None if there is no range."""
+    """Hours if each step takes the upper end of its range. None if `hours_low` is None."""
     days: float
     """Days of training: hours / 24."""
     energy_kwh: float | None
@@ -134,8 +135,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     """Predicted seconds of one step."""
     step_seconds_low: float | None
-    """Lower end of the range of the step time. None if the plan does not fit, or if the calibration
-    has no spread."""
+    """Lower end of the range of the step time. None if the plan does not fit, if the calibration
+    has no spread, or if one GPU was calibrated and the plan is for several."""
     step_seconds_high: float | None
     """Upper end of the range of the step time. None if `step_seconds_low` is None."""
     tokens_per_second: float
@@ -371,12 +372,16 @@ def step_range(
     Args:
         plan: The plan.
         seconds: Its predicted step time.
-        hardware: The machine. If it was measured but without spreads, the range is not known, and
-            two times None are returned.
+        hardware: The machine. If it was measured but without spreads, or with one GPU for a plan
+            for several, the range is not known, and two times None are returned.
     """
     table = hardware.costs
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
+    # The spreads are those of one GPU. They say nothing about collectives, about GPUs that wait for
+    # each other, or about the memory that their links share.
+    if plan.gpus > 1:
+        return None, None
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload, few.gpus)
@@ -495,8 +500,9 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
+    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # see `step_range`
     low, high = (
-        None if end is None else hours * end / verdict.step_seconds
+        None if end is None or unknown else hours * end / verdict.step_seconds
         for end in (verdict.step_seconds_low, verdict.step_seconds_high)
     )
     return TrainingEstimate(
@@ -521,6 +527,7 @@ def explain(
     marginal: bool = True,
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
+    keep_documents: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice: all that `described` and `explored` report.
 
@@ -536,6 +543,8 @@ def explain(
             batch are then computed for any chunk that the planner may choose.
         kernel_chosen: Whether the planner chose the attention kernel, or none. It then also chooses
             one for other machines and models.
+        keep_documents: Whether the user asked for rows that keep the borders of documents, so no
+            advice gives them up.
 
     Raises UserError if a host cannot have that many GPUs.
     """
@@ -547,7 +556,15 @@ def explain(
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
     )
-    return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
+    return explored(
+        verdict,
+        choice,
+        hardware,
+        names,
+        advise=advise,
+        marginal=marginal,
+        keep_documents=keep_documents,
+    )
 
 
 def described(
@@ -558,11 +575,13 @@ def described(
     tokens: int | None = None,
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
+    shared_work: Workload | None = None,
 ) -> Verdict:
     """Returns the verdict on a choice with its simulated times, but without the results of other
     plans, which `explored` adds.
 
-    The arguments are those of `explain`. Raises UserError as `explain` does.
+    `shared_work` is the workload of each of several GPUs that share a step. None means that of the
+    plan. The other arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware, kernel_chosen=kernel_chosen)
     costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
@@ -592,7 +611,9 @@ def described(
         extrapolated=dict(flagged),
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
-        multi_gpu=(None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus)),
+        multi_gpu=(
+            None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus, shared_work)
+        ),
     )
     if tokens is not None:
         verdict = msgspec.structs.replace(verdict, training=train_for(verdict, hardware, tokens))
@@ -619,6 +640,7 @@ def explored(
     *,
     advise: bool = True,
     marginal: bool = True,
+    keep_documents: bool = False,
 ) -> Verdict:
     """Adds to a verdict of `described` the results of other plans than the chosen one.
 
@@ -664,6 +686,7 @@ def explored(
         search_again,
         footprints,
         kernel_chosen=verdict.kernel_chosen,
+        keep_documents=keep_documents,
     )
     return msgspec.structs.replace(verdict, advice=adviser.suggestions())
 

@@ -5,6 +5,7 @@ The command runs in the process of the tests.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from short_model import SHORT
 
 from megatrain.experiments.cli import main as cli
 
@@ -122,6 +124,13 @@ def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copytree(prepared, place)
     monkeypatch.chdir(place)
     return place
+
+
+@pytest.fixture
+def short_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes into a folder with the config of `short_model.SHORT` as `config.json`."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(SHORT.config))
 
 
 @pytest.fixture(scope="session")

@@ -280,7 +280,7 @@ def test_batches_share_a_model_and_a_failed_batch_ends_them(
         return step, "a system"
 
     monkeypatch.setattr(fsdp2, "prepare", prepare)
-    found = batches.measure("fsdp2", plan, [1, 2, 4, 8], 3, torch.device("cpu"))
+    found = list(batches.measure("fsdp2", plan, [1, 2, 4, 8], 3, torch.device("cpu")))
     assert sizes == [1]  # the model is prepared once
     assert [work.batch for work, _ in found] == [1, 2, 4, 8]
     assert [[step.seconds for step in steps.steps] for _, steps in found] == [
@@ -295,6 +295,31 @@ def test_batches_share_a_model_and_a_failed_batch_ends_them(
         "RuntimeError: no memory left",
         "not run, because batch 4 failed",
     ]
+
+
+def test_a_run_of_batches_that_is_ended_keeps_those_before(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file is written after each batch."""
+    file = tmp_path / "batches.json"
+
+    def prepare(_: Plan, __: torch.device) -> tuple[WorkStep, str]:
+        def step(number: int, work: Workload) -> Reading:
+            if work.batch == 4:
+                raise KeyboardInterrupt
+            return Reading(seconds=number * work.batch, loss=1.0)
+
+        return step, "a system"
+
+    monkeypatch.setattr(fsdp2, "prepare", prepare)
+    words = ["fsdp2", str(prepared / "tiny"), "--steps", "3", "--device", "cpu", "--out", str(file)]
+    with pytest.raises(KeyboardInterrupt):
+        batches.run([*words, "--batches", "1,2,4,8"])
+    found = json.loads(file.read_text())
+    assert [entry["batch"] for entry in found["batches"]] == [1, 2]
+    assert all(entry["step_seconds_median"] for entry in found["batches"])
+    assert found["model"] == "tiny"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
@@ -313,5 +338,6 @@ def test_no_batch_runs_if_the_system_cannot(
 ) -> None:
     monkeypatch.setattr(fsdp2, field, value)
     monkeypatch.setattr(fsdp2, "prepare", None)  # it is not called
-    found = batches.measure("fsdp2", make_plan("double_buffer"), [1, 2], 3, torch.device("cpu"))
+    plan = make_plan("double_buffer")
+    found = list(batches.measure("fsdp2", plan, [1, 2], 3, torch.device("cpu")))
     assert [steps.failure for _, steps in found] == [reason] * 2

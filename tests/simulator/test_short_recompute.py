@@ -19,7 +19,7 @@ from megatrain.simulator.model.workload import Workload, is_short, shortened, wi
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, ScheduleError, computes_output
 from megatrain.simulator.schedule.operands import check_operands
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 H200 = HardwareSpec.load("h200")
 SEVEN = ModelSpec.load("qwen2.5-7b").with_layers(4)
@@ -195,3 +195,23 @@ def test_measured_recomputes_give_the_time_of_the_others(
     """Machines that were calibrated without short recomputes are not measured again."""
     found = durations(measured, wanted, checkpoint_interval=interval)
     assert found == pytest.approx(dict.fromkeys(found, 3.0), rel=1e-3)
+
+
+@pytest.mark.parametrize("saved", ["", "all"], ids=["no attention saved", "attention saved"])
+@pytest.mark.parametrize("rows", [8, 4])
+@pytest.mark.parametrize("wanted", [SHORT, FULL], ids=["short", "full"])
+@pytest.mark.parametrize("measured", [SHORT, FULL], ids=["short", "full"])
+@pytest.mark.parametrize("changes", [{}, {"token_piece": 2048}, {"head_groups": 2}])
+def test_a_time_that_is_derived_in_several_steps(
+    measured: Workload, wanted: Workload, rows: int, saved: str, changes: dict[str, Any]
+) -> None:
+    """For example from another number of tokens, without pieces, and without saved attention. Each
+    step compares with the work of its own workload.
+    """
+    for more in ({}, {"head_groups": 2, "documents": True}):
+        found = durations(
+            msgspec.structs.replace(measured, batch=rows),
+            msgspec.structs.replace(wanted, **changes | more),
+            placement=Placement(saved_attention=saved),
+        )
+        assert found == pytest.approx(dict.fromkeys(found, 3.0), rel=0.03)

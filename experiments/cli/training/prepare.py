@@ -136,6 +136,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     """
     from megatrain.runtime.layers.supported import refuse_multimodal, refuse_unsupported
     from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.attention_kernel import is_deterministic
     from megatrain.simulator.model.specs import ModelSpec
 
     if None not in (args.tokens_per_step, args.batch, args.accumulation):
@@ -144,6 +145,14 @@ def check(args: argparse.Namespace, config: Config) -> None:
             found="--batch and --accumulation as well",
             allowed="at most two of the three",
             fix="leave one out",
+        )
+    if config.training.deterministic and not is_deterministic(args.attention):
+        raise UserError(
+            "--attention",
+            found=f"{args.attention} in deterministic mode, although its backward is not"
+            " deterministic",
+            allowed="flash, or no --attention",
+            fix="leave --attention out, or train without --deterministic",
         )
     if args.hardware:
         HardwareSpec.load(args.hardware)

@@ -1,8 +1,13 @@
-"""Finds the machine, the plans and the verdict for the options of a command."""
+"""Finds the machine, the plans and the verdict for the options of a command.
+
+The functions `with_...` choose what the options leave open. If the command has `--gpus N`, they
+choose it for N GPUs that share a step, as far as N GPUs can share it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,6 +21,7 @@ from megatrain.simulator.model.workload import LEAST_PIECE, LONG_SEQUENCE
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.model.workload import Workload
     from megatrain.simulator.planner.search import Choice
     from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import Verdict
@@ -176,12 +182,13 @@ def as_json(verdict: Verdict) -> dict[str, object]:
 
 
 def with_fitting_state(
-    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
+    args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, *, share: bool = False
 ) -> argparse.Namespace:
     """Returns `args` with a state format instead of `--state any`.
 
     It is the least compressed format in which the model fits, if necessary with a micro-batch of
-    one sequence. If the model fits in no format, it is the most compressed one.
+    one sequence. If the model fits in no format, it is the most compressed one. With `share`, only
+    the formats with which several GPUs can share a step are tried, if there are any.
     """
     if args.state != ANY:
         return args
@@ -193,6 +200,10 @@ def with_fitting_state(
     )
     states = tuple(FORMATS) if compressible else (EXACT,)
     candidates = [options.replaced(args, state=state) for state in states]
+    if share:
+        one_row = [options.replaced(entry, batch=args.batch or 1) for entry in candidates]
+        able = [_shares(_least_plan(entry, hardware, model), args.gpus) for entry in one_row]
+        candidates = list(itertools.compress(candidates, able)) or candidates
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
     fitting = (
         candidate
@@ -220,6 +231,7 @@ def with_loss_chunk(
         device_limit=options.device_limit(args.device_memory, hardware),
         host_limit=args.host_memory,
         policies=policies(args.policy),
+        gpus=_gpus(args),
     )
     return options.replaced(args, loss_chunk=chosen.loss_chunk)
 
@@ -270,7 +282,7 @@ def with_fitting_piece(
     if _fitting(one_row, hardware, model, (1,))[0]:
         if args.seq < LONG_SEQUENCE:
             return args
-        whole = choices(without_pieces, hardware, model.name, hardware.name, model)[0]
+        whole = _best(without_pieces, hardware, model)
         if whole.feasible and not _recomputes_attention(whole.plan):
             return args
         sizes = sizes[-_LARGER:]
@@ -278,17 +290,28 @@ def with_fitting_piece(
     for piece in sizes:
         candidate = options.replaced(args, batch=args.batch or 1, token_piece=piece)
         if _fitting(candidate, hardware, model, (candidate.batch,))[0]:
-            best = choices(candidate, hardware, model.name, hardware.name, model)[0]
+            best = _best(candidate, hardware, model)
             if best.feasible:
                 by_seconds.setdefault(best.step_seconds, candidate)
     if not by_seconds:
         return args
     # The search may find a plan that fits without pieces although `_fitting` does not.
-    whole = whole or choices(without_pieces, hardware, model.name, hardware.name, model)[0]
+    whole = whole or _best(without_pieces, hardware, model)
     least = min(by_seconds)
     if whole.feasible and whole.step_seconds < _WORTH * least:
         return args
     return by_seconds[least]
+
+
+def _best(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Choice:
+    """Returns the best plan, which is for several GPUs if they can share the step."""
+    from megatrain.simulator.planner.shared_step import shared_step, sharing
+
+    if _gpus(args) > 1 and getattr(args, "tokens_per_step", None) is None:
+        plan = sharing(_least_plan(args, hardware, model))
+        if _shares(plan, args.gpus):
+            return shared_step(plan, hardware, args.gpus)
+    return choices(args, hardware, model.name, hardware.name, model)[0]
 
 
 def _recomputes_attention(plan: Plan) -> bool:
@@ -340,6 +363,30 @@ def with_fitting_size(
     return options.replaced(args, batch=args.batch or 1), chosen
 
 
+def shared_workload(
+    args: argparse.Namespace, work: Workload, hardware: HardwareSpec, model: ModelSpec
+) -> Workload:
+    """Returns the workload of each of the GPUs of `--gpus`, with the micro-batches of `work`.
+
+    It has the state format, the attention kernel, the token piece and the loss chunk that are
+    chosen for these GPUs where `args`, the options as they were given, do not name them. If the
+    GPUs cannot share the step, it is `work`.
+    """
+    from megatrain.simulator.planner.shared_step import sharing
+
+    args = options.replaced(
+        args, batch=work.batch, accumulation=work.accumulation, tokens_per_step=None
+    )
+    args = with_fitting_state(args, hardware, model)
+    plan = sharing(_least_plan(args, hardware, model))
+    if not _shares(plan, args.gpus):
+        return work
+    args = options.replaced(args, policy=plan.policy)
+    args = with_attention_kernel(args, hardware, model)
+    args = with_fitting_piece(args, hardware, model)
+    return options.workload(with_loss_chunk(args, hardware, model), model, quiet=True)
+
+
 def _fastest(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec, largest: int
 ) -> argparse.Namespace:
@@ -381,29 +428,17 @@ def _fitting(
 
     from megatrain.simulator.planner.loss_chunk import least_chunks
     from megatrain.simulator.policies import find
-    from megatrain.simulator.schedule.plan import Plan
-    from megatrain.simulator.verdict.alternatives import fits
 
-    limit = options.device_limit(args.device_memory, hardware) or hardware.device_bytes
     names = [name for name in policies(args.policy) if not find(name).prediction_only]
     sized = [options.replaced(args, batch=batch) for batch in batches]
     priced = sized[:1]
     for candidate in sized if names else ():
-        work = options.workload(candidate, model, quiet=True)
+        plan = _least_plan(candidate, hardware, model)
         chosen = least and args.loss_chunk is None
-        works = least_chunks(work, hardware) if chosen else (work,)
-        plan = Plan(
-            policy=names[0],
-            hardware=hardware.name,
-            source=model.name,
-            model=model,
-            workload=work,
-            device_limit_bytes=limit,
-            host_limit_bytes=args.host_memory or hardware.host_bytes,
-        )
+        works = least_chunks(plan.workload, hardware) if chosen else (plan.workload,)
         try:
             if any(
-                fits(msgspec.structs.replace(plan, workload=work), hardware, names)
+                _fits(msgspec.structs.replace(plan, workload=work), hardware, names, _gpus(args))
                 for work in works
             ):
                 return [candidate], [candidate]
@@ -411,6 +446,51 @@ def _fitting(
             continue
         priced = [candidate]
     return [], priced
+
+
+def _gpus(args: argparse.Namespace) -> int:
+    """Returns the number of GPUs of `--gpus`. Some commands do not have this option."""
+    gpus: int = getattr(args, "gpus", 1)
+    return gpus
+
+
+def _least_plan(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Plan:
+    """Returns a plan for one GPU with the workload and the memory limits of `args`, and with the
+    default knobs.
+    """
+    from megatrain.simulator.schedule.plan import Plan
+
+    return Plan(
+        policy=policies(args.policy)[0],
+        hardware=hardware.name,
+        source=model.name,
+        model=model,
+        workload=options.workload(args, model, quiet=True),
+        device_limit_bytes=options.device_limit(args.device_memory, hardware)
+        or hardware.device_bytes,
+        host_limit_bytes=args.host_memory or hardware.host_bytes,
+    )
+
+
+def _shares(plan: Plan, gpus: int) -> bool:
+    """Returns whether `gpus` GPUs can share the step of `plan`, with the policy that shares."""
+    from megatrain.simulator.planner.shared_step import shares, sharing
+
+    return shares(sharing(plan), gpus)
+
+
+def _fits(plan: Plan, hardware: HardwareSpec, names: list[str], gpus: int) -> bool:
+    """Returns whether a plan of any policy of `names` fits or, if `gpus` GPUs can share the step,
+    whether a plan for them fits. Model, workload and limits are those of `plan`.
+
+    Raises UserError if `hardware` was measured and has no costs for the model and the workload.
+    """
+    from megatrain.simulator.planner.shared_step import least_fitting, of_all, sharing
+    from megatrain.simulator.verdict.alternatives import fits
+
+    if gpus > 1 and _shares(plan, gpus):
+        return least_fitting(of_all(sharing(plan), hardware, gpus), hardware) is not None
+    return fits(plan, hardware, names)
 
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
@@ -438,6 +518,7 @@ def explained(
     kernel_chosen: bool,
     explore: bool = True,
     marginal: bool = True,
+    shared_work: Workload | None = None,
 ) -> Verdict:
     """Returns the verdict on `choice`, with what the options of `args` ask for.
 
@@ -451,6 +532,8 @@ def explained(
             `--attention` was not given.
         explore: whether to search other plans, for the room and the advice, as `explored` does.
         marginal: whether to search for the gain from one more GiB, too.
+        shared_work: the workload of each of several GPUs (`shared_workload`), or None for that of
+            `choice`.
     """
     import msgspec
 
@@ -463,11 +546,19 @@ def explained(
         tokens=args.tokens,
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
+        shared_work=shared_work,
     )
     verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
     if not explore:
         return verdict
-    return explored(verdict, choice, hardware, policies(args.policy), marginal=marginal)
+    return explored(
+        verdict,
+        choice,
+        hardware,
+        policies(args.policy),
+        marginal=marginal,
+        keep_documents=args.documents is True,
+    )
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

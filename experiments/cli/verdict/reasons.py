@@ -211,9 +211,12 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
 
 
 def rates_source(verdict: Verdict) -> str:
-    """Returns the source of the machine's rates."""
+    """Returns the source of the machine's rates. With several GPUs of a calibrated machine, it also
+    says why there is no range.
+    """
     if verdict.calibrated:
-        return f"measured {verdict.calibrated}"
+        one = f" on one GPU, so the range for {verdict.gpus} is not known"
+        return f"measured {verdict.calibrated}{one if verdict.gpus > 1 else ''}"
     if verdict.measured_by_others:
         return f"measured {verdict.measured_by_others}, by a file of others"
     return "from datasheets, not measured"

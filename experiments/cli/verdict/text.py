@@ -373,14 +373,28 @@ def _several(verdict: Verdict, width: int) -> list[str]:
     )
     fits = "" if several.feasible else f"; DOES NOT FIT: {lacking}"
     ratio = f"{several.speedup:.1f} times one GPU, " if verdict.feasible else ""
+    own = _own_options(verdict.workload, several.workload or verdict.workload)
     return labelled(
         f"{several.gpus} GPUs",
         f"{layout.speed(several.tokens_per_second)} tokens/s, {ratio}"
-        f"{layout.seconds(several.step_seconds)} a step{fits} ({several.note}; links at"
+        f"{layout.seconds(several.step_seconds)} a step{own}{fits} ({several.note}; links at"
         f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
         " once)",
         width,
     )
+
+
+def _own_options(one: Workload, several: Workload) -> str:
+    """Returns the options that were chosen for several GPUs and differ from those for one GPU, in
+    words, or an empty string.
+    """
+    options = []
+    if several.state != one.state:
+        options.append(f"--state {several.state}")
+    if several.token_piece != one.token_piece:
+        piece = several.token_piece
+        options.append(f"--token-piece {piece}" if piece else "no --token-piece")
+    return f" with {' and '.join(options)}" if options else ""
 
 
 def limits(verdict: Verdict) -> str:

@@ -69,6 +69,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     from megatrain.simulator.verdict.verdict import summarize
 
     kernel_chosen = args.attention is None
+    args = options.replaced(args, gpus=1)  # the list is for one GPU
     args = from_options.with_fitting_state(args, hardware, model)
     args = from_options.with_attention_kernel(args, hardware, model)
     if args.batch is None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from small_model import SMALL
+from short_model import SHORT, checked, out
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli.training import prepare
@@ -25,28 +25,12 @@ from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict import advice, alternatives
 
-SHORT = SMALL.shortest(3)
 MODEL = ("config.json", "--hardware", "h200")
 WORK = ("--batch", "2", "--seq", "16384", "--plain-packing")
 NOTE = "attention kernel cudnn was chosen: layers compute"
 H200 = HardwareSpec.load("h200")
 
-
-@pytest.fixture(autouse=True)
-def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes the config of a model with few layers, whose plans are found quickly."""
-    monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(SHORT.config))
-
-
-def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(list(words)) == 0
-    return capsys.readouterr().out
-
-
-def checked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out(capsys, "check", *MODEL, *words, "--json"))
-    return found
+pytestmark = pytest.mark.usefixtures("short_config")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Plan, str]:
@@ -58,7 +42,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Plan, str]
 def test_check_and_plan_choose_the_same_kernel_and_say_its_gain(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    verdict = checked(capsys, *WORK)
+    verdict = checked(capsys, *MODEL, *WORK)
     assert verdict["workload"]["attention"] == "cudnn"
     assert verdict["kernel_chosen"]
     work = Workload(batch=2, sequence=16384, attention="cudnn", short_recompute=True)
@@ -79,7 +63,7 @@ def test_the_next_command_writes_the_plan_of_the_verdict(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     asked = ("--seq", "16384", "--plain-packing", *words)
-    verdict = checked(capsys, *asked)
+    verdict = checked(capsys, *MODEL, *asked)
     assert verdict["workload"]["attention"] == "cudnn"
     printed = out(capsys, "check", *MODEL, *asked)
     joined = " ".join(line.strip().removesuffix("\\").strip() for line in printed.splitlines())
@@ -94,7 +78,7 @@ def test_the_next_command_writes_the_plan_of_the_verdict(
 def test_a_kernel_that_is_named_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     for kernel in ("flash", "cudnn"):
         words = (*WORK, "--attention", kernel)
-        verdict = checked(capsys, *words)
+        verdict = checked(capsys, *MODEL, *words)
         assert (verdict["workload"]["attention"], verdict["kernel_chosen"]) == (kernel, False)
         assert verdict["kernel_gain"] is None
         plan, printed = planned(capsys, *words)
@@ -115,11 +99,37 @@ def test_a_kernel_that_is_named_is_kept(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_workload_without_a_choice_names_no_kernel(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
-    verdict = checked(capsys, *words)
+    verdict = checked(capsys, *MODEL, *words)
     assert (verdict["workload"]["attention"], verdict["kernel_gain"]) == (None, None)
     plan, printed = planned(capsys, *words)
     assert plan.workload.attention is None
     assert "was chosen" not in printed
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_a_kernel_that_cannot_compute_the_model_is_refused(
+    capsys: pytest.CaptureFixture[str], kernel: str
+) -> None:
+    """`train` would refuse the plan on every device."""
+    words = ("gemma-2-9b", "--hardware", "h200", "--attention", kernel)
+    for verb in (["check", *words], ["plan", *words, "--out", "plan.toml"]):
+        assert cli.main(verb) == 2
+        assert capsys.readouterr().err.endswith(
+            f"--attention: found {kernel} for a gemma2 model; allowed: full causal attention in"
+            " every layer, as in Llama; fix: leave --attention out\n"
+        )
+    assert not Path("plan.toml").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--documents",)], ids=["not named", "named"])
+def test_advice_keeps_documents_if_the_user_asked_for_them(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    long = ("--batch", "1", "--seq", "65536", *words)
+    changes = [entry["change"] for entry in checked(capsys, *MODEL, *long)["advice"]]
+    _, printed = planned(capsys, *long)
+    assert any("plain-packing" in change for change in changes) == (not words)
+    assert ("--plain-packing" in printed) == (not words)
 
 
 def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(
@@ -127,10 +137,10 @@ def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(
 ) -> None:
     monkeypatch.setattr(alternatives, "library_models", lambda: [SHORT])
     (listed,) = json.loads(out(capsys, "check", *MODEL[1:], *WORK, "--json"))["models"]
-    expected = checked(capsys, *WORK)
+    expected = checked(capsys, *MODEL, *WORK)
     names = ("workload", "kernel_gain", "kernel_chosen")
     assert [listed[name] for name in names] == [expected[name] for name in names]
-    table = checked(capsys, *WORK, "--policy", "all")["policies"]
+    table = checked(capsys, *MODEL, *WORK, "--policy", "all")["policies"]
     assert {row["workload"]["attention"] for row in table} == {"cudnn"}
     assert {row["kernel_gain"] for row in table} == {expected["kernel_gain"]}
 
@@ -194,6 +204,21 @@ def test_train_chooses_a_kernel_that_its_device_has(monkeypatch: pytest.MonkeyPa
     assert trained(monkeypatch).attention == "cudnn"
     assert trained(monkeypatch, has_kernel=False).attention is None
     assert trained(monkeypatch, deterministic=True).attention is None
+
+
+def test_train_refuses_a_kernel_that_is_not_deterministic_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Otherwise the machine would be measured and the plan searched before."""
+    words = ("--data", "no such data", "--attention", "cudnn", "--deterministic", "--out", "run")
+    assert cli.main(["train", *MODEL, *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "megatrain: --attention: found cudnn in deterministic mode, although its backward is not"
+        " deterministic; allowed: flash, or no --attention; fix: leave --attention out, or train"
+        " without --deterministic\n"
+    )
+    assert not printed.out
 
 
 def test_train_on_a_cpu_chooses_no_kernel() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from small_model import SMALL
+from short_model import SHORT, checked, out
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.web.answer import answer
@@ -20,25 +19,9 @@ from megatrain.simulator.planner.loss_chunk import with_loss_chunk
 from megatrain.simulator.schedule.plan import Plan
 
 WORK = ("--batch", "8", "--seq", "1024")
-SHORT = SMALL.shortest(3)
 MODEL = ("config.json", "--hardware", "rtx4090")
 
-
-@pytest.fixture(autouse=True)
-def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes the config of a model with few layers, whose plans are found quickly."""
-    monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(SHORT.config))
-
-
-def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(list(words)) == 0
-    return capsys.readouterr().out
-
-
-def checked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out(capsys, "check", *MODEL, *words, "--json"))
-    return found
+pytestmark = pytest.mark.usefixtures("short_config")
 
 
 def next_plan(printed: str) -> list[str]:
@@ -55,7 +38,7 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
         HardwareSpec.load("rtx4090"),
         Workload(batch=8, sequence=1024, documents=True, short_recompute=True),
     )
-    verdict = checked(capsys, *WORK)
+    verdict = checked(capsys, *MODEL, *WORK)
     assert verdict["workload"] == msgspec.to_builtins(expected)
     assert expected.loss_chunk != 1024
     plan = tmp_path / "plan.toml"
@@ -72,7 +55,7 @@ def test_check_plan_and_the_page_choose_the_same_chunk(
 def test_a_chunk_that_is_named_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chunk = 1024
     words = (*WORK, "--loss-chunk", str(chunk))
-    verdict = checked(capsys, *words)
+    verdict = checked(capsys, *MODEL, *words)
     assert (verdict["workload"]["loss_chunk"], verdict["chunk_chosen"]) == (chunk, False)
     plan = tmp_path / "plan.toml"
     out(capsys, "plan", *MODEL, *words, "--tokens-per-step", "8192", "--out", str(plan))
@@ -90,7 +73,7 @@ def test_the_next_command_writes_the_plan_of_the_verdict(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """`train` chooses the chunk together with the size of a step."""
-    verdict = checked(capsys, *words)
+    verdict = checked(capsys, *MODEL, *words)
     printed = out(capsys, "check", *MODEL, *words)
     out(capsys, "plan", *next_plan(printed))
     plan = Plan.load(tmp_path / "plan.toml")
@@ -104,13 +87,13 @@ def test_a_model_that_fits_with_small_chunks_only_is_planned_with_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = ("--device-memory", "1.1GiB", "--batch", "2")
-    verdict = checked(capsys, *small)
+    verdict = checked(capsys, *MODEL, *small)
     assert verdict["feasible"]
     assert verdict["workload"]["loss_chunk"] < 1024
     assert verdict["largest_batch"] >= 2
     assert cli.main(["check", *MODEL, *small, "--loss-chunk", "1024", "--json"]) == 3
     capsys.readouterr()
-    assert checked(capsys, *small, "--state", "any")["workload"] == verdict["workload"]
+    assert checked(capsys, *MODEL, *small, "--state", "any")["workload"] == verdict["workload"]
 
 
 def test_other_commands_keep_the_default() -> None:

@@ -19,7 +19,7 @@ import xxhash
 from small_runs import SETTINGS, everything, run_of
 
 from megatrain.runtime.checkpoint import checkpoint
-from megatrain.runtime.checkpoint.checkpoint import verify
+from megatrain.runtime.checkpoint.checkpoint import refuse_other_run, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.files.malformed_file import MalformedFile
@@ -215,7 +215,8 @@ def test_another_state_of_the_generators_is_refused(
             SETTINGS,
             (
                 r"step-00000002: found workload\.sequence 16; allowed: workload\.sequence 8, as in"
-                r" this run; fix: resume with the settings of the checkpoint"
+                r" this run; fix: resume with the settings of the checkpoint \(`megatrain plan"
+                r" --from PLAN --set sequence=16 --out NEW`\), or start"
             ),
         ),
         (
@@ -228,6 +229,7 @@ def test_another_state_of_the_generators_is_refused(
             SETTINGS,
             r"found workload\.state exact; allowed: workload\.state master24, as in this run",
         ),
+        ({"attention": "flash"}, SETTINGS, r"--from PLAN --set attention=null --out NEW"),
         (
             {},
             {"rate": 2e-2, "seed": 0},
@@ -283,6 +285,27 @@ def test_a_checkpoint_from_before_a_setting_was_added_is_resumed(
     with session(plan, settings=changed) as running, pytest.raises(UserError) as error:
         Checkpoints(folder).restore(running.executor, SETTINGS)
     assert "found optimizer.adagc_decay 0.98" in str(error.value)
+
+
+def test_a_checkpoint_from_before_short_recomputes_is_resumed(
+    saved: tuple[Plan, Path], executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    """Eager layers have the same bits with and without them. Compiled layers may not."""
+    plan, folder = saved
+    assert not plan.workload.short_recompute
+    other = executable("double_buffer", short_recompute=True)
+    with session(other) as running:
+        assert Checkpoints(folder).restore(running.executor, SETTINGS).step == 2
+    manifest = Manifest.load(folder / "step-00000002")
+    compiled = [msgspec.structs.replace(each.workload, compiled=True) for each in (manifest, other)]
+    with pytest.raises(UserError, match=r"workload\.short_recompute False; allowed: .* True"):
+        refuse_other_run(
+            msgspec.structs.replace(manifest, workload=compiled[0]),
+            msgspec.structs.replace(other, workload=compiled[1]),
+            AdamW(max_norm=0.05, weight_decay=0.1),
+            SETTINGS,
+            folder,
+        )
 
 
 def test_a_run_whose_learning_rate_depends_on_its_steps_cannot_become_shorter(

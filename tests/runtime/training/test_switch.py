@@ -95,6 +95,18 @@ def test_a_training_switches_there_and_back_with_the_same_bits(
     assert (straight / "run" / "plans" / Plan.load(second).digest / "plan.toml").is_file()
 
 
+def test_a_training_switches_to_a_plan_with_short_recomputes(
+    prepare: Prepare, straight: Path
+) -> None:
+    """Eager layers have the same bits with them, so it counts as the same workload."""
+    work = Plan.load(straight / "plan.toml").workload
+    short = msgspec.structs.replace(work, short_recompute=not work.short_recompute)
+    switch = Switch(after_2=other(straight, workload=short))
+    prepare(straight, "run", callbacks=[switch], steps=5).fit()
+    assert switch.switches == [("overlapped", 3)]
+    assert_same(straight, "run", "straight")
+
+
 def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Path) -> None:
     switch = Switch(after_5=other(straight))
     prepare(straight, "run", callbacks=[switch], steps=5).fit()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import small_model
 
+from megatrain.experiments.cli.verdict.reasons import rates_source
 from megatrain.simulator import policies
 from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.costs import Calibrated, cost_model
@@ -18,8 +19,9 @@ from megatrain.simulator.model.metrics import mfu
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.schedule.plan import Knobs, Plan
-from megatrain.simulator.verdict.verdict import judge, summarize
+from megatrain.simulator.verdict.verdict import described, judge, summarize
 
 PROOF = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout"
 CALIBRATIONS = Path(__file__).parents[2] / "shared" / "calibrations"
@@ -204,6 +206,24 @@ def test_without_spreads_or_room_there_is_no_range(plan: Plan, machine: Hardware
         summarize(chosen(small, machine), machine),
     ):
         assert (verdict.step_seconds_low, verdict.step_seconds_high) == (None, None)
+
+
+def test_several_gpus_have_no_range_if_one_was_calibrated(
+    plan: Plan, machine: HardwareSpec
+) -> None:
+    """The spreads are those of one GPU. They do not contain collectives."""
+    for hardware, known in ((machine, False), (HardwareSpec.load("h200"), True)):
+        one = assess(plan, cost_model(hardware, plan.model, plan.workload))
+        shared = summarize(shared_step(plan, hardware, 2), hardware)
+        assert shared.feasible
+        assert (shared.step_seconds_low is not None) == known
+        assert ("so the range for 2 is not known" in rates_source(shared)) != known
+        verdict = described(one, hardware, gpus=2, tokens=10**9)
+        assert verdict.step_seconds_low is not None
+        assert "is not known" not in rates_source(verdict)
+        assert verdict.training is not None
+        assert (verdict.training.hours_low is not None) == known
+        assert (verdict.training.hours_high is not None) == known
 
 
 def test_the_range_of_a_datasheet_has_not_changed() -> None:

@@ -136,6 +136,28 @@ def test_if_no_placement_fits_the_plans_that_need_the_least_memory_are_tried(
     verified(choice.plan).check()
 
 
+def test_those_plans_have_no_groups_or_one_group(
+    one: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they do, whatever size of groups the search tried first."""
+    tried: list[int] = []
+
+    def none_fits(plan: Plan, *_: object) -> None:
+        tried.append(plan.knobs.micro_batch_group)
+
+    monkeypatch.setattr("megatrain.simulator.planner.shared_step.fitting", none_fits)
+    monkeypatch.setattr(
+        PlacementSearch, "rough_ns", lambda self: abs(self.plan.knobs.micro_batch_group - 2)
+    )
+    many = msgspec.structs.replace(
+        limited(one, 0.5),
+        workload=msgspec.structs.replace(one.workload, accumulation=4),
+        host_limit_bytes=GIB,
+    )
+    assert not shared_step(many, H200, 2).feasible
+    assert tried == [1, 4]
+
+
 def test_the_search_takes_about_as_long_as_for_one_gpu(
     one: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -411,6 +411,25 @@ def test_where_nothing_streams_several_gpus_do_not_disturb_each_other() -> None:
     assert verdict.multi_gpu.speedup == pytest.approx(4)
 
 
+@pytest.mark.parametrize("policy", ["overlapped", "k_buffer"])
+def test_an_estimate_is_that_of_a_plan_that_leaves_memory_for_collectives(policy: str) -> None:
+    """The best plan for one GPU fills the memory."""
+    work = msgspec.structs.replace(WORK, clipping="layer")  # which no schedule of GPUs supports
+    verdict = small(work, policies=[policy], device_limit=5 * GIB, gpus=2)
+    several = verdict.multi_gpu
+    assert several is not None
+    assert "data parallel" in several.note
+    assert several.feasible
+    if policy == "overlapped":
+        assert verdict.device_peak_bytes + H200.collective_bytes > verdict.device_limit_bytes
+    less = small(work, policies=[policy], device_limit=2 * GIB, gpus=2)
+    assert less.feasible
+    assert less.multi_gpu is not None
+    assert not less.multi_gpu.feasible
+    assert less.multi_gpu.device_peak_bytes
+    assert less.multi_gpu.device_peak_bytes > 2 * GIB
+
+
 def test_the_best_plan_for_several_gpus_does_not_depend_on_the_policy_for_one() -> None:
     resident, streamed = (
         small(policies=[name], gpus=4).multi_gpu for name in ("resident", "double_buffer")

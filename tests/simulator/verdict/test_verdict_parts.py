@@ -268,7 +268,8 @@ def test_one_gpu_of_several_is_as_fast_as_one(make_plan: MakePlan, machine: str)
 
 def test_a_gpu_with_a_host_memory_of_its_own_shares_no_link(make_plan: MakePlan) -> None:
     """With NVLink-C2C, the limit of host memory holds for each GPU."""
-    hardware, plan = HardwareSpec.load("gh200-96"), make_plan("k_buffer")
+    plan = make_plan("k_buffer")  # its device memory has no room for collectives
+    hardware = msgspec.structs.replace(HardwareSpec.load("gh200-96"), collective_bytes=0)
     assert "C2C" in hardware.link
     one, four = (estimated(plan, hardware, gpus) for gpus in (1, 4))
     assert (four.gb_per_s, four.gb_per_s_both) == (one.gb_per_s, one.gb_per_s_both)
@@ -305,6 +306,18 @@ def test_each_gpu_has_a_process_of_its_own(make_plan: MakePlan, pool: str) -> No
         for extra in ({}, {name: 1000}, {name: 3000})
     )
     assert (few - none, more - few) == (4 * 1000, 4 * 2000)
+
+
+def test_each_gpu_of_an_estimate_needs_memory_for_collectives(make_plan: MakePlan) -> None:
+    plan = make_plan("k_buffer")
+    peak = chosen(plan, H200).account.device_peak_bytes
+    size = H200.collective_bytes
+    assert size
+    for spare, gpus, needed in ((size, 2, None), (size - 1, 2, peak + size), (0, 1, None)):
+        found = estimated(
+            msgspec.structs.replace(plan, device_limit_bytes=peak + spare), H200, gpus
+        )
+        assert (found.feasible, found.device_peak_bytes) == (needed is None, needed)
 
 
 # ---- advice

@@ -1,0 +1,102 @@
+"""Tests of `--gpus`: what is left open is chosen for all GPUs, and in the same way by all verbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from short_model import checked, out
+
+from megatrain.experiments.cli import main as cli
+from megatrain.simulator.schedule.plan import Plan
+
+MODEL = ("config.json", "--hardware", "h200")
+ROWS = ("--batch", "8", "--seq", "1024")
+LONG = ("--batch", "1", "--seq", "16384")
+
+pytestmark = pytest.mark.usefixtures("short_config")
+
+
+def limits(device: str, host: str) -> tuple[str, ...]:
+    return ("--device-memory", device, "--host-memory", host)
+
+
+@pytest.mark.parametrize(
+    ("words", "one", "several"),
+    [
+        (
+            (*ROWS, *limits("5GiB", "0.5GiB"), "--state", "any"),
+            {"state": "master24"},
+            {"state": "exact"},
+        ),
+        (
+            (*LONG, *limits("3.8GiB", "16GiB")),
+            {"token_piece": None, "loss_chunk": 4096},
+            {"token_piece": 2048, "loss_chunk": 1024},
+        ),
+    ],
+    ids=["state", "piece and chunk"],
+)
+def test_the_workload_is_chosen_for_all_gpus(
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    one: dict[str, Any],
+    several: dict[str, Any],
+) -> None:
+    """The verdict of `check` is on one GPU, and its part on four is that of `plan --gpus 4`."""
+    out(capsys, "plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml")
+    plan = Plan.load(Path("plan.toml"))
+    assert plan.prediction
+    verdict = checked(capsys, *MODEL, *words, "--gpus", "4")
+    alone = checked(capsys, *MODEL, *words)
+    shared = verdict["multi_gpu"]
+    assert verdict["workload"] == alone["workload"]
+    assert {name: alone["workload"][name] for name in one} == one
+    assert {name: getattr(plan.workload, name) for name in several} == several
+    assert {name: shared["workload"][name] for name in several} == several
+    assert shared["feasible"]
+    assert shared["step_seconds"] == plan.prediction.step_seconds
+    printed = " ".join(out(capsys, "check", *MODEL, *words, "--gpus", "4").split())
+    chosen = "--state exact" if "state" in several else "--token-piece 2048"
+    assert f" a step with {chosen} (" in printed
+
+
+def test_options_that_are_named_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*LONG, *limits("5GiB", "16GiB"), "--token-piece", "4096", "--loss-chunk", "512")
+    verdict = checked(capsys, *MODEL, *words, "--gpus", "4")
+    found = verdict["multi_gpu"]["workload"]
+    assert (found["token_piece"], found["loss_chunk"]) == (4096, 512)
+
+
+def test_the_split_of_a_step_is_that_of_one_gpu_and_the_chunk_that_of_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--seq", "16384", "--tokens-per-step", "32768", *limits("3.8GiB", "16GiB"))
+    out(capsys, "plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml")
+    plan = Plan.load(Path("plan.toml"))
+    verdict = checked(capsys, *MODEL, *words, "--gpus", "4")
+    shared = verdict["multi_gpu"]["workload"]
+    for name in ("batch", "accumulation", "token_piece", "loss_chunk"):
+        assert shared[name] == getattr(plan.workload, name)
+    assert plan.workload.accumulation == 4 * verdict["workload"]["accumulation"]
+
+
+def test_a_step_that_cannot_be_shared_has_the_workload_of_one_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = (*ROWS, *limits("5GiB", "16GiB"), "--clipping", "layer", "--gpus", "4")
+    verdict = checked(capsys, *MODEL, *words)
+    assert "data parallel" in verdict["multi_gpu"]["note"]
+    assert verdict["multi_gpu"]["workload"] is None
+
+
+def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One GPU would need a smaller format, with which GPUs cannot share a step."""
+    words = (*ROWS, *limits("3GiB", "2GiB"), "--state", "any")
+    assert checked(capsys, *MODEL, *words)["workload"]["state"] == "master24"
+    assert cli.main(["plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml"]) == 3
+    assert "found no plan that fits" in capsys.readouterr().err
+    assert not Path("plan.toml").exists()
