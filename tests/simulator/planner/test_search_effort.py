@@ -156,7 +156,7 @@ def test_groups_that_cannot_be_fast_enough_are_not_searched(
     seconds, every = found()
     assert every > 1
     assert found(most_seconds=1.01 * seconds)[0] == seconds
-    assert found(most_seconds=0.01 * seconds)[1] == 0
+    assert found(most_seconds=0.0001 * seconds)[1] == 0
 
 
 def test_each_split_of_a_step_is_searched_once(
@@ -199,14 +199,14 @@ def test_a_second_split_is_searched_if_it_is_close_enough(
 
 
 def test_the_second_plan_is_tried_with_host_updates_of_its_own() -> None:
-    """The best plan keeps all weights on the device, so the host updates none of its layers."""
+    """The plan that is best at first has no host updates, but the second is faster with them."""
     model = ModelSpec.load("qwen2.5-32b").with_layers(16)
     work = Workload(batch=1, sequence=1024, accumulation=2, loss_chunk=1024, state="bf16-sr")
-    limits = {"device_limit": 38 * 2**30, "host_limit": 192 * 2**30}
+    limits = {"device_limit": 34 * 2**30, "host_limit": 192 * 2**30}
     found = best_estimate(model, H200, work, policies=["overlapped"], **limits)
     assert found is not None
     assert found.plan.knobs.placement.host_updated
-    assert found.step_seconds < 1.32  # 1.38 without
+    assert found.step_seconds < 1.42  # 1.53 without
 
 
 def test_host_updates_are_tried_again_after_a_search_has_moved_on() -> None:
