@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from heldout_regression import moved_in
 
+from megatrain.experiments.benchmarks.predicted import machine_of, main, measured_seconds, plan_of
 from megatrain.experiments.heldout.compared import within_range
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.summary import ErrorSummary, summarize_errors
@@ -19,10 +20,8 @@ from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.planner.assessment import step_seconds
 from megatrain.simulator.policies import verified
-from megatrain.simulator.schedule.plan import Plan
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RUNS = sorted(folder for folder in RESULTS.iterdir() if (folder / "measured.json").exists())
@@ -52,11 +51,35 @@ def test_there_are_stored_runs() -> None:
     assert PROOFS
 
 
-OTHER_SESSION = {"f8": 0.03, "l65": 0.01}
-"""Benchmark of `h200-six-plans` -> how much larger its error may be than the stored error.
+def test_stored_benchmarks_are_predicted_again_for_another_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = RESULTS / "h200-sustained-compute"
+    stored = str(folder / "paused-b8.json")
+    assert main([stored]) == 0
+    assert main([stored, "--hardware", str(folder / "hardware.toml")]) == 0
+    then, again = (line for line in capsys.readouterr().out.splitlines() if "qwen" in line)
+    assert then.split()[3:] == ["0.586", "s", "0.658", "s", "-10.9%"]
+    assert float(again.split()[-1].rstrip("%")) > -4
+    (tmp_path / "other.json").write_text('{"systems": [], "model": "qwen2.5-7b"}')
+    assert main([str(tmp_path / "other.json")]) == 2
 
-All plans of that session took 6 to 8 % longer than the calibration of another session predicts.
-Compiled fp8 layers in `h200-qwen2.5-7b-fp8` have an error of 0.7 %, which was 4.1 %."""
+
+WORSE = {
+    "h200-six-plans/f8": 0.03,
+    "h200-six-plans/l65": 0.01,
+    "h100-h200-short-recompute/h100-fp8": 0.011,
+    "h100-x2-qwen2.5-7b/b4": 0.007,
+    "h100-x2-qwen2.5-7b/b8": 0.005,
+    "h100-x2-qwen2.5-7b/b32": 0.003,
+    "h100-x2-qwen2.5-7b/sequential": 0.002,
+}
+"""Benchmark -> how much larger its error may be than the stored error.
+
+* All plans of `h200-six-plans` took 6 to 8 % longer than the calibration of another session
+  predicts. Compiled fp8 layers in `h200-qwen2.5-7b-fp8` have an error of 0.7 %, which was 4.1 %.
+* Times that are derived in several steps, as those of short recomputes in fp8, were wrong.
+* Machines of the library now count all of the time of an embedding's gradient, 5 ms more for 7B."""
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -66,28 +89,12 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
     The prediction uses the hardware file that the result names.
     """
     result = read_json(path)
-    said = result["plan"]
-    named = {key: said[key] for key in ("policy", "digest", "hardware", "workload", "knobs")}
-    plan = convert(
-        {
-            **named,
-            "source": "",
-            "device_limit_bytes": 1,
-            "host_limit_bytes": 1,
-            "model": ModelSpec.load(result["model"]),
-        },
-        Plan,
-        str(path),
-    )
-    found = RESULTS.parents[1] / plan.hardware
-    hardware = HardwareSpec.load(str(found) if found.exists() else plan.hardware)
+    plan, measured = plan_of(result, path), measured_seconds(result, path)
+    hardware = machine_of(plan)
     # The mean over the speeds of the host, as in the stored prediction.
     today = step_seconds(verified(plan), cost_model(hardware, plan.model, plan.workload))
-    measured = next(
-        system["step_seconds_median"] for system in result["systems"] if system["system"] == "ours"
-    )
-    then = abs(said["prediction"]["step_seconds"] / measured - 1)
-    allowed = OTHER_SESSION.get(path.stem, 0.001)
+    then = abs(result["plan"]["prediction"]["step_seconds"] / measured - 1)
+    allowed = WORSE.get(f"{path.parent.name}/{path.stem}", 0.001)
     assert abs(today / measured - 1) <= then + allowed
 
 

@@ -1,0 +1,118 @@
+"""Predicts stored benchmarks again: `python -m megatrain.experiments.benchmarks.predicted FILE...`.
+
+Each FILE is a result of `python -m megatrain.experiments.benchmark` with steps of `ours`. The plan
+that ran is simulated with today's simulator, for the machine that the result names or for that of
+`--hardware`. With a machine of the library, the errors are those of predictions without a
+calibration.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatrain.experiments.cli import options
+from megatrain.experiments.cli.program import run_program
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.compare.error_table import align
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.planner.assessment import step_seconds
+from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule.plan import Plan
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan_of(result: dict[str, Any], path: Path) -> Plan:
+    """Returns the plan of a benchmark's `result`, without memory limits. `path` is named in errors.
+
+    Raises UserError if the result has no plan, or a plan that is not valid.
+    """
+    said = result.get("plan", {})
+    fields = ("policy", "digest", "hardware", "workload", "knobs")
+    return convert(
+        {
+            **{field: said[field] for field in fields if field in said},
+            "source": "",
+            "device_limit_bytes": 1,
+            "host_limit_bytes": 1,
+            "model": ModelSpec.load(str(result.get("model"))),
+        },
+        Plan,
+        str(path),
+    )
+
+
+def machine_of(plan: Plan) -> HardwareSpec:
+    """Returns the machine that a plan of `plan_of` names: a file, by its path from the repository's
+    root, or a name in the library.
+    """
+    file = _ROOT / plan.hardware
+    return HardwareSpec.load(str(file) if file.is_file() else plan.hardware)
+
+
+def measured_seconds(result: dict[str, Any], path: Path) -> float:
+    """Returns the median step time of `ours` in a benchmark's `result`, in seconds. Raises
+    UserError if `ours` was not timed. `path` is named in the error.
+    """
+    for system in result.get("systems", ()):
+        if system["system"] == "ours" and "step_seconds_median" in system:
+            return float(system["step_seconds_median"])
+    raise UserError(
+        str(path),
+        found="no step of `ours`",
+        allowed="a result of `python -m megatrain.experiments.benchmark` with steps of `ours`",
+        fix="give another file",
+    )
+
+
+def parser() -> options.OneLineParser:
+    """Returns the parser for the options."""
+    parser = options.OneLineParser(
+        prog="python -m megatrain.experiments.benchmarks.predicted", description=__doc__
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="stored benchmarks")
+    parser.add_argument(
+        "--hardware",
+        metavar="H",
+        help="machine to predict for: a file of `megatrain calibrate`, or a name in the library"
+        " (default: that of each result)",
+    )
+    return parser
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Prints a line for each file, and returns the exit status 0."""
+    args = parser().parse_args(arguments)
+    rows = [["file", "model", "workload", "predicted", "measured", "error"]]
+    for path in args.files:
+        result = read_json(path)
+        plan, measured = plan_of(result, path), measured_seconds(result, path)
+        hardware = HardwareSpec.load(args.hardware) if args.hardware else machine_of(plan)
+        seconds = step_seconds(verified(plan), cost_model(hardware, plan.model, plan.workload))
+        work = plan.workload
+        rows.append(
+            [
+                f"{path.parent.name}/{path.name}",
+                plan.model.name,
+                f"{work.accumulation}x{work.shape}",
+                f"{seconds:.3f} s",
+                f"{measured:.3f} s",
+                f"{seconds / measured - 1:+.1%}",
+            ]
+        )
+    print("\n".join(align(rows)))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    return run_program("predicted", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
