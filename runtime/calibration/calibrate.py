@@ -248,27 +248,37 @@ class _Bench:
                     seconds=0 if cuda else None,
                 )
                 break
-        if profile is None:
+        timed = self._without_pauses(subject, workload, profile) if cuda and profile else small
+        if profile is None or timed is None:
             self.progress(f"skipped, does not fit: {workload.batch} x {workload.sequence} tokens")
             return None
-        if cuda:
-            for count in (_layers_to_time(profile), _LAYERS):
-                small = subject.model.shortest(count)
-                with contextlib.suppress(UserError):  # the inputs of many layers may not fit
-                    self._compute(subject, small, workload, COMPUTE_KINDS)
-                    break
         longer = workload == base or workload.sequence > base.sequence
-        if longer and (layers := _attention_to_save(small, workload)):
+        if longer and (layers := _attention_to_save(timed, workload)):
             saved = Placement(saved_attention=",".join(layers))
             # UserError: too little memory, or an attention kernel whose output cannot be saved
             with contextlib.suppress(UserError):
-                self._compute(subject, small, workload, ("recompute",), saved)
+                self._compute(subject, timed, workload, ("recompute",), saved)
         return GridPoint(
             f"{subject.model.shape}/{workload.shape}",
             workload.tokens,
             profile.saved_bytes,
             workspace(profile) if profile.peaks else None,
         )
+
+    def _without_pauses(
+        self, subject: Subject, workload: Workload, profile: StepProfile
+    ) -> ModelSpec | None:
+        """Measures compute ops for about a second a step, and returns the model that was timed. It
+        has fewer layers if the inputs of so many do not fit. Returns None if nothing fits.
+
+        `profile` has the durations of a few layers.
+        """
+        for count in (_layers_to_time(profile), _LAYERS):
+            model = subject.model.shortest(count)
+            with contextlib.suppress(UserError):
+                self._compute(subject, model, workload, COMPUTE_KINDS)
+                return model
+        return None
 
     def _compute(
         self,
