@@ -46,7 +46,14 @@ from megatrain.simulator.schedule.arithmetic import (
 )
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
-_CODES = {"forward": "F", "recompute": "R", "backward": "B", "head": "H"}
+_CODES = {
+    "embed": "E",
+    "forward": "F",
+    "head": "H",
+    "recompute": "R",
+    "backward": "B",
+    "embed_backward": "EB",
+}
 _Size = tuple[float, float, float]
 """Three times in ns, for several ops of one lane: the duration of all ops, the duration of the last
 op, and the time that host memory needs for the traffic of all ops."""
@@ -70,9 +77,7 @@ class LowerBound:
         """For each layer, the elements that a rank owns: all of them with one GPU."""
 
     def compute_ns(self, plan: Plan) -> int:
-        """Returns a lower bound of the step time in ns: the durations of all compute ops of the
-        decoder layers and the head.
-        """
+        """Returns a lower bound of the step time in ns: the durations of all compute ops."""
         return self._micro_batch_ns(plan) * plan.micro_batches
 
     def step_ns(self, plan: Plan) -> float:
@@ -95,7 +100,7 @@ class LowerBound:
     def _micro_batch_ns(self, plan: Plan) -> int:
         """Returns the total duration of all compute ops of one micro-batch."""
         saved, saved_attention = plan.placed("saved_activations"), plan.placed("saved_attention")
-        total = self.duration_ns("head", "")
+        total = sum(self.duration_ns(kind, "") for kind in ("embed", "head", "embed_backward"))
         for layer in self._plan.model.decoders:
             total += self.duration_ns("forward", layer.name) + self.duration_ns(
                 "backward", layer.name
@@ -109,8 +114,8 @@ class LowerBound:
         """Returns the duration of a compute op in ns. Results are cached by layer signature.
 
         Args:
-            kind: `forward`, `recompute`, `backward` or `head`.
-            layer: Name of the layer. Empty for the head.
+            kind: `embed`, `forward`, `head`, `recompute`, `backward` or `embed_backward`.
+            layer: Name of the decoder layer. Empty for the other kinds.
             kept: Whether the attention output is saved, so that recompute skips attention.
         """
         key = kind, self._signatures[layer], kept
@@ -248,7 +253,7 @@ class _EarliestTimes:
             self._forward(blocks)
             for block in reversed(blocks):
                 self._backward(block)
-            self._gradient(EMBEDDING, 0.0)
+            self._gradient(EMBEDDING, self.group * self.bounds.duration_ns("embed_backward", ""))
         self._update_pending()
         return max(
             self.compute,
@@ -265,6 +270,7 @@ class _EarliestTimes:
         bounds, head = self.bounds, self.plan.model.head
         first = {str(block[0]) for block in blocks}
         self._wait_for_weights(EMBEDDING)
+        self.compute += self.group * bounds.duration_ns("embed", "")
         for layer in self.plan.model.decoders:
             offloads = (
                 layer.name in self.offloaded

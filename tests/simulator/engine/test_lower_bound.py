@@ -130,7 +130,7 @@ def test_cores_and_copies_share_the_memory_of_the_host() -> None:
 def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     name: str, clipping: str
 ) -> None:
-    """The bound of compute counts each op of the decoder layers and the head per micro-batch.
+    """The bound of compute counts each op of the lane `compute`.
 
     The bound of the host's memory counts all copies and updates.
     """
@@ -138,7 +138,7 @@ def test_all_compute_and_all_traffic_of_the_host_s_memory_are_counted(
     costs = cost_model(HardwareSpec.load("h200"), MODEL, found.workload)
     assert isinstance(costs, ContendedCosts)
     ops = policies.lower(found).ops
-    counted = [op for op in ops if op.kind in ("forward", "recompute", "backward", "head")]
+    counted = [op for op in ops if op.lane == "compute"]
     bound, flow = LowerBound(found, costs), _EarliestTimes(LowerBound(found, costs), found, 2)
     assert bound.compute_ns(found) == sum(costs.duration_ns(op) for op in counted)
     flow.end_ns(0)
