@@ -135,15 +135,28 @@ def classes_of(plan: Plan) -> list[StateClass]:
 class Filling:
     """Builds plans that fill the device's memory, for one model and workload."""
 
-    def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
-        """With `more`, plans are filled in additional ways: with the gradient of a tied embedding
-        first, with only the state of a tied embedding, and with all weights or gradients where the
-        memory of their slots suffices.
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        accounts: dict[tuple[Knobs, int, int], Account] | None = None,
+        *,
+        more: bool = False,
+    ) -> None:
+        """Prepares to fill plans of the model and workload of `plan`.
+
+        Args:
+            plan: The model, the workload, and the knobs that no result changes.
+            costs: The machine's cost model.
+            accounts: The memory of such plans, as far as it is known: knobs and limits of a plan ->
+                its account. Results are added to it.
+            more: Whether to fill plans in additional ways: with the gradient of a tied embedding
+                first, with only the state of a tied embedding, and with all weights or gradients
+                where the memory of their slots suffices.
         """
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._more = more
-        self.accounts: dict[tuple[Knobs, int, int], Account] = {}
-        """The memory of plans: knobs and limits of a plan -> its account."""
+        self._accounts = {} if accounts is None else accounts
         self.attention_layers = [
             layer.name
             for layer in plan.model.decoders
@@ -201,9 +214,11 @@ class Filling:
     def account(self, plan: Plan) -> Account:
         """Returns the memory of `plan`. Results are cached."""
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
-        if key not in self.accounts:
-            self.accounts[key] = plan_account(plan, policies.outline(plan, merged=True), self.costs)
-        return self.accounts[key]
+        if key not in self._accounts:
+            self._accounts[key] = plan_account(
+                plan, policies.outline(plan, merged=True), self.costs
+            )
+        return self._accounts[key]
 
     def room(self, plan: Plan) -> int:
         """Returns the bytes of device memory that `plan` leaves free. Negative if it exceeds the
