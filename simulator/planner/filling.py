@@ -174,23 +174,26 @@ class Filling:
         self._sizes = _state_bytes(plan, self.defers_update)
         self._smallest = min(self._sizes.values())
         """The bytes of the smallest (class, layer) pair."""
-        self._orders = [
+        orders: list[list[tuple[StateClass, str]]] = [
             [(name, layer) for name in CLASSES for layer in layers],
             [(name, layer) for layer in layers for name in CLASSES],
             [(name, layer) for name in first for layer in layers]
             + [(name, layer) for layer in layers for name in rest],
         ]
-        """The orders in which (class, layer) pairs receive memory."""
         self._tied = contributions(plan, EMBEDDING) > contributions(plan, "0")
         if more and self._tied:
             # The head adds to the gradient of a tied embedding, so each byte of it that stays on
             # the device saves a load and a store more than the gradient of another layer.
-            self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
+            orders.append([("gradients", EMBEDDING), *orders[0]])
         if not self.defers_update:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
-            self._orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
-        self._orders = [[pair for pair in order if pair in self._sizes] for order in self._orders]
+            orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
+        self._orders = [
+            [(*pair, self._sizes[pair]) for pair in order if pair in self._sizes]
+            for order in orders
+        ]
+        """The orders in which (class, layer) pairs receive memory, each pair with its bytes."""
 
     def _attention_share(self, plan: Plan, layer: str) -> float:
         """Returns attention's share of the layer's recompute time, or 0 if the attention output
@@ -318,7 +321,7 @@ class Filling:
                 # whose weights stay on the device, because the device updates these.
                 if updated.knobs.placement.host_updated:
                     held = chosen["weights"]
-                    resident = [(name, layer) for name, layer in order if layer in held]
+                    resident = [entry for entry in order if entry[1] in held]
                     updated, _ = self._added(updated, resident, self.room(updated), chosen)
                 yield updated
 
@@ -352,7 +355,7 @@ class Filling:
     def _added(
         self,
         plan: Plan,
-        order: list[tuple[StateClass, str]],
+        order: list[tuple[StateClass, str, int]],
         room: int,
         chosen: dict[StateClass, set[str]] | None = None,
     ) -> tuple[Plan, dict[StateClass, set[str]]]:
@@ -360,8 +363,8 @@ class Filling:
 
         Args:
             plan: The plan to add state to.
-            order: (class, layer) pairs that can stay on the device. A pair that does not fit is
-                skipped.
+            order: (class, layer) pairs that can stay on the device, with their bytes. A pair that
+                does not fit is skipped.
             room: Free bytes of device memory.
             chosen: For each class, the layers whose state is on the device already.
 
@@ -371,9 +374,8 @@ class Filling:
         if chosen and room < self._smallest:
             return plan, chosen
         held = {name: set(chosen[name]) if chosen else set[str]() for name in CLASSES}
-        for pair in order:
-            name, layer = pair
-            if (size := self._sizes[pair]) <= room and layer not in held[name]:
+        for name, layer, size in order:
+            if size <= room and layer not in held[name]:
                 room -= size
                 held[name].add(layer)
                 if room < self._smallest:

@@ -183,12 +183,15 @@ class _Known:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         """The knobs and limits of `plan` are not used."""
-        self.plan, self.costs = plan, costs
+        self.plan, self.costs, self.policy = plan, costs, policies.find(plan.policy)
         self.lower_bound = LowerBound(plan, costs)
         self.accounts: dict[tuple[Knobs, int, int], Account] = {}
         """Knobs and limits of a plan -> its memory."""
         self.runs: dict[Knobs, _Run] = {}
         """Knobs of a plan -> its times."""
+        self.usual: dict[tuple[Plan, bool], list[Plan]] = {}
+        """(plan from which a search begins, whether it fills in additional ways) -> its usual
+        candidates."""
 
 
 _recent: deque[_Known] = deque(maxlen=4)
@@ -197,9 +200,7 @@ loss chunk, to choose the plan, and for advice."""
 
 
 def _known(plan: Plan, costs: CostModel) -> _Known:
-    """Returns the results for plans like `plan` with exactly this cost model, which may be
-    empty.
-    """
+    """Returns the results for plans like `plan` with exactly this policy and cost model."""
     alike = Plan(
         policy=plan.policy,
         gpus=plan.gpus,
@@ -210,8 +211,9 @@ def _known(plan: Plan, costs: CostModel) -> _Known:
         model=plan.model,
         workload=plan.workload,
     )
+    policy = policies.find(plan.policy)
     for known in list(_recent):
-        if known.costs is costs and known.plan == alike:
+        if known.costs is costs and known.policy is policy and known.plan == alike:
             return known
     known = _Known(alike, costs)
     _recent.append(known)
@@ -252,9 +254,9 @@ class PlacementSearch:
         timing = InShortGroups(costs, group) if group > 2 else costs
         self.timing = Remembered(timing) if costs_sizes(timing) else timing
         """The costs of shortened plans."""
-        known = _known(plan, costs)
-        self.filling = Filling(plan, costs, known.accounts, more=more)
-        self.lower_bound, self._runs = known.lower_bound, known.runs
+        self._known, self._more = _known(plan, costs), more
+        self.filling = Filling(plan, costs, self._known.accounts, more=more)
+        self.lower_bound, self._runs = self._known.lower_bound, self._known.runs
 
     def best(self, limit_ns: float = math.inf) -> Estimate | None:
         """Returns the fastest plan that fits, or None if none fits.
@@ -278,8 +280,13 @@ class PlacementSearch:
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
     def _usual(self) -> list[Plan]:
-        """Returns the candidates that fit, with the most slots with which any fits."""
-        return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        """Returns the candidates that fit, with the most slots with which any fits. Results are
+        cached.
+        """
+        known, key = self._known.usual, (self.plan, self._more)
+        if key not in known:
+            known[key] = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        return known[key]
 
     def improved(self, plan: Plan) -> Plan:
         """Returns the plan at the end of a climb from `plan`, which fits but was not found by
