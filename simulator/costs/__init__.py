@@ -6,6 +6,8 @@ durations from a run, to check the engine.
 
 from __future__ import annotations
 
+import functools
+
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.adjusted import Corrected
@@ -50,6 +52,12 @@ def cost_model(
     Raises UserError if a cost model from outside the package is not found or fails, or if the
     workload has fp8 products and the machine does not.
     """
+    make = _made if hardware.cost_model else _shared
+    return make(hardware, model, workload, gpus)
+
+
+def _made(hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int) -> CostModel:
+    """Returns what `cost_model` returns, made anew."""
     costs = _uncorrected(hardware, model, workload)
     if hardware.corrections:
         costs = Corrected(costs, hardware.corrections)
@@ -58,6 +66,11 @@ def cost_model(
     links = link_share(hardware, gpus)
     slower = {"h2d": links.slower, "d2h": links.slower}
     return ScaledCosts(costs, lambda op: op, slower, links.both_slower)
+
+
+_shared = functools.lru_cache(maxsize=8)(_made)
+"""Returns what `_made` returns. Cached because searches with the same cost model share what they
+know about plans."""
 
 
 def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

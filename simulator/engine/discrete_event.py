@@ -309,9 +309,10 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
         if coming > now:
             if changed:  # rates are computed once, after all ops that end or start now
                 changed, mix = False, tuple(busy)
-                if mix not in mixes:
+                shares = mixes.get(mix)
+                if shares is None:
                     running = [lane for lane, code in enumerate(mix) if code]
-                    mixes[mix] = list(
+                    shares = mixes[mix] = list(
                         zip(
                             running,
                             costs.rates(
@@ -320,7 +321,7 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
                             strict=True,
                         )
                     )
-                for lane, rate in mixes[mix]:
+                for lane, rate in shares:
                     if rate != rates[lane]:
                         work[lane] -= rates[lane] * (now - since[lane])
                         rates[lane], since[lane], due[lane] = rate, now, now - (-work[lane] // rate)
@@ -340,11 +341,15 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
         code = busy[lane]
         if following != _NOT_YET:
             size = which[following]
-            if code and codes[size] == code and not after[following] and not latency[lane]:
-                # The next op has the same demand and starts at once, so that no rate changes.
-                work[lane], since[lane], starts[following] = times[size] * PARTS, now, now
-                due[lane] = now - (-work[lane] // rates[lane])
-                continue
+            if code and codes[size] == code and not latency[lane]:
+                for other in after[following]:
+                    if ends[other] == _NOT_YET:
+                        break
+                else:
+                    # The next op has the same demand and starts at once, so that no rate changes.
+                    work[lane], since[lane], starts[following] = times[size] * PARTS, now, now
+                    due[lane] = now - (-work[lane] // rates[lane])
+                    continue
             ready.append(lane)
         if code:
             busy[lane], changed = 0, True

@@ -116,6 +116,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A cost model from outside the package, used instead of the built-in ones: the name that an
     installed package gives it (`megatrain.cost_models`), or the path of a `.py` file."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
         for field, (least, most) in _LIMITS.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
 from collections.abc import Callable
@@ -217,16 +216,17 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     the saved layers below it. On an H200, a step of a 3B model with 32 x 4,096 tokens took 13.6 %
     less memory than with a slot for every recomputed layer.
     """
-    saved = sorted([int(layer) for layer in plan.placed("saved_activations")])
+    saved = plan.placed("saved_activations")
     if not saved:
         return schedule
     group = plan.knobs.micro_batch_group
-    below = []
+    most = below = 0
     for block in blocks_of(plan):
-        place = bisect.bisect_left(saved, block[0])
-        if place == len(saved) or saved[place] != block[0]:
-            below.append(group * place + len(block))
-    extra = max([0, *(count - group * len(saved) for count in below)])
+        if str(block[0]) in saved:
+            below += group
+        else:
+            most = max(most, below + len(block))
+    extra = max(most - group * len(saved), 0)
     slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
     if not (reused := set(slots[extra:])):
         return schedule

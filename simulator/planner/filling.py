@@ -135,15 +135,28 @@ def classes_of(plan: Plan) -> list[StateClass]:
 class Filling:
     """Builds plans that fill the device's memory, for one model and workload."""
 
-    def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
-        """With `more`, plans are filled in additional ways: with the gradient of a tied embedding
-        first, with only the state of a tied embedding, and with all weights or gradients where the
-        memory of their slots suffices.
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        accounts: dict[tuple[Knobs, int, int], Account] | None = None,
+        *,
+        more: bool = False,
+    ) -> None:
+        """Prepares to fill plans of the model and workload of `plan`.
+
+        Args:
+            plan: The model, the workload, and the knobs that no result changes.
+            costs: The machine's cost model.
+            accounts: The memory of such plans, as far as it is known: knobs and limits of a plan ->
+                its account. Results are added to it.
+            more: Whether to fill plans in additional ways: with the gradient of a tied embedding
+                first, with only the state of a tied embedding, and with all weights or gradients
+                where the memory of their slots suffices.
         """
         self.costs, self.defers_update = costs, policies.find(plan.policy).defers_update(plan)
         self._more = more
-        self.accounts: dict[tuple[Knobs, int, int], Account] = {}
-        """The memory of plans: knobs and limits of a plan -> its account."""
+        self._accounts = {} if accounts is None else accounts
         self.attention_layers = [
             layer.name
             for layer in plan.model.decoders
@@ -161,23 +174,26 @@ class Filling:
         self._sizes = _state_bytes(plan, self.defers_update)
         self._smallest = min(self._sizes.values())
         """The bytes of the smallest (class, layer) pair."""
-        self._orders = [
+        orders: list[list[tuple[StateClass, str]]] = [
             [(name, layer) for name in CLASSES for layer in layers],
             [(name, layer) for layer in layers for name in CLASSES],
             [(name, layer) for name in first for layer in layers]
             + [(name, layer) for layer in layers for name in rest],
         ]
-        """The orders in which (class, layer) pairs receive memory."""
         self._tied = contributions(plan, EMBEDDING) > contributions(plan, "0")
         if more and self._tied:
             # The head adds to the gradient of a tied embedding, so each byte of it that stays on
             # the device saves a load and a store more than the gradient of another layer.
-            self._orders.append([("gradients", EMBEDDING), *self._orders[0]])
+            orders.append([("gradients", EMBEDDING), *orders[0]])
         if not self.defers_update:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
-            self._orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
-        self._orders = [[pair for pair in order if pair in self._sizes] for order in self._orders]
+            orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
+        self._orders = [
+            [(*pair, self._sizes[pair]) for pair in order if pair in self._sizes]
+            for order in orders
+        ]
+        """The orders in which (class, layer) pairs receive memory, each pair with its bytes."""
 
     def _attention_share(self, plan: Plan, layer: str) -> float:
         """Returns attention's share of the layer's recompute time, or 0 if the attention output
@@ -201,9 +217,11 @@ class Filling:
     def account(self, plan: Plan) -> Account:
         """Returns the memory of `plan`. Results are cached."""
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
-        if key not in self.accounts:
-            self.accounts[key] = plan_account(plan, policies.outline(plan, merged=True), self.costs)
-        return self.accounts[key]
+        if key not in self._accounts:
+            self._accounts[key] = plan_account(
+                plan, policies.outline(plan, merged=True), self.costs
+            )
+        return self._accounts[key]
 
     def room(self, plan: Plan) -> int:
         """Returns the bytes of device memory that `plan` leaves free. Negative if it exceeds the
@@ -303,7 +321,7 @@ class Filling:
                 # whose weights stay on the device, because the device updates these.
                 if updated.knobs.placement.host_updated:
                     held = chosen["weights"]
-                    resident = [(name, layer) for name, layer in order if layer in held]
+                    resident = [entry for entry in order if entry[1] in held]
                     updated, _ = self._added(updated, resident, self.room(updated), chosen)
                 yield updated
 
@@ -337,7 +355,7 @@ class Filling:
     def _added(
         self,
         plan: Plan,
-        order: list[tuple[StateClass, str]],
+        order: list[tuple[StateClass, str, int]],
         room: int,
         chosen: dict[StateClass, set[str]] | None = None,
     ) -> tuple[Plan, dict[StateClass, set[str]]]:
@@ -345,8 +363,8 @@ class Filling:
 
         Args:
             plan: The plan to add state to.
-            order: (class, layer) pairs that can stay on the device. A pair that does not fit is
-                skipped.
+            order: (class, layer) pairs that can stay on the device, with their bytes. A pair that
+                does not fit is skipped.
             room: Free bytes of device memory.
             chosen: For each class, the layers whose state is on the device already.
 
@@ -356,9 +374,8 @@ class Filling:
         if chosen and room < self._smallest:
             return plan, chosen
         held = {name: set(chosen[name]) if chosen else set[str]() for name in CLASSES}
-        for pair in order:
-            name, layer = pair
-            if (size := self._sizes[pair]) <= room and layer not in held[name]:
+        for name, layer, size in order:
+            if size <= room and layer not in held[name]:
                 room -= size
                 held[name].add(layer)
                 if room < self._smallest:

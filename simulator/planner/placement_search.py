@@ -54,6 +54,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -62,6 +63,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.remembered import Remembered, costs_sizes
 from megatrain.simulator.engine.evaluator import two_groups_ns
+from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Estimate,
@@ -172,6 +174,52 @@ class _Run:
         return expected_ns(self._schedule, self._costs) * self._step_ratio
 
 
+class _Known:
+    """What is known about the plans of one policy, model and workload on one machine.
+
+    Each result is stored with all that it depends on, so searches share it. They differ in the
+    limits of memory, the size of micro-batch groups, and the ways to fill the device.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        """The knobs and limits of `plan` are not used."""
+        self.plan, self.costs, self.policy = plan, costs, policies.find(plan.policy)
+        self.lower_bound = LowerBound(plan, costs)
+        self.accounts: dict[tuple[Knobs, int, int], Account] = {}
+        """Knobs and limits of a plan -> its memory."""
+        self.runs: dict[Knobs, _Run] = {}
+        """Knobs of a plan -> its times."""
+        self.usual: dict[tuple[Plan, bool], list[Plan]] = {}
+        """(plan from which a search begins, whether it fills in additional ways) -> its usual
+        candidates."""
+
+
+_recent: deque[_Known] = deque(maxlen=4)
+"""The results of the last searches. A command searches the same plans several times: to choose a
+loss chunk, to choose the plan, and for advice."""
+
+
+def _known(plan: Plan, costs: CostModel) -> _Known:
+    """Returns the results for plans like `plan` with exactly this policy and cost model."""
+    alike = Plan(
+        policy=plan.policy,
+        gpus=plan.gpus,
+        hardware="",
+        source="",
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+        model=plan.model,
+        workload=plan.workload,
+    )
+    policy = policies.find(plan.policy)
+    for known in list(_recent):
+        if known.costs is costs and known.policy is policy and known.plan == alike:
+            return known
+    known = _Known(alike, costs)
+    _recent.append(known)
+    return known
+
+
 class PlacementSearch:
     """Searches the placements and slots for one policy, model, workload and machine."""
 
@@ -206,9 +254,9 @@ class PlacementSearch:
         timing = InShortGroups(costs, group) if group > 2 else costs
         self.timing = Remembered(timing) if costs_sizes(timing) else timing
         """The costs of shortened plans."""
-        self.filling = Filling(plan, costs, more=more)
-        self.lower_bound = LowerBound(plan, costs)
-        self._runs: dict[Knobs, _Run] = {}
+        self._known, self._more = _known(plan, costs), more
+        self.filling = Filling(plan, costs, self._known.accounts, more=more)
+        self.lower_bound, self._runs = self._known.lower_bound, self._known.runs
 
     def best(self, limit_ns: float = math.inf) -> Estimate | None:
         """Returns the fastest plan that fits, or None if none fits.
@@ -225,8 +273,6 @@ class PlacementSearch:
         if estimates:
             limit_ns = min(limit_ns, *(estimate.step_seconds * 1e9 for estimate in estimates))
             other = PlacementSearch(self.plan, self.costs, more=True)
-            other.lower_bound, other._runs = self.lower_bound, self._runs
-            other.filling.accounts = self.filling.accounts
             known = set(usual)
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
@@ -234,8 +280,13 @@ class PlacementSearch:
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
     def _usual(self) -> list[Plan]:
-        """Returns the candidates that fit, with the most slots with which any fits."""
-        return next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        """Returns the candidates that fit, with the most slots with which any fits. Results are
+        cached.
+        """
+        known, key = self._known.usual, (self.plan, self._more)
+        if key not in known:
+            known[key] = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+        return known[key]
 
     def improved(self, plan: Plan) -> Plan:
         """Returns the plan at the end of a climb from `plan`, which fits but was not found by

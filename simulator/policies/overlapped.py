@@ -47,9 +47,13 @@ it is updated. This avoids the copies of their state but uses host memory bandwi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping
@@ -57,13 +61,13 @@ from megatrain.simulator.policies.building.device_update import DeviceUpdate
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy
 from megatrain.simulator.policies.building.sharded import ShardedStore
 from megatrain.simulator.policies.building.slot_cache import pool_of
-from megatrain.simulator.schedule import BufferDtype, OpId, Schedule
+from megatrain.simulator.schedule import Buffer, BufferDtype, OpId, Schedule
 from megatrain.simulator.schedule.arithmetic import (
     STATE,
     UPDATED,
     StateClass,
-    contributions,
     refuse_on_host,
+    stack_contributions,
     state_sizes,
     sums_on_device,
     whole_matrices,
@@ -90,6 +94,44 @@ def _refuse_groups(plan: Plan) -> None:
             )
 
 
+class _Homes(NamedTuple):
+    """The persistent buffers of one class of state."""
+
+    buffers: tuple[Buffer, ...]
+    """What a builder has to keep."""
+    ids: dict[tuple[StateClass, str], str]
+    """(class, layer) -> the id of its buffer."""
+    streaming: frozenset[str]
+    """Layers whose buffer is in host memory."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _homes(
+    kind: type[Builder],
+    model: ModelSpec,
+    work: Workload,
+    name: StateClass,
+    resident: frozenset[str],
+    temporary: frozenset[str],
+) -> _Homes:
+    """Returns the buffers of the class `name`: on the device for layers in `resident`, none for
+    layers in `temporary`, and in host memory for the others.
+
+    `kind` is the kind of builder that they are for. Cached because the plans of a search place each
+    class in few ways.
+    """
+    builder = kind("")
+    sizes = [entry for entry in state_sizes(model, work)[name] if entry[0] not in temporary]
+    ids = {
+        (name, layer): builder.persistent(
+            f"{'device' if layer in resident else 'host'}.{name}", layer, size, name, dtype
+        )
+        for layer, size, dtype in sizes
+    }
+    streaming = frozenset([layer for layer, _, _ in sizes if layer not in resident])
+    return _Homes(builder.build().buffers, ids, streaming)
+
+
 class _OverlappedStore(ChunkedStore):
     """The `ParameterStore` of one step: buffers for resident layers, slots for streamed layers.
 
@@ -109,10 +151,10 @@ class _OverlappedStore(ChunkedStore):
             _refuse_groups(plan)
         self.chunks: dict[int, list[tuple[int, int, int]]] = {}
         """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
-        self.contributions = {layer: contributions(plan, layer) for layer in self.stack}
+        self.contributions = stack_contributions(plan.model, plan.workload)
         self.matrices = whole_matrices(plan)
         """Layers that are cut between matrices only."""
-        self.streamed: dict[StateClass, list[str]] = {name: [] for name in STATE}
+        self.streaming: dict[StateClass, frozenset[str]] = {}
         """Class -> the layers that keep it in host memory."""
         self.on_host = plan.placed("host_updated")
         refuse_on_host(
@@ -120,19 +162,21 @@ class _OverlappedStore(ChunkedStore):
         )
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
-            resident = plan.placed(name) - self.on_host
-            placed = resident | self.on_host
-            may_be_temporary = name == "gradients" and not self.defers
-            on_device, on_host, streamed = f"device.{name}", f"host.{name}", self.streamed[name]
-            for layer, size, dtype in state_sizes(plan)[name]:
-                if may_be_temporary and layer not in placed and sums_on_device(plan, layer):
-                    continue
-                pool = on_device if layer in resident else on_host
-                self.home[name, layer] = builder.persistent(pool, layer, size, name, dtype)
-                if layer not in resident:
-                    streamed.append(layer)
-        self.streaming = {name: frozenset(layers) for name, layers in self.streamed.items()}
-        """Class -> the layers that keep it in host memory, for look-ups."""
+            resident, temporary = plan.placed(name) - self.on_host, frozenset[str]()
+            if name == "gradients" and not self.defers:
+                summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
+                temporary = frozenset(summed - resident - self.on_host)
+            homes = _homes(
+                type(builder),  # type: ignore[arg-type]  # mypy: a class is not Hashable
+                plan.model,
+                plan.workload,
+                name,
+                resident,
+                temporary,
+            )
+            builder.keep(homes.buffers)
+            self.home |= homes.ids
+            self.streaming[name] = homes.streaming
         self._make_slots()
         self.arrived = dict.fromkeys(self.stack, 0)
         """Layer -> gradient contributions that the step has written so far."""
@@ -168,7 +212,7 @@ class _OverlappedStore(ChunkedStore):
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        streamed, home = set(self.streamed["weights"]), self.home
+        streamed, home = self.streaming["weights"], self.home
         # Layers with the same key need the same slots, so one of them is enough.
         distinct = {
             (

@@ -73,11 +73,17 @@ def contributions(plan: Plan, layer: str) -> int:
     """Returns how many gradients of `layer` are computed in one step: one per micro-batch, or two
     per micro-batch for a tied embedding.
     """
-    return _contributions(plan.model, plan.workload, layer)
+    return stack_contributions(plan.model, plan.workload)[layer]
 
 
-def _contributions(model: ModelSpec, work: Workload, layer: str) -> int:
-    return work.accumulation * (2 if layer == EMBEDDING and model.tied else 1)
+@functools.lru_cache(maxsize=4)
+def stack_contributions(model: ModelSpec, work: Workload) -> Mapping[str, int]:
+    """Returns layer -> what `contributions` returns for it. Cached because a search asks for it
+    with each plan.
+    """
+    counts = dict.fromkeys(model.stack, work.accumulation)
+    counts[EMBEDDING] *= 2 if model.tied else 1
+    return counts
 
 
 def part_elements(plan: Plan, layer: str) -> int:
@@ -137,16 +143,13 @@ def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass,
     return {layer: _layer_state(model, work, layer) for layer in model.stack}
 
 
-def state_sizes(plan: Plan) -> Mapping[StateClass, list[tuple[str, int, BufferDtype]]]:
-    """Returns class of state -> (layer, bytes, dtype) of each layer that has this class."""
-    return _state_sizes(plan.model, plan.workload)
-
-
 @functools.lru_cache(maxsize=4)
-def _state_sizes(
+def state_sizes(
     model: ModelSpec, work: Workload
 ) -> dict[StateClass, list[tuple[str, int, BufferDtype]]]:
-    """Returns what `state_sizes` returns. Cached for the same reason as `_stack_state`."""
+    """Returns class of state -> (layer, bytes, dtype) of each layer that has this class. Cached for
+    the same reason as `_stack_state`.
+    """
     state = _stack_state(model, work)
     return {
         name: [
@@ -159,7 +162,7 @@ def _state_sizes(
 
 
 def _layer_state(model: ModelSpec, work: Workload, layer: str) -> dict[StateClass, StatePart]:
-    spec, summed = model.stack[layer], _contributions(model, work, layer) > 1
+    spec, summed = model.stack[layer], stack_contributions(model, work)[layer] > 1
     layout = update_layout(work.optimizer, spec)
     if layout is None:
         return layer_state_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 import msgspec
@@ -84,7 +83,7 @@ def allocated_bytes(name: str, size: int) -> int:
     return -(-size // unit) * unit
 
 
-class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A block of memory with a name, `PLACE.POOL:KEY`.
 
     PLACE is `device` or `host`. POOL is a label: the buffers of a pool are alike and are allocated
@@ -129,12 +128,12 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """`device` or `host`."""
         return self.id.partition(".")[0]
 
-    @functools.cached_property
+    @property
     def allocated(self) -> int:
         """The bytes that it takes in its pool."""
         return allocated_bytes(self.id, self.bytes)
 
-    @functools.cached_property
+    @property
     def pool(self) -> str:
         """`PLACE.POOL`."""
         return self.id.partition(":")[0]

@@ -5,7 +5,7 @@ The schedule has the fewest dependencies that keep the meaning of the program.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -22,7 +22,7 @@ from megatrain.simulator.schedule import (
     ScheduleError,
     Sizes,
 )
-from megatrain.simulator.schedule.buffer import DTYPES_OF, allocated_bytes
+from megatrain.simulator.schedule.buffer import DTYPES_OF
 from megatrain.simulator.schedule.schedule import IndexedSchedule
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
@@ -52,22 +52,14 @@ class Builder:
     loads can run further ahead.
     """
 
-    def __init__(self, policy: str, *, serial: bool = False, merged: bool = False) -> None:
+    def __init__(self, policy: str, *, serial: bool = False) -> None:
         """Starts an empty program.
 
         Args:
             policy: The name of the policy, for the schedule.
             serial: Every op also waits for the op before it, so that nothing overlaps.
-            merged: All buffers of a pool are merged into one, except those that PyTorch allocates.
-                This is enough to know the bytes of each pool, but no ops can be added.
         """
-        self._policy, self._serial, self._merged = policy, serial, merged
-        self._pools: dict[str, Buffer] = {}
-        """With `merged`: pool -> its first buffer."""
-        self._pool_bytes: dict[str, int] = defaultdict(int)
-        """With `merged`: pool -> the bytes that its buffers take together."""
-        self._units: dict[str, int] = {}
-        """With `merged`: pool of persistent buffers -> the bytes of the smallest buffer in it."""
+        self._policy, self._serial = policy, serial
         self._buffers: list[Buffer] = []
         self._free: dict[str, deque[str]] = {}
         """Pool -> its free slots, the one that was freed first in front."""
@@ -100,25 +92,16 @@ class Builder:
         to. Without `dtype`, it has the default dtype of its class of data (`DTYPES_OF`).
         """
         name = f"{pool}:{key}"
-        if self._merged:
-            unit = self._units.get(pool)
-            if unit:
-                self._pool_bytes[pool] += -(-size // unit) * unit
-                return name
-            self._units[pool] = allocated_bytes(pool, 1)
-            self._pool_bytes[pool] += allocated_bytes(pool, size)
-        buffer = Buffer(
-            id=name,
-            bytes=size,
-            data=data,
-            dtype=dtype or DTYPES_OF[data][0],
-            persistent=True,
-            **traits,
+        self._buffers.append(
+            Buffer(
+                id=name,
+                bytes=size,
+                data=data,
+                dtype=dtype or DTYPES_OF[data][0],
+                persistent=True,
+                **traits,
+            )
         )
-        if self._merged:
-            self._pools[pool] = buffer
-        else:
-            self._buffers.append(buffer)
         return name
 
     def slots(
@@ -132,26 +115,20 @@ class Builder:
     ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
         kind = dtype or DTYPES_OF[data][0]
-        merged = self._merged and not traits.get("dynamic", False)
         buffers = [
             Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)
-            for index in range(min(count, 1) if merged else count)
+            for index in range(count)
         ]
-        if not merged:
-            self._buffers += buffers
-            self._add_free(pool, [buffer.id for buffer in buffers])
-            return
-        self._pool_bytes[pool] += count * allocated_bytes(pool, size)
-        for buffer in buffers:
-            self._pools.setdefault(pool, buffer)
+        self._buffers += buffers
+        self._add_free(pool, [buffer.id for buffer in buffers])
 
     def _add_free(self, pool: str, slots: Sequence[str]) -> None:
         self._free[pool] = free = deque(slots)
         self._queue |= dict.fromkeys(free, free)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
-        """Adds buffers of another schedule under the same ids. All slots of a pool must be added in
-        one call.
+        """Adds buffers that were made before, under the same ids. All slots of a pool must be added
+        in one call.
         """
         self._buffers += buffers
         slots = [buffer for buffer in buffers if not buffer.persistent]
@@ -242,11 +219,7 @@ class Builder:
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""
-        merged = [
-            msgspec.structs.replace(first, id=f"{pool}:all", bytes=self._pool_bytes[pool])
-            for pool, first in self._pools.items()
-        ]
-        schedule = Schedule(policy=self._policy, buffers=(*merged, *self._buffers), ops=self._ops())
+        schedule = Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=self._ops())
         vars(schedule).update(
             compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches()),
             sizes=self._grouped(),

@@ -79,22 +79,24 @@ class LatestUses:
             if waited[lanes[other]] < other:
                 waited[lanes[other]] = other
                 after += (other,)
-            for overlapping in use.others:
-                other = overlapping.writer
-                if waited[lanes[other]] < other:
-                    waited[lanes[other]] = other
-                    after += (other,)
+            if use.others:
+                for overlapping in use.others:
+                    other = overlapping.writer
+                    if waited[lanes[other]] < other:
+                        waited[lanes[other]] = other
+                        after += (other,)
             if use.readers:
                 use.readers[lane] = op
             else:
                 use.readers = {lane: op}
         for buffer in writes:
             use = uses.get(buffer) or self._first_use(buffer)
-            for overlapping in (use, *use.others) if use.others else (use,):
-                for number, other in overlapping.readers.items():
-                    if waited[number] < other:
-                        waited[number] = other
-                        after += (other,)
+            for overlapping in [use, *use.others] if use.others else [use]:
+                if overlapping.readers:
+                    for number, other in overlapping.readers.items():
+                        if waited[number] < other:
+                            waited[number] = other
+                            after += (other,)
                 other = overlapping.writer
                 if waited[lanes[other]] < other:
                     waited[lanes[other]] = other

@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from megatrain.simulator.policies.building.builder import Builder
+from megatrain.simulator.policies.building.merged_builder import MergedBuilder
 from megatrain.simulator.policies.building.timed_builder import TimedBuilder
 from megatrain.simulator.policies.building.training_step import ParameterStore, compute, declare
 from megatrain.simulator.policies.policy import Policy
@@ -91,7 +92,7 @@ def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
 
     Cached because a search asks for the same store with many placements of activations.
     """
-    builder = Builder(plan.policy, merged=True)
+    builder = MergedBuilder(plan.policy)
     policy.storage(builder, plan)
     return builder.build().buffers
 
@@ -99,6 +100,6 @@ def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
 @functools.lru_cache(maxsize=4096)
 def _computed(plan: Plan) -> tuple[Buffer, ...]:
     """Returns the merged buffers of `compute`. Cached for the same reason as `_stored`."""
-    builder = Builder(plan.policy, merged=True)
+    builder = MergedBuilder(plan.policy)
     declare(builder, plan)
     return builder.build().buffers

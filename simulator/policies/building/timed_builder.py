@@ -134,6 +134,7 @@ class TimedBuilder(Builder):
         for buffer in writes:
             if buffer in reads:
                 adds = True
+                break
         key = (kind, "" if layer.isdigit() else layer, lane, adds, *sizes, *sizes.values())
         index = self._indices.get(key)
         if index is None:

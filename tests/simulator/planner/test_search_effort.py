@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.simulator import costs as cost_models
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.contention import ContentionModel
@@ -19,7 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import batch_splits, placement_search
-from megatrain.simulator.planner.assessment import assess, estimate, group_sizes, with_knobs
+from megatrain.simulator.planner.assessment import Choice, assess, estimate, group_sizes, with_knobs
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.filling import Filling, last
 from megatrain.simulator.planner.placement_search import PlacementSearch
@@ -41,6 +42,13 @@ def model(make_model: Callable[..., ModelSpec]) -> ModelSpec:
     return make_model(
         layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024, tied=False
     )
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """Forgets what the searches of earlier tests have found, because it would change counts."""
+    placement_search._recent.clear()
+    cost_models._shared.cache_clear()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
@@ -72,6 +80,39 @@ def test_a_search_lowers_only_the_plan_that_it_returns(
     assert (found.plan.knobs, found.step_seconds) == (best.plan.knobs, best.step_seconds)
     assert (found.runner_up, found.account.fits) == (best.runner_up, True)
     assert not lowered
+
+
+@pytest.mark.parametrize("limit", [LIMIT, LIMIT + MIB])
+def test_a_search_of_known_plans_times_none_and_finds_the_same(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    work = msgspec.structs.replace(WORK, accumulation=2)
+
+    def found() -> Choice:
+        return candidates(model, H200, work, policies=["overlapped"], device_limit=limit)[0]
+
+    first = found()
+    timed = counted(monkeypatch, placement_search, "schedule_to_time")
+    assert found() == first
+    assert not timed
+    # Another limit shares the times of plans, which do not depend on it.
+    candidates(model, H200, work, policies=["overlapped"], device_limit=limit + MIB)
+    assert found() == first
+    timed.clear()
+    placement_search._recent.clear()
+    assert found() == first
+    assert timed
+
+
+def test_searches_with_other_costs_share_nothing(model: ModelSpec) -> None:
+    peaks = {dtype: peak / 4 for dtype, peak in H200.peak_tflops.items()}
+    slow = msgspec.structs.replace(H200, peak_tflops=peaks)
+    best = [
+        candidates(model, machine, WORK, policies=["overlapped"], device_limit=LIMIT)[0]
+        for machine in (H200, slow, H200)
+    ]
+    assert best[0] == best[2]
+    assert best[1].step_seconds > best[0].step_seconds
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "k_buffer", "resident", "sequential"])
