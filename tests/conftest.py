@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,17 @@ def make_model() -> Callable[..., ModelSpec]:
 @pytest.fixture(scope="session")
 def make_plan() -> Callable[..., Plan]:
     return small_plan
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """Forgets the cost models and the plans of earlier tests. What a test replaces would otherwise
+    not be used, and counts of calls would depend on the order of the tests.
+    """
+    if costs := sys.modules.get("megatrain.simulator.costs"):
+        costs._shared.cache_clear()
+    if search := sys.modules.get("megatrain.simulator.planner.placement_search"):
+        search._recent.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.simulator import costs as cost_models
 from megatrain.simulator import policies
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.contention import ContentionModel
@@ -42,13 +41,6 @@ def model(make_model: Callable[..., ModelSpec]) -> ModelSpec:
     return make_model(
         layers=4, hidden=128, intermediate=256, head_dim=32, vocabulary=1024, tied=False
     )
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    """Forgets what the searches of earlier tests have found, because it would change counts."""
-    placement_search._recent.clear()
-    cost_models._shared.cache_clear()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
