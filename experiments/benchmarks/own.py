@@ -18,7 +18,7 @@ from megatrain.experiments.benchmarks.steps import (
 )
 from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.calibration.compute_alone import fill
+from megatrain.runtime.calibration.compute_alone import compute_alone, fill
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
@@ -26,8 +26,6 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import forget_device_memory
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
-from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -38,7 +36,7 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     settings, ceiling = AdamW(max_norm=MAX_NORM), system == "ceiling"
     schedule = preflight(plan, settings, device)
     if ceiling:
-        schedule = restricted_to_kinds(schedule, COMPUTE_KINDS)
+        schedule = compute_alone(plan)
     forget_device_memory(device)
     with ExitStack() as stack:
         with allocation_bar() as on_allocate:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
@@ -20,30 +21,58 @@ from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import step_seconds
 from megatrain.simulator.policies import verified
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def plan_of(result: dict[str, Any], path: Path) -> Plan:
-    """Returns the plan of a benchmark's `result`, without memory limits. `path` is named in errors.
+class _StoredPlan(msgspec.Struct, frozen=True):
+    """The plan in a result file."""
 
-    Raises UserError if the result has no plan, or a plan that is not valid.
-    """
-    said = result.get("plan", {})
-    fields = ("policy", "digest", "hardware", "workload", "knobs")
-    return convert(
-        {
-            **{field: said[field] for field in fields if field in said},
-            "source": "",
-            "device_limit_bytes": 1,
-            "host_limit_bytes": 1,
-            "model": ModelSpec.load(str(result.get("model"))),
-        },
-        Plan,
-        str(path),
+    policy: str
+    hardware: str
+    workload: Workload
+    knobs: Knobs
+    digest: str = ""
+
+
+class _StoredSystem(msgspec.Struct, frozen=True):
+    """The steps of one system in a result file."""
+
+    system: str
+    step_seconds_median: float | None = None
+
+
+class StoredBenchmark(msgspec.Struct, frozen=True):
+    """The parts of a result file from which its steps are predicted again."""
+
+    model: str
+    """A name in the library."""
+    plan: _StoredPlan
+    systems: tuple[_StoredSystem, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> StoredBenchmark:
+        """Reads the result file `path`. Raises UserError if it is none."""
+        return convert(read_json(path), cls, str(path))
+
+
+def plan_of(result: StoredBenchmark) -> Plan:
+    """Returns the plan of a benchmark, without memory limits."""
+    said = result.plan
+    return Plan(
+        policy=said.policy,
+        digest=said.digest,
+        hardware=said.hardware,
+        source="",
+        device_limit_bytes=1,
+        host_limit_bytes=1,
+        model=ModelSpec.load(result.model),
+        workload=said.workload,
+        knobs=said.knobs,
     )
 
 
@@ -55,13 +84,13 @@ def machine_of(plan: Plan) -> HardwareSpec:
     return HardwareSpec.load(str(file) if file.is_file() else plan.hardware)
 
 
-def measured_seconds(result: dict[str, Any], path: Path) -> float:
-    """Returns the median step time of `ours` in a benchmark's `result`, in seconds. Raises
-    UserError if `ours` was not timed. `path` is named in the error.
+def measured_seconds(result: StoredBenchmark, path: Path) -> float:
+    """Returns the median step time of `ours` in a benchmark, in seconds. Raises UserError if `ours`
+    was not timed. `path` is named in the error.
     """
-    for system in result.get("systems", ()):
-        if system["system"] == "ours" and "step_seconds_median" in system:
-            return float(system["step_seconds_median"])
+    for system in result.systems:
+        if system.system == "ours" and system.step_seconds_median is not None:
+            return system.step_seconds_median
     raise UserError(
         str(path),
         found="no step of `ours`",
@@ -90,8 +119,8 @@ def run(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     rows = [["file", "model", "workload", "predicted", "measured", "error"]]
     for path in args.files:
-        result = read_json(path)
-        plan, measured = plan_of(result, path), measured_seconds(result, path)
+        result = StoredBenchmark.load(path)
+        plan, measured = plan_of(result), measured_seconds(result, path)
         hardware = HardwareSpec.load(args.hardware) if args.hardware else machine_of(plan)
         seconds = step_seconds(verified(plan), cost_model(hardware, plan.model, plan.workload))
         work = plan.workload

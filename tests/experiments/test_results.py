@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from heldout_regression import moved_in
 
-from megatrain.experiments.benchmarks.predicted import machine_of, main, measured_seconds, plan_of
+from megatrain.experiments.benchmarks.predicted import (
+    StoredBenchmark,
+    machine_of,
+    main,
+    measured_seconds,
+    plan_of,
+)
 from megatrain.experiments.heldout.compared import within_range
 from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.summary import ErrorSummary, summarize_errors
@@ -61,8 +67,10 @@ def test_stored_benchmarks_are_predicted_again_for_another_machine(
     then, again = (line for line in capsys.readouterr().out.splitlines() if "qwen" in line)
     assert then.split()[3:] == ["0.586", "s", "0.658", "s", "-10.9%"]
     assert float(again.split()[-1].rstrip("%")) > -4
-    (tmp_path / "other.json").write_text('{"systems": [], "model": "qwen2.5-7b"}')
-    assert main([str(tmp_path / "other.json")]) == 2
+    assert main([str(RESULTS / "h200-x2-small-memory" / "m16-ceiling.json")]) == 2
+    for text in ("[1]", '{"plan": 3, "model": "qwen2.5-7b", "systems": []}'):
+        (tmp_path / "other.json").write_text(text)
+        assert main([str(tmp_path / "other.json")]) == 2
 
 
 WORSE = {
@@ -88,12 +96,12 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
 
     The prediction uses the hardware file that the result names.
     """
-    result = read_json(path)
-    plan, measured = plan_of(result, path), measured_seconds(result, path)
+    result = StoredBenchmark.load(path)
+    plan, measured = plan_of(result), measured_seconds(result, path)
     hardware = machine_of(plan)
     # The mean over the speeds of the host, as in the stored prediction.
     today = step_seconds(verified(plan), cost_model(hardware, plan.model, plan.workload))
-    then = abs(result["plan"]["prediction"]["step_seconds"] / measured - 1)
+    then = abs(read_json(path)["plan"]["prediction"]["step_seconds"] / measured - 1)
     allowed = WORSE.get(f"{path.parent.name}/{path.stem}", 0.001)
     assert abs(today / measured - 1) <= then + allowed
 
