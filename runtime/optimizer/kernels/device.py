@@ -20,6 +20,7 @@ _RECORDS = 32  # records of 32 parameters per program
 _ROW = 4096  # elements per row of a sum of squares, as in `adamw.py`
 _RATIO_ROWS = 16  # rows of 64 elements per program
 _WARPS = 4
+_ROW_WARPS = 1  # one warp per row of a sum: no exchange between warps
 
 
 @triton.jit
@@ -528,7 +529,12 @@ class DeviceKernels:
     def row_sums(self, gradient: torch.Tensor, sums: torch.Tensor, *, square: bool) -> None:
         count = gradient.numel()
         _row_sums[(triton.cdiv(count, _ROW),)](
-            _bits(gradient), sums, count, SQUARE=square, num_warps=_WARPS, enable_fp_fusion=False
+            _bits(gradient),
+            sums,
+            count,
+            SQUARE=square,
+            num_warps=_ROW_WARPS,
+            enable_fp_fusion=False,
         )
 
     def ratio_sums(
