@@ -224,7 +224,9 @@ class Executor:
                         None if ranks is None else ranks.board,
                     )
                     for name in self._step.queues
-                ]
+                ],
+                # A step begins with updates that the step before deferred. Compute waits for them.
+                own="update",
             )
         except BaseException:
             self._free()

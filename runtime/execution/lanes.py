@@ -1,5 +1,5 @@
 """Lanes: threads that run queues of tasks in order. With CUDA, the thread of a device lane enqueues
-its tasks on the lane's own CUDA stream.
+its tasks on the lane's own CUDA stream. One lane may run on the thread that runs the step.
 
 A mark records the start and end of an op. There are four ways to wait for the end of an op:
 
@@ -152,7 +152,7 @@ class Task:
 
 
 class Lane:
-    """One thread, which runs a queue of tasks."""
+    """Runs a queue of tasks, on a thread of its own or on the calling thread."""
 
     def __init__(
         self, name: str, threads: int, stream: torch.cuda.Stream | None, board: Board | None = None
@@ -164,34 +164,53 @@ class Lane:
         self.queue: Sequence[Task] = ()
         """The tasks to run, for example the tasks of a step or of an evaluation."""
         self._go, self._done = threading.Semaphore(0), threading.Event()
-        self._stop = False
+        self._ends = False
         self._thread = threading.Thread(target=self._serve, name=f"lane-{name}", daemon=True)
         self.failure: tuple[str, BaseException] | None = None
         """The id of the op that failed in the last run, and its exception."""
         self.abort = threading.Event()
+        """Set when a lane has failed. The lane then stops at its next op."""
+        self.stop: Callable[[], object] = self.abort.set
+        """Stops all lanes. Called when an op of this lane fails."""
 
-    def start(self, abort: threading.Event) -> None:
-        """Starts the thread. It stops at its next op when `abort` is set."""
-        self.abort = abort
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def play(self) -> None:
-        """Starts to run `queue` once, without waiting for the end."""
-        self.failure = None
+        """Makes the thread run `queue` once, without waiting for the end."""
         self._done.clear()
         self._go.release()
 
     def finished(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until all tasks of `queue` have run or, on a stream, are
-        enqueued. Returns False if the time ran out first.
+        """Waits at most `timeout` seconds until the thread has run all tasks of `queue` or, on a
+        stream, has enqueued them. Returns False if the time ran out first.
         """
         return self._done.wait(timeout)
 
+    def run(self) -> None:
+        """Runs `queue` once on the calling thread. An exception that is no `Exception`, such as
+        KeyboardInterrupt, passes through.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        stream = (
+            contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        try:
+            with stream:
+                self._run_queue()
+        finally:
+            torch.set_num_threads(threads)
+        if self.failure and not isinstance(self.failure[1], Exception):
+            raise self.failure[1]
+
     def close(self) -> None:
-        """Ends the thread and drops the tasks."""
-        self._stop = True
-        self._go.release()
-        self._thread.join()
+        """Ends the thread, if it was started, and drops the tasks."""
+        if self._thread.is_alive():
+            self._ends = True
+            self._go.release()
+            self._thread.join()
         self.queue = ()
 
     def _serve(self) -> None:
@@ -201,12 +220,13 @@ class Lane:
             torch.cuda.set_stream(self._stream)
         while True:
             self._go.acquire()
-            if self._stop:
+            if self._ends:
                 return
             self._run_queue()
             self._done.set()
 
     def _run_queue(self) -> None:
+        self.failure = None
         for task in self.queue:
             try:
                 for mark in task.waits:
@@ -230,18 +250,30 @@ class Lane:
                         self._board.end(self.name)
             except BaseException as error:
                 self.failure = (task.op, error)
-                self.abort.set()
+                self.stop()
                 return
 
 
 class LaneGroup:
-    """The lanes of a schedule. They run together."""
+    """The lanes of a schedule. They run together.
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    One lane runs on the thread that calls `play`, and the others on threads of their own. The
+    threads slept since they enqueued the last step, and on a virtual machine it took 4 ms until
+    they ran again. The calling thread is awake.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], own: str = "") -> None:
+        """`own` is the name of the lane that the calling thread runs. It may be the name of no
+        lane.
+        """
         self._lanes = lanes
+        self._own = next((lane for lane in lanes if lane.name == own), None)
         self._abort = threading.Event()
+        self._marks: list[HostMark | StreamMark] = []
         for lane in lanes:
-            lane.start(self._abort)
+            lane.abort, lane.stop = self._abort, self._stop
+            if lane is not self._own:
+                lane.start()
 
     def play(self, queues: Mapping[str, Sequence[Task]]) -> None:
         """Runs the tasks in `queues`, by lane, once. Lanes keep their threads and streams.
@@ -250,23 +282,23 @@ class LaneGroup:
         op of the first lane. KeyboardInterrupt passes through. In both cases all lanes have stopped
         before this method raises.
         """
-        marks = [task.mark for queue in queues.values() for task in queue]
-        for mark in marks:
+        self._marks = [task.mark for queue in queues.values() for task in queue]
+        for mark in self._marks:
             mark.issued.clear()
         self._abort.clear()
         started: list[Lane] = []
         try:
             for lane in self._lanes:
                 lane.queue = queues.get(lane.name, ())
-                lane.play()
-                started.append(lane)
-            for lane in self._lanes:
-                while not lane.finished(timeout=0.2):
-                    if self._abort.is_set():
-                        self._wake(marks)
+                if lane is not self._own:
+                    lane.play()
+                    started.append(lane)
+            if self._own is not None:
+                self._own.run()
+            for lane in started:
+                lane.finished()
         except BaseException:
-            self._abort.set()
-            self._wake(marks)
+            self._stop()
             for lane in started:
                 lane.finished()
             raise
@@ -281,9 +313,10 @@ class LaneGroup:
             name, op, error = failures[0]
             raise OpFailed(op, name, error) from error
 
-    def _wake(self, marks: Sequence[HostMark | StreamMark]) -> None:
-        """Wakes all threads that wait for marks, so they see that they should stop."""
-        for mark in marks:
+    def _stop(self) -> None:
+        """Stops all lanes at their next op. Wakes threads that wait for a mark."""
+        self._abort.set()
+        for mark in self._marks:
             mark.issued.set()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from megatrain.runtime.execution.lanes import HostMark, Lane, LaneGroup, OpFailed, Task
 
@@ -25,7 +26,7 @@ def test_a_lane_runs_its_tasks_only_when_it_is_told_to_and_then_once() -> None:
     ran: list[str] = []
     lane = Lane("cpu", 1, None)
     lane.queue = [a_task("A", lambda: ran.append("A")), a_task("B", lambda: ran.append("B"))]
-    lane.start(threading.Event())
+    lane.start()
     assert not lane.finished(timeout=0.2)
     assert ran == []
     lane.play()
@@ -76,3 +77,68 @@ def test_of_two_failures_the_one_of_the_first_lane_is_told(lanes: LaneGroup) -> 
 
     with pytest.raises(OpFailed, match=r"^A on lane cpu: ValueError: first$"):
         lanes.play({"update": [a_task("B", fail("second"))], "cpu": [a_task("A", fail("first"))]})
+
+
+@pytest.fixture
+def with_own() -> Iterator[LaneGroup]:
+    """A group whose lane `update` runs on the calling thread."""
+    group = LaneGroup([Lane("cpu", 1, None), Lane("update", 3, None)], own="update")
+    yield group
+    group.close()
+
+
+def test_one_lane_runs_on_the_calling_thread_with_its_number_of_threads(
+    with_own: LaneGroup,
+) -> None:
+    ran: list[tuple[threading.Thread, int]] = []
+
+    def note() -> None:
+        ran.append((threading.current_thread(), torch.get_num_threads()))
+
+    before = torch.get_num_threads()
+    first = a_task("first", note)
+    second = a_task("second", note, first)
+    with_own.play({"cpu": [second], "update": [first]})
+    (own, threads), (other, others) = ran
+    assert own is threading.current_thread() is not other
+    assert (threads, others) == (3, 1)
+    assert torch.get_num_threads() == before
+
+
+def test_a_failure_ends_the_waiting_of_the_calling_thread(with_own: LaneGroup) -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no such row")
+
+    failing = a_task("A", fail)
+    never = a_task("B", lambda: ran.append("B"), failing)
+    with pytest.raises(OpFailed, match=r"^A on lane cpu: ValueError: no such row$"):
+        with_own.play({"cpu": [failing], "update": [never]})
+    assert ran == []
+    with_own.play({"update": [a_task("C", lambda: ran.append("C"))]})
+    assert ran == ["C"]
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interruption_of_the_calling_thread_stops_the_other_lanes(
+    with_own: LaneGroup, interrupted: bool
+) -> None:
+    """Ctrl-C in an op passes through, and the lane that waits for this op does not run."""
+    ran: list[str] = []
+
+    def interrupt() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    first = a_task("A", interrupt)
+    second = a_task("B", lambda: ran.append("B"), first)
+    if not interrupted:
+        with_own.play({"cpu": [second], "update": [first]})
+        assert ran == ["B"]
+        return
+    with pytest.raises(KeyboardInterrupt):
+        with_own.play({"cpu": [second], "update": [first]})
+    assert ran == []
+    with_own.play({"cpu": [a_task("C", lambda: ran.append("C"))]})
+    assert ran == ["C"]
