@@ -8,7 +8,7 @@ wait for other ops (`lanes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from megatrain.runtime.execution.param_groups import param_group
 from megatrain.runtime.execution.step_state import HostScalarCopy, StepState
 from megatrain.runtime.execution.update_ops import Run, UpdateOps
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, layer_tensors
+from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
@@ -25,8 +26,8 @@ from megatrain.simulator.schedule import Op, Schedule, base_buffer, computes_out
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan
 
-Gradient = torch.Tensor | Iterable[torch.Tensor] | None
-"""The gradient of a tensor: a whole tensor, blocks of its columns, or None for no gradient."""
+Gradient = torch.Tensor | TableGradient | None
+"""The gradient of a tensor, or None for no gradient."""
 
 
 class Binder(UpdateOps):
@@ -338,15 +339,10 @@ class Binder(UpdateOps):
             for target, gradient, is_frozen in zip(targets, gradients, frozen, strict=True):
                 if gradient is None or is_frozen:
                     continue
-                if isinstance(gradient, torch.Tensor):
+                if isinstance(gradient, TableGradient):
+                    gradient.store(target, self.dtype, adding=adding)
+                else:
                     optimizer.accumulate(target, gradient.to(self.dtype), first=not adding)
-                    continue
-                start = 0
-                for block in gradient:
-                    columns = target[:, start : start + block.shape[1]]
-                    optimizer.accumulate(columns, block.to(self.dtype), first=not adding)
-                    start += block.shape[1]
-                    del block  # or it would exist until the next block is computed
 
         return put
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +39,12 @@ from megatrain.runtime.layers.model_config import full_config
 from megatrain.runtime.layers.router_loss import RouterLoss
 from megatrain.runtime.layers.slot_tensors import slot_hooks
 from megatrain.runtime.layers.supported import dropout_keys
+from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES, UNFUSED_ATTENTION, WIDE_HEADS
 from megatrain.simulator.model.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule.arithmetic import summed_columns
 
 _log = logging.getLogger(__name__)
 
@@ -421,12 +421,9 @@ class FunctionalLayers:
 
     def embed_backward(
         self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
-    ) -> list[torch.Tensor | Iterator[torch.Tensor]]:
-        """Returns the gradients of the embedding's tables and of its tables of positions, in fp32.
-
-        The gradient of a table row is summed in fp32, because a frequent token occurs thousands of
-        times. The gradient of a table is an iterator over blocks of columns, because a table may be
-        large: that of Qwen2.5-7B has 2.2 GB in fp32, and the second of Gemma 3n has 9.4 GB.
+    ) -> list[TableGradient | torch.Tensor]:
+        """Returns the gradients of the embedding's tables, followed by those of its tables of
+        positions in fp32.
 
         Args:
             gradient: gradient of the first layer's input, [batch, sequence, carried].
@@ -455,29 +452,12 @@ class FunctionalLayers:
                         gradient,
                     )
                 )
-        summed = [
-            self._summed(part, indices, self._rows[name])
+        padding = self._embedding_and_head.padding
+        tables_of_tokens = [
+            TableGradient(part, indices, self._rows[name], padding)
             for (name, indices), part in zip(self._indices(ids).items(), gradients, strict=False)
         ]
-        return [*summed, *gradients[len(summed) :]]
-
-    def _summed(
-        self, gradient: torch.Tensor, indices: torch.Tensor, rows: int
-    ) -> Iterator[torch.Tensor]:
-        """Yields the gradient of a table, [rows, width] fp32, in blocks of columns.
-
-        Args:
-            gradient: gradient of each token's row, [batch, sequence, width].
-            indices: index of each token's row, [batch, sequence] int64.
-            rows: number of rows of the table.
-        """
-        padding = (
-            -1 if self._embedding_and_head.padding is None else self._embedding_and_head.padding
-        )
-        for block in gradient.split(summed_columns(rows), -1):
-            yield torch.ops.aten.embedding_dense_backward(
-                block.float(), indices, rows, padding, False
-            )
+        return [*tables_of_tokens, *gradients[len(tables_of_tokens) :]]
 
     def recompute(
         self,

@@ -306,7 +306,8 @@ class Calibrated(ContendedCosts):
     def _other_chunks(self, op: Op) -> tuple[float, bool]:
         """Returns the factor on the duration of a head because its loss chunk is not the table's,
         and whether the factor is derived from the datasheet. It is measured if the head was
-        measured with both loss chunks.
+        measured with both loss chunks. Otherwise it is derived from the largest measured loss chunk
+        that is not larger, or else from the table's.
         """
         if (
             op.kind not in ("head", "loss")
@@ -314,13 +315,17 @@ class Calibrated(ContendedCosts):
             or self.table.loss_chunk in (0, self._datasheet.workload.loss_chunk)
         ):
             return 1.0, False
-        chunk = self._datasheet.workload.loss_chunk
-        if op.kind == "head" and (head := _other_head(self.table, op.shape, chunk)):
-            return head.duration_ns / self.table.compute["head"][head.shape][1], False
-        measured = msgspec.structs.replace(
-            self._datasheet.workload, loss_chunk=self.table.loss_chunk
-        )
-        factor = self._datasheet.duration_ns(op) / Datasheet(
+        workload, factor, nearest = self._datasheet.workload, 1.0, self.table.loss_chunk
+        if op.kind == "head":
+            known = {point[0] for points in self.table.heads.values() for point in points}
+            for chunk in sorted(chunk for chunk in known if chunk <= workload.loss_chunk):
+                if head := _other_head(self.table, op.shape, chunk):
+                    nearest = chunk
+                    factor = head.duration_ns / self.table.compute["head"][head.shape][1]
+        if nearest == workload.loss_chunk:
+            return factor, False
+        measured = msgspec.structs.replace(workload, loss_chunk=nearest)
+        factor *= self._datasheet.duration_ns(op) / Datasheet(
             self._datasheet.hardware, self._datasheet.model, measured
         ).duration_ns(op)
         return factor, factor != 1.0

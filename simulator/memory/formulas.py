@@ -104,27 +104,29 @@ def fp8_temporary_bytes(model: ModelSpec, workload: Workload) -> int:
 def embedding_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the peak bytes of temporary tensors in the backward pass of the embedding.
 
-    For a table of V rows, c columns (`summed_columns`) are summed at one time. Their gradient and
-    that of T tokens are in fp32, 4 c (V + T), and the former is rounded to b bytes, V c b. If the
-    rows are scaled, or if there are several tables, the rows of all tables, with D elements per
-    token, their gradients and two more tensors exist, too, 4 T D b. They are counted for all
-    models. With tables of positions, these are in fp32, 16 T D, and so are at most six tensors of
-    the size of these tables, as counted for GPT-2 and OPT.
+    With T tokens, D elements of a token's rows in all tables, P elements in tables of positions and
+    b bytes per element, it is the maximum of two peaks, plus the sorting of the tokens, ten vectors
+    of 8 T bytes:
+
+    * The gradients of the rows. If they are scaled, or if there are several tables, the rows, their
+      gradients and two more tensors exist, 4 T D b. They are counted for all models. With tables of
+      positions, five tensors of this size are in fp32, and two of the size of these tables,
+      20 T D + 8 P, as counted for GPT-2 and OPT.
+    * The sums by token. c columns (`summed_columns`) of a table are summed at one time. Three
+      tensors in fp32 exist together: the gradients of the tokens, their sums, and on a GPU at most
+      1.1 T rows of partial sums, 12.4 T c. The gradients of all rows exist, too: T D b, or with
+      tables of positions 4 T D + 4 P.
     """
     shapes = {tensor.name: tensor.shape for tensor in model.stack[EMBEDDING].tensors}
     tables, tokens = model.table_shapes, workload.tokens
     width = DTYPE_BYTES[workload.dtype]
-    rounded = width if width < 4 else 0
-    most = max(
-        min(summed_columns(rows), columns) * (4 * (rows + tokens) + rounded * rows)
-        for rows, columns in tables
-    )
-    carried = tokens * sum(columns for _, columns in tables)
+    rows = tokens * sum(columns for _, columns in tables)
+    summed = max(min(summed_columns(tokens), columns) for _, columns in tables)
+    of_rows, kept = 4 * width * rows, width * rows
     if model.positions:
-        most += 16 * carried + 24 * sum(math.prod(shapes[name]) for name in model.positions)
-    else:
-        most += 4 * width * carried
-    return most
+        positions = sum(math.prod(shapes[name]) for name in model.positions)
+        of_rows, kept = 20 * rows + 8 * positions, 4 * rows + 4 * positions
+    return max(of_rows, 62 * tokens * summed // 5 + kept) + 80 * tokens * len(tables)
 
 
 @functools.lru_cache(maxsize=16)

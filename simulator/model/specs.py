@@ -620,9 +620,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * `loss`: the forward FLOPs of the head. Traffic: T times the forward traffic of the norm;
           T V (b + 12) for the logits' cast and softmax; V d b for each loss chunk.
         * `embed`: no FLOPs. Traffic: the rows read and written, 2 T d b.
-        * `embed_backward`: no FLOPs. Traffic: T d (b + 8) to read gradients and sum them in fp32;
-          V d (8 + b) to zero the sums, read them and store them; with b < 4, V d 2 b more, because
-          they are rounded before they are stored.
+        * `embed_backward`: no FLOPs. Traffic: V d b to write zeros. T d (4 b + 36) to convert the
+          gradients to fp32 (b + 4), sum them by token with partial sums in between (20), copy the
+          sum of each token (8), round it (4 + b), and store it (2 b).
 
         Some workloads and models add to these:
 
@@ -652,8 +652,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if kind == "embed":
             return Work(0, 0, tokens * (row + self.carried) * width)
         if kind == "embed_backward":
-            stored = 8 + width + (2 * width if width < DTYPE_BYTES["fp32"] else 0)
-            moved = tokens * row * (width + 8) + sum(map(math.prod, tables)) * stored
+            moved = tokens * row * (4 * width + 36) + sum(map(math.prod, tables)) * width
             return Work(0, 0, moved)
         if kind == "head":
             norm, chunks = self._architecture.norm, -(-tokens // workload.loss_chunk)

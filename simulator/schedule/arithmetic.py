@@ -32,8 +32,8 @@ NORM_ROW = 4096
 """Elements in a row of a gradient. A sum of squares first sums each row and then adds the rows, so
 its bits depend on this number. With several GPUs, the parts of a layer are whole multiples of it,
 so the sum has the same bits as on one GPU."""
-_SUMMED_AT_ONCE = 2**26
-"""The most elements of an embedding's gradient that are summed in fp32 at one time: 256 MiB."""
+_SUMMED_AT_ONCE = 2**25
+"""The most elements of an embedding's gradient that are summed in fp32 at one time: 128 MiB."""
 _COLUMNS = 128
 StateClass = Literal["weights", "master_low", "moments", "gradients"]
 UPDATED: tuple[StateClass, ...] = ("weights", "master_low", "moments")
@@ -42,11 +42,11 @@ STATE: tuple[StateClass, ...] = (*UPDATED, "gradients")
 """The classes of data that make up a layer's state."""
 
 
-def summed_columns(rows: int) -> int:
-    """Returns how many columns of an embedding's gradient are summed at one time, for a table of
-    `rows` rows: a multiple of 128.
+def summed_columns(tokens: int) -> int:
+    """Returns how many columns of the embedding's gradient of `tokens` tokens are summed at one
+    time: a multiple of 128.
     """
-    return max(_SUMMED_AT_ONCE // (rows * _COLUMNS), 1) * _COLUMNS
+    return max(_SUMMED_AT_ONCE // (tokens * _COLUMNS), 1) * _COLUMNS
 
 
 class StatePart(NamedTuple):

@@ -65,7 +65,7 @@ def test_stored_benchmarks_are_predicted_again_for_another_machine(
     assert main([stored]) == 0
     assert main([stored, "--hardware", str(folder / "hardware.toml")]) == 0
     then, again = (line for line in capsys.readouterr().out.splitlines() if "qwen" in line)
-    assert then.split()[3:] == ["0.586", "s", "0.658", "s", "-10.9%"]
+    assert then.split()[3:] == ["0.581", "s", "0.658", "s", "-11.6%"]
     assert float(again.split()[-1].rstrip("%")) > -4
     assert main([str(RESULTS / "h200-x2-small-memory" / "m16-ceiling.json")]) == 2
     for text in ("[1]", '{"plan": 3, "model": "qwen2.5-7b", "systems": []}'):
@@ -81,13 +81,17 @@ WORSE = {
     "h100-x2-qwen2.5-7b/b8": 0.005,
     "h100-x2-qwen2.5-7b/b32": 0.003,
     "h100-x2-qwen2.5-7b/sequential": 0.002,
+    "h200-sustained-compute/paused-b8": 0.008,
 }
 """Benchmark -> how much larger its error may be than the stored error.
 
 * All plans of `h200-six-plans` took 6 to 8 % longer than the calibration of another session
   predicts. Compiled fp8 layers in `h200-qwen2.5-7b-fp8` have an error of 0.7 %, which was 4.1 %.
 * Times that are derived in several steps, as those of short recomputes in fp8, were wrong.
-* Machines of the library now count all of the time of an embedding's gradient, 5 ms more for 7B."""
+* Machines of the library now count all of the time of an embedding's gradient. It took up to 5 ms
+  more for 7B than it takes since 2026-11-27.
+* The head of `paused-b8` is now derived from a larger loss chunk of the same calibration, which
+  timed all compute 10 % too fast. The error of this head was 3 % less than that of other ops."""
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -17,8 +17,8 @@ from whole_models import SEQUENCE, drawn, model_of, weights
 
 from megatrain.runtime.files.checkpoint_names import CheckpointNames
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.schedule import arithmetic
 
 
 def test_a_step_clamps_coefficients_without_changing_the_weights(run: Callable[..., Any]) -> None:
@@ -110,21 +110,6 @@ def test_a_folder_s_names_need_no_vision_tower(monkeypatch: pytest.MonkeyPatch) 
     assert names.other_keys([seen, text]) == [seen]
 
 
-def test_gradients_of_tables_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole fp32 gradient of a table would take twice the memory of its weights."""
-    monkeypatch.setattr(arithmetic, "_COLUMNS", 64)
-    monkeypatch.setattr(arithmetic, "_SUMMED_AT_ONCE", 96 * 64)
-    model = model_of("gemma3n_text")
-    work = Workload(batch=2, sequence=SEQUENCE, dtype="bf16")
-    layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
-    ids = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
-    gradient = torch.ones(2, SEQUENCE, model.carried, dtype=torch.bfloat16)
-    blocks = [
-        [tuple(block.shape) for block in each] for each in layers.embed_backward(gradient, ids)
-    ]
-    assert blocks == [[(96, 64)], [(80, 64), (80, 32)]]
-
-
 def test_the_first_token_has_a_gradient_whatever_the_padding_token() -> None:
     """Rows are looked up by their place in the batch, and the padding token is 0 as well."""
     model = model_of("gemma3n_text", pad_token_id=0)
@@ -132,7 +117,11 @@ def test_the_first_token_has_a_gradient_whatever_the_padding_token() -> None:
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     ids = torch.full((2, SEQUENCE), 5)
     ids[0, 0], ids[1, 3] = 7, 0
-    for blocks in layers.embed_backward(torch.ones(2, SEQUENCE, model.carried), ids):
-        table = torch.cat(list(blocks), -1)
+    gradients = layers.embed_backward(torch.ones(2, SEQUENCE, model.carried), ids)
+    shapes = [tensor.shape for tensor in model.stack["e"].tensors]
+    for gradient, shape in zip(gradients, shapes, strict=False):
+        assert isinstance(gradient, TableGradient)
+        table = torch.full(shape, 9.0)
+        gradient.store(table, torch.float32, adding=False)
         assert table[7].all()
         assert not table[0].any()

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of, layer_tensors
+from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.schedule import Buffer, Schedule, arithmetic
 from megatrain.simulator.schedule.plan import Plan
@@ -231,12 +232,14 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
-    (gradients,) = made(plan).embed_backward(gradient, ids)
-    blocks = list(gradients)
-    assert len(blocks) == max(plan.model.hidden // columns, 1)
-    got = torch.cat(blocks, -1)
-    assert got.dtype == torch.float32
+    (found,) = made(plan).embed_backward(gradient, ids)
+    assert isinstance(found, TableGradient)
+    got = torch.full_like(table, 7)
+    found.store(got, torch.float32, adding=False)
     torch.testing.assert_close(got, table.grad, rtol=0, atol=0)
+    found.store(got, dtype, adding=True)
+    assert table.grad is not None
+    torch.testing.assert_close(got, table.grad + table.grad.to(dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

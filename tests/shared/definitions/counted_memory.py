@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
+from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import EMBEDDING, LayerSpec, ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -336,9 +337,9 @@ def counted_embedding(model: ModelSpec, workload: Workload) -> int:
             live.add(leaf, given=True)
         with live:
             for target, found in zip(targets, layers.embed_backward(gradient, ids), strict=True):
-                start = 0
-                for block in [found] if isinstance(found, torch.Tensor) else found:
-                    target[:, start : start + block.shape[1]].copy_(block.to(dtype))
-                    start += block.shape[1]
-                    del block  # as in `binding._gradient_sink`
+                # as in `binding._gradient_sink`
+                if isinstance(found, TableGradient):
+                    found.store(target, dtype, adding=True)
+                else:
+                    target.copy_(found.to(dtype))
     return live.peak

@@ -229,6 +229,32 @@ def test_a_head_that_was_measured_with_two_chunks_needs_no_datasheet_for_them() 
     assert cost_model(hardware, model, other).workspace(model, other) is None
 
 
+def test_a_head_with_an_unmeasured_chunk_is_derived_from_the_largest_measured_one_below() -> None:
+    """The micro-batch has one chunk of 8,192 tokens. The head was measured with eight and with four
+    chunks. With four, it took a tenth of the time.
+    """
+    model = ModelSpec.load("qwen2.5-3b")
+    measured = table(
+        compute={"head": {SHAPE.format(8): (80, 1_000_000)}},
+        heads={SHAPE.format(8): ((2048, 100_000, 700),)},
+        loss_chunk=1024,
+    )
+    hardware = msgspec.structs.replace(HardwareSpec.load("h200"), costs=measured)
+    head = Op(id="H.m0", lane="compute", flops=80, shape=SHAPE.format(8))
+
+    def ns(machine: HardwareSpec, chunk: int) -> int:
+        work = Workload(batch=8, sequence=1024, loss_chunk=chunk)
+        return cost_model(machine, model, work).duration_ns(head)
+
+    sheet = HardwareSpec.load("h200")
+    share = ns(sheet, 8192) / ns(sheet, 2048)
+    assert 0.5 < share < 0.95
+    assert ns(hardware, 8192) == pytest.approx(share * 100_000, rel=0.001)
+    assert ns(hardware, 1500) == pytest.approx(
+        ns(sheet, 1500) / ns(sheet, 1024) * 1_000_000, rel=0.001
+    )
+
+
 def test_a_smaller_head_with_another_chunk_never_has_fewer_than_no_bytes() -> None:
     """Another chunk saves 200 bytes of the large micro-batch. The small one has only 100."""
     model = ModelSpec.load("qwen2.5-3b")

@@ -98,8 +98,9 @@ def test_the_peak_of_the_embedding_is_predicted(family: str, batch: int) -> None
     work = Workload(batch=batch, sequence=1024, loss_chunk=64)
     counted, predicted = counted_embedding(model, work), embedding_bytes(model, work)
     assert counted <= predicted <= workspace_estimate(model, work).head
-    if batch == 1:
-        assert predicted <= 1.25 * counted
+    if batch == 1:  # the peak is that of the sums, of which a GPU has partial sums, too
+        columns = sum(columns for _, columns in model.table_shapes)
+        assert predicted <= 1.25 * (counted + 4.4 * work.tokens * columns)
 
 
 @pytest.mark.parametrize(
