@@ -322,6 +322,6 @@ def test_a_number_in_a_wrong_unit_is_outside_of_its_limits(
     plain = HardwareSpec.load("h200")
     for value in (least, most):
         assert getattr(msgspec.structs.replace(plain, **{field: value}), field) == value
-    for value in (least - 0.0001, 1.0001 * most):
+    for value in (math.nextafter(least, -math.inf), math.nextafter(most, math.inf)):
         with pytest.raises(UserError, match=f"{field}: found"):
             msgspec.structs.replace(plain, **{field: value})

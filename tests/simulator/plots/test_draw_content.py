@@ -223,10 +223,12 @@ def test_errors_have_no_sign_at_zero_and_a_sentence(drawn: list[Figure], make_pl
     schedule = lower(plan)
     step = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
     report = compare(step, msgspec.structs.replace(step, name="measured"), schedule)
-    errors_png(Path("errors.png"), msgspec.structs.replace(report, error=0.02), "errors")
+    report = msgspec.structs.replace(report, error=0.02, engine_error=0.05, cost_model_error=-0.03)
+    errors_png(Path("errors.png"), report, "errors")
     (figure,) = drawn
     assert "The step took" in figure.texts[1].get_text()
     assert "an error of +2.0 %." in figure.texts[1].get_text()
+    assert "contribute -3.0 %, wrong starts +5.0 %." in figure.texts[1].get_text()
     figure.draw_without_rendering()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert "0 %" in labels
