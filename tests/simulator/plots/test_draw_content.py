@@ -315,6 +315,7 @@ def test_a_loss_with_its_running_mean_rate_norm_and_speed(
         window=window,
     )
     upper, lower, norms, rates = drawn[0].axes
+    assert [axes.get_xlabel() for axes in drawn[0].axes] == ["", "step", "", ""]
     assert "highest 2e-5, last 1e-6" in texts(rates)
     assert f"median {(count + 2) / 2:.3g}, largest {count}" in texts(norms)
     assert list(norms.lines[0].get_xdata()) == steps[1:]

@@ -5,6 +5,7 @@ Each suggestion is compared with a search that follows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int,
         assert entry.tokens_per_second is not None
         assert found.tokens_per_second >= 0.98 * entry.tokens_per_second
         if list(entry.options) == ["host-memory"] and "gains nothing" not in entry.note:
+            assert re.fullmatch(r"\d+MiB", entry.options["host-memory"])
             assert not followed(model, entry, held, less=MIB).feasible
 
 
