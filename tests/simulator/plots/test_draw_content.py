@@ -126,6 +126,8 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
         bars[round(left)] = (round(right), round((low + high) / 2))
     assert bars == {0: (4, 1), 4: (9, 0), 9: (19, 0), 19: (20, 2)}
     assert {"W0f.m0.c0", "F0.m0", "B0.m0"} <= set(texts(axes))
+    colours = {text.get_text(): text.get_color() for text in axes.texts}
+    assert (colours["F0.m0"], colours["B0.m0"]) == (canvas.INK, "white"), "B0.m0 is dark blue"
 
 
 def buffer(pool: str, data: Any, **traits: Any) -> Buffer:

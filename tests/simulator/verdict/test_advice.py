@@ -104,6 +104,17 @@ def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int,
             assert not followed(model, entry, held, less=MIB).feasible
 
 
+@pytest.mark.parametrize("host", [11, 12])
+def test_more_host_memory_for_a_smaller_batch_is_suggested_only_if_it_needs_more(
+    model: ModelSpec, host: int
+) -> None:
+    """The largest batch with 10 MiB of device memory needs 12 MiB of host memory."""
+    verdict = judged(model, advise=True, device_limit=10 * MIB, host_limit=host * MIB)
+    assert not verdict.feasible
+    found = [entry.options for entry in verdict.advice if "host-memory" in entry.options]
+    assert found == ([{"batch": "7", "host-memory": "12MiB"}] if host == 11 else [])
+
+
 def test_where_stored_gradients_do_not_fit_another_clipping_is_named(model: ModelSpec) -> None:
     """The gain is that of the search, and the disadvantage is named."""
     held = {"device_limit": 12 * MIB, "host_limit": 8 * MIB}
