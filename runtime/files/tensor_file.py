@@ -143,7 +143,7 @@ def _open_regular(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(0, "not a regular file")
+        raise OSError("not a regular file")
     return handle
 
 

@@ -117,7 +117,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
 def checksum_of(path: Path) -> str:
     """Returns the checksum of the file at `path`. Raises OSError if it cannot be read."""
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(2**20))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while count := file.readinto(buffer):
             checksum.update(buffer[:count])
         _drop_cache(file.fileno())

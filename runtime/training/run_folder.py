@@ -59,21 +59,14 @@ class RunFolder(Callback):
     """Writes plan, config, metrics, measurements and model to the run folder."""
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
-        """Creates the callback. `path` is the run folder, new or empty unless it is `resumed`."""
+        """Creates the callback. `path` is the run folder, which the run's lock has made. It is
+        empty unless the run is `resumed`.
+        """
         self.path, self._resumed = path, resumed
         self._last_step, self._trained = 0, False
         self._saved_digest = ""
 
     def on_start(self, trainer: TrainingRun) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                str(self.path),
-                found=str(error.strerror).lower(),
-                allowed="a folder that can be made",
-                fix="name another one with --out",
-            ) from None
         if self._resumed:
             self._clean_up(trainer)
         self._last_step = trainer.first_step - 1

@@ -1,4 +1,4 @@
-"""Tests of the settings of the allocator and the number of threads."""
+"""Tests of the settings of the allocator, the number of threads, and the host's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatrain.runtime import machine
+from megatrain.runtime import host, machine
 from megatrain.runtime.execution import executor
 
 
@@ -52,3 +52,13 @@ def test_only_a_gpu_is_described_with_a_version_of_cuda(monkeypatch: pytest.Monk
     assert str(cpu["device"]).endswith(", memory pool as device")
     assert "cuda" not in cpu
     assert (gpu["device"], gpu["cuda"]) == ("NVIDIA H200", "13.0")
+
+
+def test_this_machine_s_own_memory_and_cores_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan leaves 2 GiB and 2 % of the host's memory to the system, but at most an eighth."""
+    assert 2**20 < host.host_bytes() < 2**60
+    assert 0 < host.free_host_bytes() <= host.host_bytes()
+    for total, usable in ((100, 96), (8, 7)):
+        monkeypatch.setattr(host, "host_bytes", lambda total=total: total * 2**30)
+        assert host.usable_host_bytes() == usable * 2**30
+    assert host.cores() >= 1

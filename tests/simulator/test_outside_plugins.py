@@ -38,7 +38,7 @@ def doubled(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> Dat
 
 
 def broken(*_: object) -> Datasheet:
-    raise ZeroDivisionError("no rate")
+    raise ZeroDivisionError("no rate\nfor this link")
 
 
 Install = Callable[[str, str, str], None]
@@ -129,7 +129,7 @@ def test_a_machine_s_installed_cost_model_predicts(install: Install) -> None:
     [
         ("nobody", "found no such cost model; allowed: an installed one \\(broken, nothing\\)"),
         ("nothing", "found no function cost_model"),
-        ("broken", "found ZeroDivisionError: no rate"),
+        ("broken", "found ZeroDivisionError: no rate; allowed: "),
         ("missing.py", "found no file missing.py"),
     ],
 )

@@ -21,9 +21,7 @@ from megatrain.experiments.cli.main import parse
 from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.files.hardware_file import write_hardware
-from megatrain.runtime import host
 from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
-from megatrain.runtime.host import cores, free_host_bytes, host_bytes, usable_host_bytes
 from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -788,16 +786,6 @@ def test_the_error_on_a_machine_without_a_known_gpu_asks_for_hardware(
     assert outcome.err.count("\n") == 1
     assert f"--hardware: found no --hardware, and {found}" in outcome.err
     assert "--hardware " in outcome.err.partition("; fix: ")[2]
-
-
-def test_this_machine_s_own_memory_and_cores_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan leaves 2 GiB and 2 % of the host's memory to the system, but at most an eighth."""
-    assert 2**20 < host_bytes() < 2**60
-    assert 0 < free_host_bytes() <= host_bytes()
-    for total, usable in ((100, 96), (8, 7)):
-        monkeypatch.setattr(host, "host_bytes", lambda total=total: total * 2**30)
-        assert usable_host_bytes() == usable * 2**30
-    assert cores() >= 1
 
 
 @pytest.mark.usefixtures("searched_once")

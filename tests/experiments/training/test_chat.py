@@ -193,6 +193,21 @@ def test_a_conversation_beyond_the_model_s_limit_is_refused(
     assert "begin a new conversation, with /new" in outcome.out
 
 
+def test_a_conversation_leaves_room_for_at_least_one_token(talker: Path) -> None:
+    import torch
+
+    from megatrain.runtime.training.conversation import ChatSession, Sampling
+    from megatrain.simulator.base.errors import UserError
+
+    found, prompt = ChatSession(talker, torch.device("cpu"), Sampling(5, 0, 0)), "how are you"
+    length = len(found._ids([{"role": "user", "content": prompt}], prompt))
+    found._limit = length
+    with pytest.raises(UserError, match=f"found {length} tokens; allowed: less than the model's"):
+        found.answer(prompt, print)
+    found._limit = length + 1
+    found.answer(prompt, print)
+
+
 def test_a_model_that_does_not_fit_is_refused_with_bytes(
     command: Any, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         size for size, _ in table.curves["load_weights"]
     ]
     assert hardware.h2d_curve[-1][1] == pytest.approx(hardware.h2d_gb_per_s)
+    assert hardware.link_latency_ns == table.curves["load_weights"][0][1]
     assert hardware.uncertainty == 0.10
     assert table.fixed is not None
     assert 0 < table.fixed.launch_ns < 10**8

@@ -156,6 +156,16 @@ def test_the_last_and_the_best_checkpoints_are_kept(
     assert len(list((tmp_path / "kept").iterdir())) == 4
 
 
+def test_the_two_newest_checkpoints_are_kept_by_default(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
+    with session(saved[0]) as running:
+        checkpoints = Checkpoints(tmp_path / "kept")
+        for step in (1, 2, 3):
+            checkpoints.save(running.executor, run_of(step, float(step)))
+    assert checkpoints.steps() == [2, 3]
+
+
 def test_the_newer_of_two_equally_good_checkpoints_is_kept(
     saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
 ) -> None:

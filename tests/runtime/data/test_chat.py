@@ -519,10 +519,14 @@ def test_a_long_conversation_has_the_targets_of_its_whole_text(
     assert found.tolist() == whole.tolist()
 
 
-def test_a_text_at_the_start_of_the_output_is_not_misplaced() -> None:
-    """A template may write nothing before the first message."""
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    text = "Hi\nHello"
+def test_a_text_at_the_start_or_end_of_the_output_is_not_misplaced() -> None:
+    """A template may write nothing before the first message and after the last."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    text = "Hi\nHello\nBye"
     spans = {1: [TextSpan(3, 8)]}
     assert not _misplaced(messages, Rendering(text, spans, generated=[], last_loop=""))
     messages[0]["content"] = "ello"

@@ -142,7 +142,8 @@ def test_layouts_are_recognized_and_rows_extracted(
         ),
         (
             {"conversations": [{"from": "bot", "value": "a"}]},
-            "message 1 of `conversations` has the unknown from 'bot'; known: system, ",
+            "message 1 of `conversations` has the unknown from 'bot'; known: system, developer,"
+            " user, assistant, tool, human, gpt, ",
         ),
         (
             {"conversations": [{"from": "gpt", "value": 3}]},

@@ -13,6 +13,7 @@ from tiny_families import config_of as tiny_config
 from megatrain.runtime.checkpoint.checkpoint import restore, save
 from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -56,3 +57,10 @@ def test_a_router_s_bias_is_that_of_the_model_folder_also_after_a_resume(
     with session(plan) as running:  # another bias gives another loss from the same checkpoint
         restore(running.executor, tmp_path / "saved", {})
         assert running.step(3).loss != expected[0]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_router_s_bias_is_fp32_in_a_bf16_model(family: str) -> None:
+    whole = meta_model(tiny_config(family), torch.bfloat16, torch.device("cpu"))
+    biases = [buffer for name, buffer in whole.named_buffers() if "correction_bias" in name]
+    assert {bias.dtype for bias in biases} == {torch.float32}

@@ -147,6 +147,13 @@ def test_zeros_are_stored_as_zeros() -> None:
         assert not stored(encode, zeros).any()
 
 
+def test_a_block_below_the_smallest_normal_bf16_is_stored_as_zeros() -> None:
+    smallest = torch.full((BLOCK,), 2.0**-126)
+    assert blockwise.decoded_first(stored(blockwise.encode_first, smallest)).equal(smallest)
+    below = smallest * (1 - 2**-7)  # the largest bf16 that is not normal
+    assert not stored(blockwise.encode_first, below).any()
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf"), 2.0**120])
 def test_a_block_that_is_not_finite_is_read_as_nan(value: float) -> None:
     values = torch.ones(2 * BLOCK)

@@ -236,6 +236,16 @@ def test_an_empty_out_is_used(place: Path, run: Any) -> None:
     assert (place / "run" / "metrics.jsonl").read_text()
 
 
+def test_a_run_without_a_checkpoint_is_not_resumed(place: Path) -> None:
+    given = (place / "plan.toml", None, place / "corpus", Config.load(None, {"training.steps": 1}))
+    resumed = Trainer(
+        *given, out=place / "run", resume="newest", device=torch.device("cpu"), progress=False
+    )
+    with pytest.raises(UserError, match="/run: found no checkpoint"):
+        resumed.fit()
+    assert not (place / "run").exists()
+
+
 def test_an_out_that_cannot_be_made_is_an_error_before_the_first_step(
     place: Path, run: Any
 ) -> None:

@@ -26,6 +26,7 @@ from megatrain.experiments.cli.options import check_writable
 from megatrain.simulator.base import files
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import (
+    csv_text,
     read_config,
     read_json,
     read_text,
@@ -53,6 +54,10 @@ def test_text_is_written_with_its_folders(tmp_path: Path) -> None:
     write_text(path, "again")
     assert path.read_text() == "again"
     assert os.listdir(path.parent) == ["note.txt"]
+
+
+def test_a_csv_text_may_have_one_row() -> None:
+    assert csv_text([{"name": "a", "size": 1}]) == "name,size\na,1\n"
 
 
 def test_a_written_file_has_the_permissions_that_the_user_s_mask_leaves(tmp_path: Path) -> None:

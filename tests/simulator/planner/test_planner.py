@@ -222,9 +222,10 @@ def test_the_search_is_deterministic() -> None:
     assert find(SMALL, device_limit=8 * GIB) == find(SMALL, device_limit=8 * GIB)
 
 
-def test_an_unknown_policy_is_refused() -> None:
+@pytest.mark.parametrize("known", [[], ["double_buffer"]])
+def test_an_unknown_policy_is_refused(known: list[str]) -> None:
     with pytest.raises(UserError, match=r"allowed: .*double_buffer"):
-        find(SMALL, policies=["triple_buffer"])
+        find(SMALL, policies=[*known, "triple_buffer"])
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,17 @@ def test_a_ranking_ends_after_eight_plans_in_a_row_that_are_no_better(
     assert timed == candidates[:10]
 
 
+def test_usual_state_slots_take_at_most_a_sixteenth_of_the_device_s_memory(
+    make_plan: MakePlan,
+) -> None:
+    """Four slots with 8 bytes per byte of weights take 1 GiB with copies of 32 MiB."""
+    plan = make_plan("overlapped")
+    costs = cost_model(H200, plan.model, plan.workload)
+    for limit, chunk in ((2**34, 2**25), (2**34 - 1, 2**24)):
+        limited = msgspec.structs.replace(plan, device_limit_bytes=limit)
+        assert PlacementSearch(limited, costs).plan.knobs.chunk_bytes == chunk
+
+
 def test_state_slots_hold_a_whole_layer_only_with_clipping_by_update(make_plan: MakePlan) -> None:
     for clipping in ("global", "layer", "none", "update"):
         plan = streaming(make_plan, clipping=clipping)

@@ -126,6 +126,8 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
         bars[round(left)] = (round(right), round((low + high) / 2))
     assert bars == {0: (4, 1), 4: (9, 0), 9: (19, 0), 19: (20, 2)}
     assert {"W0f.m0.c0", "F0.m0", "B0.m0"} <= set(texts(axes))
+    colours = {text.get_text(): text.get_color() for text in axes.texts}
+    assert (colours["F0.m0"], colours["B0.m0"]) == (canvas.INK, "white"), "B0.m0 is dark blue"
 
 
 def buffer(pool: str, data: Any, **traits: Any) -> Buffer:
@@ -223,10 +225,12 @@ def test_errors_have_no_sign_at_zero_and_a_sentence(drawn: list[Figure], make_pl
     schedule = lower(plan)
     step = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
     report = compare(step, msgspec.structs.replace(step, name="measured"), schedule)
-    errors_png(Path("errors.png"), msgspec.structs.replace(report, error=0.02), "errors")
+    report = msgspec.structs.replace(report, error=0.02, engine_error=0.05, cost_model_error=-0.03)
+    errors_png(Path("errors.png"), report, "errors")
     (figure,) = drawn
     assert "The step took" in figure.texts[1].get_text()
     assert "an error of +2.0 %." in figure.texts[1].get_text()
+    assert "contribute -3.0 %, wrong starts +5.0 %." in figure.texts[1].get_text()
     figure.draw_without_rendering()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert "0 %" in labels
@@ -313,6 +317,7 @@ def test_a_loss_with_its_running_mean_rate_norm_and_speed(
         window=window,
     )
     upper, lower, norms, rates = drawn[0].axes
+    assert [axes.get_xlabel() for axes in drawn[0].axes] == ["", "step", "", ""]
     assert "highest 2e-5, last 1e-6" in texts(rates)
     assert f"median {(count + 2) / 2:.3g}, largest {count}" in texts(norms)
     assert list(norms.lines[0].get_xdata()) == steps[1:]

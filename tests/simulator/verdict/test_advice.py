@@ -5,6 +5,7 @@ Each suggestion is compared with a search that follows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,19 @@ def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int,
         assert entry.tokens_per_second is not None
         assert found.tokens_per_second >= 0.98 * entry.tokens_per_second
         if list(entry.options) == ["host-memory"] and "gains nothing" not in entry.note:
+            assert re.fullmatch(r"\d+MiB", entry.options["host-memory"])
             assert not followed(model, entry, held, less=MIB).feasible
+
+
+@pytest.mark.parametrize("host", [11, 12])
+def test_more_host_memory_for_a_smaller_batch_is_suggested_only_if_it_needs_more(
+    model: ModelSpec, host: int
+) -> None:
+    """The largest batch with 10 MiB of device memory needs 12 MiB of host memory."""
+    verdict = judged(model, advise=True, device_limit=10 * MIB, host_limit=host * MIB)
+    assert not verdict.feasible
+    found = [entry.options for entry in verdict.advice if "host-memory" in entry.options]
+    assert found == ([{"batch": "7", "host-memory": "12MiB"}] if host == 11 else [])
 
 
 def test_where_stored_gradients_do_not_fit_another_clipping_is_named(model: ModelSpec) -> None:

@@ -402,8 +402,8 @@ def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
         (found,) = library._smaller_model(plan, H200)
         assert found.model == next(name for name in (*series, *smaller) if name in able)
         assert found.fits
-    monkeypatch.setattr(library, "_fits", lambda *_: False)
-    assert not list(library._smaller_model(plan, H200))
+    monkeypatch.setattr(library, "_fits", lambda other, _: other.model == model)
+    assert not list(library._smaller_model(plan, H200)), "the model is not smaller than itself"
 
 
 @pytest.mark.parametrize(
