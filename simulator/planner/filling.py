@@ -456,7 +456,7 @@ class Filling:
         yield from self.wider(plan)
         roomier = msgspec.structs.replace(plan, device_limit_bytes=plan.device_limit_bytes + GIB)
         for other in self.wider(roomier):
-            other = self._trimmed(
+            other = self.trimmed(
                 msgspec.structs.replace(other, device_limit_bytes=plan.device_limit_bytes)
             )
             if self.account(other).fits:
@@ -496,15 +496,15 @@ class Filling:
         """
         if not in_slots(plan):
             return None
-        other = self._trimmed(with_knobs(plan, weight_slots=plan.knobs.weight_slots + 1))
+        other = self.trimmed(with_knobs(plan, weight_slots=plan.knobs.weight_slots + 1))
         return other if self.account(other).fits else None
 
     def with_slots(self, plan: Plan, count: int) -> Plan | None:
         """Returns `plan` with `count` weight slots, and as much less state on the device as they
         need: first moments and low halves, then gradients. Returns None if it does not fit.
         """
-        other = self._trimmed(with_knobs(plan, weight_slots=count))
-        other = self._trimmed(other, ("gradients",))
+        other = self.trimmed(with_knobs(plan, weight_slots=count))
+        other = self.trimmed(other, ("gradients",))
         return other if self.account(other).fits else None
 
     def wider(self, plan: Plan) -> Iterator[Plan]:
@@ -512,7 +512,7 @@ class Filling:
         yield from self._saving(plan, 0)
         yield from self._saving(plan, 1)
 
-    def _trimmed(self, plan: Plan, classes: Sequence[StateClass] = _TRIMMED) -> Plan:
+    def trimmed(self, plan: Plan, classes: Sequence[StateClass] = _TRIMMED) -> Plan:
         """Returns `plan` with enough state of `classes` moved to the host that it fits in device
         memory.
 

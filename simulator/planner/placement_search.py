@@ -41,6 +41,11 @@ nothing of the first one, because a climb from a better candidate may end at a w
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The fastest result is returned.
 
+`polished` improves the result of these searches. It makes one change at a time and gives up
+something else for it (`making_room.py`). The steps above add only what fits in the memory that is
+left. So, with half a GiB more, they may fill this memory with something that gains less than what
+they chose before.
+
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
 
@@ -88,6 +93,7 @@ from megatrain.simulator.planner.filling import (
     updated_like,
 )
 from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.making_room import MakingRoom
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -117,6 +123,12 @@ _MOST_CLIMBED = 1.01
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
+# Plans near the best one that are lowered in a row without finding a faster one.
+_MOST_POLISHED = 12
+_POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
+# A plan without larger copies is tried if it is faster even with this share of the waiting and
+# contention of the best plan: of the time by which that plan's step takes longer than its bound.
+_STILL_WAITING = 0.85
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
@@ -293,6 +305,60 @@ class PlacementSearch:
         `best`.
         """
         return self._climbed(self.time(plan), plan)[1]
+
+    def polished(self, best: Estimate) -> Estimate:
+        """Returns `best`, which this search found, or a faster plan with `best` as its runner-up.
+
+        Each step goes to a plan that differs from the last one by one change, for which the plan
+        gives up something else (`MakingRoom`). Plans are tried in the order of their lower bounds,
+        and the first faster one is taken.
+        """
+        time, plan = start = self.time(best.plan), best.plan
+        tried = {plan.knobs}
+        while better := self._first_faster(time, plan, tried):
+            time, plan = better
+        if (time, plan) == start:
+            return best
+        polished = self._estimate(plan)
+        if polished.step_seconds >= best.step_seconds:
+            return best
+        runner_up = RunnerUp(
+            policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
+        )
+        return msgspec.structs.replace(polished, runner_up=runner_up)
+
+    def _first_faster(
+        self, time: float, plan: Plan, tried: set[Knobs]
+    ) -> tuple[float, Plan] | None:
+        """Returns a plan of `MakingRoom` that is faster than `plan`, and its step time in ns.
+
+        Returns None if none of the plans with the lowest bounds is faster. `time` is the step time
+        of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are added.
+        """
+        limit = time / _LEAST_HOST_GAIN
+        # A step takes longer than its bound because ops wait for slots and slow each other. Changes
+        # other than larger copies hardly alter that, so their bounds must be low enough.
+        waiting = _STILL_WAITING * (time - self.lower_bound.step_ns(plan))
+        # Larger copies gain at most what the large copies of the ranking would gain.
+        largest = self.coarse if self._coarse(plan).step_ns < limit else 0
+        room = MakingRoom(self.filling, self.plan)
+        hopeful: list[tuple[float, int, Plan]] = []
+        for changed in room.changes(plan, largest):
+            larger = changed.knobs.chunk_bytes > plan.knobs.chunk_bytes
+            most = limit if larger else limit - waiting
+            # Giving something up hardly lowers the bound.
+            if changed.knobs in tried or self.lower_bound.step_ns(changed) >= most:
+                continue
+            for other in room.fitting(changed):
+                bound = self.lower_bound.step_ns(other)
+                if other.knobs not in tried and bound < most:
+                    tried.add(other.knobs)
+                    hopeful.append((bound, len(hopeful), other))
+        count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
+        for _, _, other in sorted(hopeful)[:count]:
+            if self._run(other).bound_ns < limit and self.time(other) < limit:
+                return self.time(other), other
+        return None
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a

@@ -50,6 +50,9 @@ from megatrain.simulator.policies.policy import PolicyWarning
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 _LEAST_GAIN = 1.01  # a size of groups is searched only if it may be faster by this factor
+# The best plan of each size of groups is polished, unless it is slower than the best plan of all
+# sizes by this factor.
+_MOST_POLISHED = 1.02
 
 _Found = TypeVar("_Found", bound=Estimate)
 
@@ -195,17 +198,24 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
 
     Returns None if no plan fits. A search is skipped if each of its plans takes `most_ns` or
     longer, or if it cannot gain 1 % over the searches before. The searches differ in the size of
-    micro-batch groups.
+    micro-batch groups. The results are polished, except those that are much slower than `most_ns`
+    or than the best.
     """
     if len(searches) > 1:
         # The most promising size comes first, so its step time excludes most plans of the others.
         searches = sorted(searches, key=PlacementSearch.rough_ns)
-    bests: list[Estimate] = []
+    found: list[tuple[Estimate, PlacementSearch]] = []
     for search in searches:
-        limit = min((entry.step_seconds * 1e9 for entry in bests), default=math.inf)
+        limit = min((entry.step_seconds * 1e9 for entry, _ in found), default=math.inf)
         if search.least_ns() < min(limit / _LEAST_GAIN, most_ns) and (best := search.best(limit)):
-            bests.append(best)
-    return _with_runner_up(sorted(bests, key=rank), []) if bests else None
+            found.append((best, search))
+    if not found:
+        return None
+    limit = _MOST_POLISHED * min(most_ns / 1e9, *(entry.step_seconds for entry, _ in found))
+    bests = [
+        search.polished(entry) if entry.step_seconds <= limit else entry for entry, search in found
+    ]
+    return _with_runner_up(sorted(bests, key=rank), [])
 
 
 def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:
