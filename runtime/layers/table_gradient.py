@@ -49,7 +49,10 @@ class TableGradient:
             )
             values = sums[self._sums]
             del sums
-            yield values if self._dropped is None else values.masked_fill_(self._dropped, 0)
+            if self._dropped is not None:
+                values.masked_fill_(self._dropped, 0)
+            yield values
+            del values  # or it would exist while the next block is summed
 
     def store(self, target: torch.Tensor, dtype: torch.dtype, *, adding: bool) -> None:
         """Writes the whole gradient to `target` [rows, width], rounded to `dtype`. With `adding`,

@@ -33,6 +33,7 @@ from megatrain.simulator.memory.formulas import (
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.arithmetic import summed_columns
 
 FILE = Path(__file__).with_name("counted_memory.toml")
 STORED: dict[str, list[float]] = tomllib.loads(FILE.read_text()) if FILE.exists() else {}
@@ -101,6 +102,17 @@ def test_the_peak_of_the_embedding_is_predicted(family: str, batch: int) -> None
     if batch == 1:  # the peak is that of the sums, of which a GPU has partial sums, too
         columns = sum(columns for _, columns in model.table_shapes)
         assert predicted <= 1.25 * (counted + 4.4 * work.tokens * columns)
+
+
+def test_blocks_of_columns_of_an_embedding_do_not_exist_together() -> None:
+    """Two tensors of a block are in fp32: the gradients of the tokens and their sums.
+
+    Regression test: the values of a block existed until those of the next block were computed.
+    """
+    work = Workload(batch=256, sequence=1024, loss_chunk=64)
+    block = 4 * work.tokens * summed_columns(work.tokens)
+    counted = counted_embedding(wide_model("qwen2").shortest(1), work)
+    assert counted <= 2 * block + 80 * work.tokens
 
 
 @pytest.mark.parametrize(
