@@ -4,8 +4,8 @@
 
 torchrun starts one process, a rank, for each GPU of the plan. A plan for one GPU is run without
 torchrun. Rank 0 prints a line of JSON for each step. At the end it prints a line with a digest of
-the fp32 masters of the whole model, which is the same for any number of GPUs. Without CUDA, the
-ranks run on the CPU.
+the fp32 masters of the whole model, which is the same for any number of GPUs, and a line with the
+peak memory of each rank. Without CUDA, the ranks run on the CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import default_device
+from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.runtime.ranks import joined
+from megatrain.runtime.ranks import Ranks, joined
 from megatrain.simulator.base.errors import RunError
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
@@ -46,8 +47,17 @@ def batches_of(plan: Plan, number: int) -> list[Batch]:
     return batches
 
 
-def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) -> None:
-    """Runs the steps from random weights, and prints the losses, norms and the digest on rank 0.
+def run(
+    plan: Plan,
+    steps: int,
+    rate: float,
+    settings: AdamW,
+    timeout_s: float,
+    *,
+    digests: bool = True,
+    timeline: Path | None = None,
+) -> None:
+    """Runs the steps from random weights. Rank 0 prints the losses, norms, peaks and the digest.
 
     Args:
         plan: the plan of all ranks.
@@ -55,6 +65,8 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
         rate: the learning rate of each step.
         settings: the optimizer's settings.
         timeout_s: seconds after which a rank that does not answer is lost.
+        digests: whether to compute the digest, which reads the whole model.
+        timeline: the file to which rank 0 writes its timeline of the last step.
     """
     device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
@@ -69,16 +81,35 @@ def run(plan: Plan, steps: int, rate: float, settings: AdamW, timeout_s: float) 
                     loss, norm = result.loss, result.gradient_norm
                     row = {"step": number, "loss": loss, "norm": norm, "seconds": result.seconds}
                     print(json.dumps(row), flush=True)
-            if not show:
-                executor.state.follow()
-                return
-            digest = hashlib.sha256()
-            for layer in plan.model.stack.values():
-                for tensor in executor.state.masters(layer).values():
-                    digest.update(tensor.cpu().contiguous().numpy().tobytes())
-            if ranks is not None:
-                ranks.send("no more reads")
-            print(json.dumps({"masters": digest.hexdigest()}), flush=True)
+            if show and timeline is not None:
+                result.timeline.save(timeline)
+            device_peak = (
+                torch.cuda.max_memory_allocated(device)
+                if device.type == "cuda"
+                else executor.allocated("device")
+            )
+            peaks = [device_peak, host_peak_bytes()]
+            all_peaks = [peaks] if ranks is None else ranks.values(peaks)
+            if show:
+                device_peaks, host_peaks = zip(*all_peaks, strict=True)
+                found = {"device_peak_bytes": device_peaks, "host_peak_bytes": host_peaks}
+                print(json.dumps(found), flush=True)
+            if digests:
+                _print_digest(plan, executor, ranks)
+
+
+def _print_digest(plan: Plan, executor: Executor, ranks: Ranks | None) -> None:
+    """Prints the digest of the fp32 masters on rank 0, which receives the parts of other ranks."""
+    if ranks is not None and ranks.rank != 0:
+        executor.state.follow()
+        return
+    digest = hashlib.sha256()
+    for layer in plan.model.stack.values():
+        for tensor in executor.state.masters(layer).values():
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    if ranks is not None:
+        ranks.send("no more reads")
+    print(json.dumps({"masters": digest.hexdigest()}), flush=True)
 
 
 def parser() -> options.OneLineParser:
@@ -97,6 +128,17 @@ def parser() -> options.OneLineParser:
         default=60.0,
         help="seconds that a rank waits for the others (default 60)",
     )
+    parser.add_argument(
+        "--no-digest",
+        action="store_true",
+        help="do not print the digest of the weights, which takes minutes for a large model",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the timeline of the last step on rank 0 as JSON",
+    )
     return parser
 
 
@@ -107,7 +149,15 @@ def main(arguments: list[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         settings = AdamW(max_norm=0.05, weight_decay=0.1)
         try:
-            run(Plan.load(args.plan), args.steps, args.rate, settings, args.timeout)
+            run(
+                Plan.load(args.plan),
+                args.steps,
+                args.rate,
+                settings,
+                args.timeout,
+                digests=not args.no_digest,
+                timeline=args.timeline,
+            )
         except FloatingPointError as error:
             raise RunError(str(error)) from None
         return 0

@@ -302,14 +302,17 @@ class ModelState:
                 begin = max(first - offset, 0)
                 end = min(first + len(high) - offset, tensor.elements)
                 for start in range(begin, end, _PIECE):
-                    piece = values[start : min(start + _PIECE, end)]
-                    master = piece.to(high.device, torch.float32)
+                    # rounded where the values are: a GPU sends 2 or 4 instead of 4 pageable bytes
+                    master = values[start : min(start + _PIECE, end)].float().contiguous()
                     place = offset + start - first
                     part = slice(place, place + master.numel())
                     if low is None:
                         high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
-                        optimizer.split(master.contiguous(), high[part], low[part])
+                        halves = [torch.empty_like(master, dtype=to.dtype) for to in (high, low)]
+                        optimizer.split(master, *halves)
+                        high[part].copy_(halves[0])
+                        low[part].copy_(halves[1])
             for kept in (self._moments(layer), self._moving_norms(layer)):
                 if kept is not None:
                     kept.zero_()

@@ -36,8 +36,10 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.rank_board import Board
 from megatrain.runtime.ranks import RankLost, Ranks, identity, joined
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.arithmetic import NORM_ROW
 from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 CPU = torch.device("cpu")
 SETTINGS = AdamW(max_norm=0.05, weight_decay=0.1)
@@ -123,9 +125,13 @@ def saved_plan(executable: Callable[..., Plan], tmp_path: Path) -> Callable[...,
 
 
 def results(text: str) -> list[dict[str, Any]]:
-    """Returns the rows of JSON that a run prints, without times."""
+    """Returns the rows of JSON that a run prints, without times and memory."""
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in rows
+        if "device_peak_bytes" not in row
+    ]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -143,6 +149,23 @@ def test_ranks_give_the_bits_of_one_gpu(
     assert results(driver.printed(0)) == alone
     assert len({row["masters"] for row in alone if "masters" in row}) == len(names)
     assert "step" not in driver.printed(1), "one rank reports"
+
+
+def test_memory_of_each_rank_and_the_timeline_of_rank_0(
+    driver: Driver, saved_plan: Callable[..., str], tmp_path: Path
+) -> None:
+    plan, timeline = saved_plan("two", gpus=2, **CASES["in their order"]), tmp_path / "last.json"
+    driver.start([[[plan, "--steps", "2", "--no-digest", "--timeline", str(timeline)]]] * 2)
+    assert driver.wait() == [0, 0], driver.printed(0)
+    *steps, peaks = (
+        json.loads(line) for line in driver.printed(0).splitlines() if line.startswith("{")
+    )
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(len(peaks[f"{place}_peak_bytes"]) == 2 for place in ("device", "host"))
+    assert min(peaks["device_peak_bytes"]) > 0
+    measured = Timeline.load(timeline)
+    assert measured.digest == lower(Plan.load(Path(plan))).digest
+    assert 0 < measured.makespan_ns < steps[-1]["seconds"] * 1e9
 
 
 @pytest.mark.nightly
