@@ -118,6 +118,12 @@ def parser() -> options.OneLineParser:
         help="write the result as JSON; the file is updated after each system",
     )
     parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the timeline of the last step of `ours` as JSON",
+    )
+    parser.add_argument(
         "--commit", metavar="HASH", help="commit to record if the code is not in a git repository"
     )
     options.add_device(parser)
@@ -198,9 +204,12 @@ def _refuse_for_others(work: Workload, systems: str) -> None:
             )
 
 
-def time_system(system: str, plan_path: Path, steps: int, device: str) -> dict[str, Any]:
-    """Times one system in its own process and returns the result of `benchmarks/child.py`. If the
-    process ends without a result, `failure` says so.
+def time_system(
+    system: str, plan_path: Path, steps: int, device: str, *timeline: str
+) -> dict[str, Any]:
+    """Times one system in its own process and returns the result of `benchmarks/child.py`, which
+    writes the timeline of the last step to `timeline` if it is given. If the process ends without a
+    result, `failure` says so.
     """
     words = [
         sys.executable,
@@ -210,6 +219,7 @@ def time_system(system: str, plan_path: Path, steps: int, device: str) -> dict[s
         str(plan_path),
         str(steps),
         device,
+        *timeline,
     ]
     process = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     try:
@@ -346,8 +356,8 @@ def commit() -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     """Times the systems, prints a table, and returns the exit status."""
-    if args.out:
-        options.check_writable(args.out)
+    for path in filter(None, (args.out, args.timeline)):
+        options.check_writable(path)
     plan, hardware = make_plan(args)
     work, prediction = plan.workload, plan.prediction
     arguments = {
@@ -389,7 +399,8 @@ def run(args: argparse.Namespace) -> int:
         path = Path(folder) / "plan.toml"
         plan.save(path)
         for system in args.systems:
-            found = time_system(system, path, args.steps, args.device)
+            timeline = [str(args.timeline)] if args.timeline and system == "ours" else []
+            found = time_system(system, path, args.steps, args.device, *timeline)
             result["machine"] = found.get("machine") or result["machine"]
             records = with_ratios([*records, summary(found, plan, hardware)])
             if args.out:

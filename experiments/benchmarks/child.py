@@ -1,5 +1,5 @@
 """Times one system in a process of its own: `python -m megatrain.experiments.benchmarks.child
-SYSTEM PLAN STEPS DEVICE`.
+SYSTEM PLAN STEPS DEVICE [TIMELINE]`.
 
 `megatrain.experiments.benchmark` starts this process. Each system has its own CUDA context, so a
 system that runs out of memory does not end the others. The process prints one JSON object, a
@@ -41,10 +41,14 @@ def baseline(system: str, device: torch.device) -> tuple[Any, str]:
     return module, "" if device.type in module.DEVICES else "needs a CUDA GPU"
 
 
-def measure(system: str, plan: Plan, steps: int, device: torch.device) -> MeasuredSteps:
-    """Returns the system's steps. If a baseline cannot run here, `failure` states the reason."""
+def measure(
+    system: str, plan: Plan, steps: int, device: torch.device, timeline: Path | None = None
+) -> MeasuredSteps:
+    """Returns the system's steps. If a baseline cannot run here, `failure` states the reason. Only
+    `ours` and `ceiling` write the `timeline` of their last step.
+    """
     if system in OWN:
-        return own.measure(system, plan, steps, device)
+        return own.measure(system, plan, steps, device, timeline)
     module, obstacle = baseline(system, device)
     if obstacle:
         return MeasuredSteps(system=system, failure=obstacle)
@@ -61,7 +65,9 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
     )
 
 
-def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> MeasuredSteps:
+def attempt(
+    system: str, plan_path: Path, steps: int, device_name: str, timeline: Path | None = None
+) -> MeasuredSteps:
     """Returns the result of `measure` with a description of the machine. An error becomes the line
     `failure`.
     """
@@ -69,7 +75,7 @@ def attempt(system: str, plan_path: Path, steps: int, device_name: str) -> Measu
         if system in OWN:
             grow_segments()  # other systems run with PyTorch's defaults
         device = torch.device("cpu") if device_name == "cpu" else default_device()
-        measured = measure(system, Plan.load(plan_path), steps, device)
+        measured = measure(system, Plan.load(plan_path), steps, device, timeline)
         return msgspec.structs.replace(measured, machine=describe(device))
     except UserError as error:
         return MeasuredSteps(system=system, failure=str(error))
@@ -86,11 +92,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
     for argument in ("system", "plan", "steps", "device"):
         parser.add_argument(argument)
+    parser.add_argument("timeline", nargs="?", type=Path)
     args = parser.parse_args()
     result = os.dup(1)
     os.dup2(2, 1)
     try:
-        measured = attempt(args.system, Path(args.plan), int(args.steps), args.device)
+        measured = attempt(
+            args.system, Path(args.plan), int(args.steps), args.device, args.timeline
+        )
     except KeyboardInterrupt:
         os._exit(130)  # the command that waits for this process reports it
     with os.fdopen(result, "wb") as file:

@@ -5,6 +5,7 @@ only the plan's compute ops, without transfers and updates.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -29,9 +30,11 @@ from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.schedule.plan import Plan
 
 
-def measure(system: str, plan: Plan, steps: int, device: torch.device) -> MeasuredSteps:
-    """Returns the steps of `ours` or its `ceiling`, from random weights. Raises UserError if the
-    plan cannot be executed or does not fit.
+def measure(
+    system: str, plan: Plan, steps: int, device: torch.device, timeline: Path | None = None
+) -> MeasuredSteps:
+    """Returns the steps of `ours` or its `ceiling`, from random weights. Writes the timeline of the
+    last step to `timeline`. Raises UserError if the plan cannot be executed or does not fit.
     """
     settings, ceiling = AdamW(max_norm=MAX_NORM), system == "ceiling"
     schedule = preflight(plan, settings, device)
@@ -62,6 +65,8 @@ def measure(system: str, plan: Plan, steps: int, device: torch.device) -> Measur
                 for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)
             ]
             result = executor.step(batches, rate=RATE, number=number)
+            if timeline is not None and number == steps:
+                result.timeline.save(timeline)
             return Reading(
                 seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm
             )

@@ -30,6 +30,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.timeline import Timeline
 
 WORK = ["--batch", "2", "--seq", "16", "--loss-chunk", "16", "--steps", "3", "--device", "cpu"]
 
@@ -50,6 +51,8 @@ def timed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         "ours,ceiling,zero3",
         "--out",
         str(out),
+        "--timeline",
+        str(out.with_name("timeline.json")),
     ]
     shown = io.StringIO()
     started = benchmark.time_system
@@ -93,6 +96,15 @@ def test_the_file_has_all_results(timed: tuple[str, dict[str, Any]]) -> None:
         )
     assert ours["steps"][2]["gradient_norm"] > 0
     assert ceiling["steps"][2]["gradient_norm"] is None
+
+
+def test_the_timeline_of_the_last_step_of_ours(timed: tuple[str, dict[str, Any]]) -> None:
+    result = timed[1]
+    timeline = Timeline.load(Path(result["arguments"]["timeline"]))
+    ours = result["systems"][0]
+    assert timeline.digest == result["plan"]["digest"]
+    assert len(timeline.spans) == ours["ops"]
+    assert 0 < timeline.makespan_ns < ours["steps"][-1]["seconds"] * 1e9
 
 
 def test_the_ceiling_has_compute_ops_alone(timed: tuple[str, dict[str, Any]]) -> None:
