@@ -475,6 +475,7 @@ def calibrate(
         device_bytes=limits[0],
         library_bytes=library.library_bytes if library else 0,
         collective_bytes=library.collective_bytes if library else 0,
+        collective_peer_bytes=library.collective_peer_bytes if library else 0,
         host_bytes=limits[1],
         cores=machine.cores(),
         peak_tflops={

@@ -44,9 +44,10 @@ class HostMemory:
 
     def __init__(self, registered: bool) -> None:
         """With `registered`, memory is registered with CUDA, which asynchronous copies to and from
-        a GPU require.
+        a GPU require. The GPU is the current one of the calling thread.
         """
         self._registers = registered
+        self._device = torch.cuda.current_device() if registered else None
         self._registered: list[torch.Tensor] = []
         self.registrations = 0
         """Number of registrations so far."""
@@ -69,7 +70,7 @@ class HostMemory:
         pieces = [pages[start:end] for start, end in _pieces(parts)]
         threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(pieces), 1))
         pool = ThreadPoolExecutor(
-            threads, thread_name_prefix="touch", initializer=torch.set_num_threads, initargs=(1,)
+            threads, thread_name_prefix="touch", initializer=_begin_thread, initargs=(self._device,)
         )
         try:
             for piece in pool.map(self._prepare, pieces):
@@ -99,6 +100,15 @@ class HostMemory:
         """Unregisters all memory. The memory itself is freed with the last tensor that uses it."""
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+
+def _begin_thread(device: int | None) -> None:
+    """Prepares a thread that touches and registers memory for the GPU `device`, if it is given. A
+    new thread has GPU 0, and a registration would make a CUDA context there, of 0.5 GiB.
+    """
+    torch.set_num_threads(1)
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def _pieces(parts: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -129,7 +129,6 @@ class Calibrated(ContendedCosts):
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
         self.step_overhead_ns, self.process_bytes = table.step_overhead_ns, table.process_bytes
         self.library_bytes = datasheet.library_bytes if datasheet else 0
-        self.collective_bytes = datasheet.collective_bytes if datasheet else 0
         # The time of the CPU's ops is the mean over the factors, and `host_factors` are relative to
         # it. Then one simulation is close to the expected step, and lower bounds hold for both.
         self._host_mean = statistics.fmean(table.host_factors or (1.0,))
@@ -140,6 +139,9 @@ class Calibrated(ContendedCosts):
         self._others: dict[Workload, tuple[Datasheet, Calibrated]] = {}
         """Other workloads from whose ops durations are derived -> their cost models, without and
         with measurements."""
+
+    def collective_bytes(self, gpus: int) -> int:
+        return self._datasheet.collective_bytes(gpus) if self._datasheet else 0
 
     def duration_ns(self, op: Op) -> int:
         duration = self._look_up(op)[0]

@@ -141,7 +141,6 @@ class Datasheet(EstimatedCosts):
         self.dispatch_ns = hardware.dispatch_ns
         self.step_overhead_ns = hardware.step_overhead_ns
         self.library_bytes = hardware.library_bytes
-        self.collective_bytes = hardware.collective_bytes
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens
@@ -176,6 +175,9 @@ class Datasheet(EstimatedCosts):
             "thread_pass": hardware.thread_gb_per_s,
             "device_pass": hardware.device_gb_per_s,
         }
+
+    def collective_bytes(self, gpus: int) -> int:
+        return self.hardware.collectives(gpus)
 
     def touched_bytes(self, op: Op) -> int:
         return self._elementwise.touched_bytes(op) or 0

@@ -40,10 +40,9 @@ class CostModel(Protocol):
         includes it.
         """
 
-    @property
-    def collective_bytes(self) -> int:
-        """Device memory in bytes that NCCL keeps on each of several GPUs. A measured `workspace`
-        does not include it.
+    def collective_bytes(self, gpus: int) -> int:
+        """Returns the device memory in bytes that NCCL keeps on each of `gpus` GPUs, 0 with one
+        GPU. A measured `workspace` does not include it.
         """
 
     @property
@@ -93,7 +92,7 @@ class ContendedCosts(abc.ABC):
 
     sharing: ContentionModel
     """The resources that the lanes share."""
-    process_bytes = library_bytes = collective_bytes = 0
+    process_bytes = library_bytes = 0
     host_factors: tuple[float, ...] = ()
 
     def sizes(self, schedule: Schedule) -> Sizes:
@@ -102,6 +101,10 @@ class ContendedCosts(abc.ABC):
     @abc.abstractmethod
     def duration_ns(self, op: Op) -> int:
         """Returns the time of `op` at full speed."""
+
+    def collective_bytes(self, gpus: int) -> int:
+        """Returns 0."""
+        return 0
 
     def touched_bytes(self, op: Op) -> int:
         """Returns the bytes that an op of the lane `cpu` reads and writes."""

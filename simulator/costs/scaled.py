@@ -49,11 +49,13 @@ class ScaledCosts:
             costs.process_bytes,
         )
         self.library_bytes = costs.library_bytes
-        self.collective_bytes = costs.collective_bytes
         self.host_factors = costs.host_factors
 
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)
+
+    def collective_bytes(self, gpus: int) -> int:
+        return self.costs.collective_bytes(gpus)
 
     def duration_ns(self, op: Op) -> int:
         return round(self.costs.duration_ns(self.change(op)) * self.slower.get(op.lane, 1.0))

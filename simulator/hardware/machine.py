@@ -100,7 +100,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """GPU memory that libraries for matrix products keep, in bytes. A measured workspace includes
     it."""
     collective_bytes: int = 0
-    """GPU memory that NCCL keeps on each GPU of a plan for several GPUs, in bytes."""
+    """GPU memory that NCCL keeps on each of two GPUs, in bytes."""
+    collective_peer_bytes: int = 0
+    """GPU memory that NCCL keeps on each GPU for each GPU beyond the second, in bytes."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
@@ -277,6 +279,10 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (machine for machine in _only_measured().values() if gpu in machine.gpu_names), None
         )
 
+    def collectives(self, gpus: int) -> int:
+        """Returns the GPU memory that NCCL keeps on each of `gpus` GPUs, in bytes."""
+        return self.collective_bytes + (gpus - 2) * self.collective_peer_bytes if gpus > 1 else 0
+
     def datasheet_tflops(self, dtype: str) -> float | None:
         """Returns the peak of the GPU's matrix products by its datasheet, in 10^12 FLOP/s. None if
         the library has no such GPU, or if the peak of `dtype` is not known.
@@ -406,6 +412,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "device_bytes": (2**20, 2**60),
     "library_bytes": (0, 2**40),
     "collective_bytes": (0, 2**40),
+    "collective_peer_bytes": (0, 2**40),
     "host_bytes": (2**20, 2**60),
     "h2d_gb_per_s": (0.001, 5000.0),
     "d2h_gb_per_s": (0.001, 5000.0),

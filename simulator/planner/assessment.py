@@ -179,8 +179,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if measured is None:
         workspace += costs.library_bytes
-    if plan.gpus > 1:
-        workspace += costs.collective_bytes
+    workspace += costs.collective_bytes(plan.gpus)
     if plan.workload.documents:
         # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
         workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)

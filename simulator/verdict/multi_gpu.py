@@ -131,7 +131,7 @@ def predicted(
     plan, alone = choice.plan, choice.step_seconds
     common = sharing(msgspec.structs.replace(plan, workload=work or plan.workload))
     if not shares(common, gpus):
-        leaving = _leaving(choice, hardware, costs.collective_bytes if gpus > 1 else 0)
+        leaving = _leaving(choice, hardware, costs.collective_bytes(gpus))
         if leaving.plan != plan:
             schedule = policies.lower(leaving.plan)
         return estimate(leaving.plan, schedule, leaving.account, hardware, costs, alone, gpus)
@@ -223,7 +223,7 @@ def estimate(
     )
     host = account.host_peak_bytes + (gpus - 1) * per_gpu
     limit = account.host_limit_bytes * (gpus if own_memory else 1)
-    device = account.device_peak_bytes + (costs.collective_bytes if gpus > 1 else 0)
+    device = account.device_peak_bytes + costs.collective_bytes(gpus)
     too_large = device > account.device_limit_bytes
     return MultiGpu(
         gpus=gpus,

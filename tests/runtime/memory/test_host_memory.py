@@ -43,15 +43,26 @@ CLASSES = ("weights", "master_low", "moments", "gradients")
 
 
 class Registrar:
-    """A fake libcudart that records the registered memory and the number of calls."""
+    """A fake libcudart that records the registered memory and the number of calls. The process uses
+    GPU 3, and every thread that registers memory must do so too.
+    """
 
     def __init__(self) -> None:
         self.now: dict[int, int] = {}
         self.calls = 0
         self.fail_at = 0
+        self.thread = threading.local()
+        self.set_device(3)
+
+    def set_device(self, device: int) -> None:
+        self.thread.device = device
+
+    def current_device(self) -> int:
+        return getattr(self.thread, "device", 0)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         self.calls += 1
+        assert self.current_device() == 3, "makes a context on another GPU"
         assert address % 4096 == 0
         assert size % 4096 == 0
         if self.calls == self.fail_at:
@@ -73,6 +84,8 @@ def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
     """Makes host arenas register with the returned fake, in pieces of at least 8 KiB."""
     made = Registrar()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    for name in ("set_device", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(arenas_module, "HostMemory", lambda **_: HostMemory(registered=True))
     monkeypatch.setattr(arenas_module.Arenas, "_allocate", functools.partialmethod(_as_on_a_gpu))
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)

@@ -21,7 +21,9 @@ from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 # The limits of small models leave no room for what NCCL keeps on each GPU.
-H200 = msgspec.structs.replace(HardwareSpec.load("h200"), collective_bytes=0)
+H200 = msgspec.structs.replace(
+    HardwareSpec.load("h200"), collective_bytes=0, collective_peer_bytes=0
+)
 GIB = 2**30
 
 

@@ -443,7 +443,9 @@ def test_the_best_plan_for_several_gpus_does_not_depend_on_the_policy_for_one() 
 
 def test_several_gpus_may_fit_what_one_does_not() -> None:
     # In 4 GiB there is no room for what NCCL keeps.
-    machine = msgspec.structs.replace(HardwareSpec.load("h200"), collective_bytes=0)
+    machine = msgspec.structs.replace(
+        HardwareSpec.load("h200"), collective_bytes=0, collective_peer_bytes=0
+    )
     verdict = small(hardware=machine, device_limit=4 * GIB, host_limit=GIB // 4, gpus=8)
     assert not verdict.feasible
     assert verdict.multi_gpu is not None
@@ -459,7 +461,9 @@ def test_several_gpus_may_fit_what_one_does_not() -> None:
 )
 def test_the_memory_that_several_gpus_lack_is_that_of_each(machine: str, end: str) -> None:
     """With NVLink-C2C, each GPU has the host memory that the user states."""
-    hardware = msgspec.structs.replace(HardwareSpec.load(machine), collective_bytes=0)
+    hardware = msgspec.structs.replace(
+        HardwareSpec.load(machine), collective_bytes=0, collective_peer_bytes=0
+    )
     (plan,) = plans_of(
         SMALL, hardware, WORK, device_limit=3 * GIB, host_limit=GIB // 8, policies=["overlapped"]
     )
