@@ -82,15 +82,16 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload)
+    datasheet = (
+        Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+    )
     sharing = ContentionModel(
         table.contention,
         table.host_memory or hardware.host_memory,
         hardware.duplex_curve,
         table.turns or hardware.turns,
         high_priority=find(workload.optimizer).by_tensor,
-    )
-    datasheet = (
-        Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+        product_ns=datasheet.product_ns if datasheet else 0.0,
     )
     return Calibrated(table, datasheet, sharing, Elementwise(model, workload, hardware.cores))
 

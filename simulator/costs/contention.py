@@ -7,8 +7,9 @@ its full speed. Three effects are combined:
    the link may have a measured curve, because small copies slow each other down more than large
    ones (on an H200, 16.9 of 38.4 GB/s are left at 1 MiB, and 50.3 of 55.4 at 256 MiB). If both
    directions of the link and the lane `cpu` are busy, one factor may replace the pairs among them.
-2. Turns. If the machine has a KernelInterleaving, it says how compute and update share the device.
-   The shorter an update op is, the larger is the share of its time that it waits. An op of high
+2. Turns. If the machine has a KernelInterleaving, it says how compute shares the device with
+   updates and collectives. The shorter their kernels are, the larger is the share of the time that
+   they wait. The longer the matrix products of a layer are, the longer is the wait. An op of high
    priority takes the whole device, and compute waits.
 3. Host DRAM. At full speed, the traffic of the cores is the bytes that they read and write, and the
    traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic at the rates that
@@ -34,6 +35,12 @@ PARTS = 1_000_000
 """Full speed, in millionths. A rate is between 1 and this."""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}
 _WEIGHT_PARTS = 1000
+_SHARE, _USUAL = {"norm": 1.0, "sum_rows": 1.0, "clip": 1.0}, 0.4
+"""Kind of op -> the time that a kernel of it waits beside compute, divided by the time of the
+longest matrix product of the layer, and the same of other kinds. Fitted to steps of 7B to 123B on
+H100s: norms waited 32, 39 and 6 ms beside products of 31, 21 and 6 ms, clipping factors 31 and
+23 ms, and a piece of a gradient that GPUs exchange 2.6 ms beside products of 6 ms
+(experiments/results/h100-x4-large-models)."""
 
 
 class Demand(NamedTuple):
@@ -48,9 +55,9 @@ class Demand(NamedTuple):
     """For a copy: its rate in millionths while the other direction is busy. 0 means that the factor
     of the pair is used."""
     turn: int = 0
-    """For an update: its rate in millionths while compute is busy. For a compute op: the speed that
-    it would lose to an update at full speed, in millionths. 0 means that the factor of the pair is
-    used."""
+    """For an update or a collective: its rate in millionths while compute is busy. For a compute
+    op: the speed that it would lose to one at full speed, in millionths. 0 means that the factor of
+    the pair is used."""
     high_priority: bool = False
     """Whether compute waits while the op runs (`Op.high_priority`)."""
 
@@ -66,6 +73,7 @@ class ContentionModel:
         turns: KernelInterleaving | None = None,
         *,
         high_priority: bool = False,
+        product_ns: float = 0.0,
     ) -> None:
         """Makes the sharing of one machine.
 
@@ -77,6 +85,8 @@ class ContentionModel:
                 order of bytes. It replaces the pairs of the two directions.
             turns: the sharing of the device. It replaces the pairs of compute and update.
             high_priority: whether schedules have ops of high priority.
+            product_ns: the time of the longest matrix product of a layer. If products are long,
+                kernels of other lanes wait longer than `turns` says (`_SHARE`).
         """
         dram = (
             {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")}
@@ -103,6 +113,7 @@ class ContentionModel:
             {"h2d": host_memory.h2d_cost, "d2h": host_memory.d2h_cost} if host_memory else {}
         )
         self._turns, self._high_priority = turns, high_priority
+        self._product_ns = round(product_ns)
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
         self._rates: dict[tuple[Demand, ...], tuple[int, ...]] = {}
         """The results of `rates` so far. They are cached, because a search asks for the same rates
@@ -114,7 +125,14 @@ class ContentionModel:
         return self._capacity
 
     def demand(
-        self, lane: str, size: int, duration_ns: int, kind: str = "", *, high_priority: bool = False
+        self,
+        lane: str,
+        size: int,
+        duration_ns: int,
+        kind: str = "",
+        *,
+        high_priority: bool = False,
+        kernels: int = 1,
     ) -> Demand | None:
         """Returns the demand of an op, or None if it neither slows another op nor is slowed.
 
@@ -127,6 +145,7 @@ class ContentionModel:
             duration_ns: the time that the op takes while nothing else runs.
             kind: the kind of the op.
             high_priority: `Op.high_priority`.
+            kernels: how many kernels of the op wait for their turn, one after the other.
         """
         if duration_ns <= 0:
             return None
@@ -137,7 +156,7 @@ class ContentionModel:
             )
         if self._duplex and lane in _OTHER and size:
             duplex = min(max(round(PARTS * duration_ns / self._duplex_ns(size)), 1), PARTS)
-        turn = self._turn(lane, kind, duration_ns)
+        turn = self._turn(lane, kind, duration_ns, kernels)
         return (
             Demand(lane, traffic, duplex, turn, high_priority)
             if traffic
@@ -148,12 +167,13 @@ class ContentionModel:
             else None
         )
 
-    def _turn(self, lane: str, kind: str, duration_ns: int) -> int:
+    def _turn(self, lane: str, kind: str, duration_ns: int, kernels: int) -> int:
         """Returns the field `turn` of an op's demand."""
-        if self._turns is None or lane not in ("compute", "update"):
+        if self._turns is None or lane not in ("compute", "update", "exchange"):
             return 0
-        if lane == "update":
-            return max(PARTS * duration_ns // (duration_ns + self._turns.wait_ns), 1)
+        if lane != "compute":
+            wait = max(self._turns.wait_ns, round(_SHARE.get(kind, _USUAL) * self._product_ns))
+            return max(PARTS * duration_ns // (duration_ns + kernels * wait), 1)
         return round(
             PARTS * (self._turns.backward_loss if kind == "backward" else self._turns.forward_loss)
         )
@@ -205,12 +225,11 @@ class ContentionModel:
             if other.high_priority and demand.lane == "compute":
                 return 1
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
-            if demand.turn and other.turn and other is not demand:
-                own = (
-                    demand.turn
-                    if demand.lane == "update"
-                    else PARTS - demand.turn * other.turn // PARTS
-                )
+            if demand.turn and other.turn:
+                if demand.lane == "compute" != other.lane:
+                    own = PARTS - demand.turn * other.turn // PARTS
+                elif other.lane == "compute" != demand.lane:
+                    own = demand.turn
             factor = own or self._pairs.get((demand.lane, other.lane))
             if factor is not None:
                 rate, parts = rate * factor, parts * PARTS

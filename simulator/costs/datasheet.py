@@ -64,7 +64,7 @@ from megatrain.simulator.schedule import (
     has_saved_attention,
 )
 from megatrain.simulator.schedule.arithmetic import summed_columns
-from megatrain.simulator.schedule.operands import exchanged
+from megatrain.simulator.schedule.operands import exchanged, pieces
 
 _ADAM_BYTES = 22
 """Bytes per parameter that the AdamW of `cpu_adam_per_s` reads and writes: bf16 weight 2 + 2, bf16
@@ -78,6 +78,9 @@ _THREAD_NORM_NS = 0.265
 """Time per parameter of PyTorch's norm of a bf16 tensor on a CPU. It runs on one thread and is
 limited by a chain of additions, not by memory, so it is used for every host (docs/lab_notes.md,
 "PyTorch's norm on the host")."""
+_CLIP_NS = 100_000
+"""Time of a clipping factor on a GPU in ns: 70 to 150 us on an H100
+(experiments/results/h100-x4-large-models)."""
 _SUM_NS, _SUMMED_ELEMENT_NS = 150_000, 0.012
 """Time of summing an embedding's gradient by token on a GPU, in addition to its traffic: for
 sorting the tokens and for each block of columns (`summed_columns`), and for each element of a
@@ -122,6 +125,8 @@ class Datasheet(EstimatedCosts):
                 allowed=", ".join(hardware.peak_tflops),
                 fix="add the rate, or train in another dtype",
             )
+        flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
+        self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
         duplex = {
             "h2d": {"d2h": hardware.duplex_fraction},
             "d2h": {"h2d": hardware.duplex_fraction},
@@ -136,12 +141,12 @@ class Datasheet(EstimatedCosts):
             hardware.duplex_curve,
             hardware.turns,
             high_priority=find(workload.optimizer).by_tensor,
+            product_ns=self.product_ns,
         )
         self._elementwise = Elementwise(model, workload, hardware.cores)
         self.dispatch_ns = hardware.dispatch_ns
         self.step_overhead_ns = hardware.step_overhead_ns
         self.library_bytes = hardware.library_bytes
-        flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens
         )
@@ -154,7 +159,6 @@ class Datasheet(EstimatedCosts):
             and model.document_attention(workload.dtype) == "mask"
             and model.family not in UNFUSED_ATTENTION
         )
-        self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
         self._products_per_ns = products * 1e3 * hardware.linear_efficiency
         """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
@@ -175,6 +179,11 @@ class Datasheet(EstimatedCosts):
             "thread_pass": hardware.thread_gb_per_s,
             "device_pass": hardware.device_gb_per_s,
         }
+
+    @property
+    def product_ns(self) -> float:
+        """The time of the longest matrix product of a decoder layer, in ns."""
+        return self.model.longest_product_flops(self.workload) / self._linear_flops_per_ns
 
     def collective_bytes(self, gpus: int) -> int:
         return self.hardware.collectives(gpus)
@@ -335,7 +344,7 @@ class Datasheet(EstimatedCosts):
         if kind in EXCHANGE_KINDS:
             return self._exchange_ns(op)
         if kind == "clip":
-            return 0
+            return _CLIP_NS if op.lane == "update" else 0
         if kind == "cpu_update":
             exact_ns = op.parameters / hardware.cpu_update_per_s * 1e9
             return math.ceil(self._elementwise.update_ns(op, exact_ns))
@@ -368,9 +377,8 @@ class Datasheet(EstimatedCosts):
             part, sources = width * op.parameters, exchanged(op)
             parts = sources + op.bytes // part
             added = parts * part + (2 * parts - 1) * 4 * op.parameters
-            pieces = -(-op.parameters // op.elements)
-            times = sources * pieces
-            added += 2 * parts * part if pieces > 1 else 0
+            times = sources * pieces(op)
+            added += 2 * parts * part if pieces(op) > 1 else 0
         return math.ceil(
             times * self.hardware.link_latency_ns
             + op.bytes / peer

@@ -473,6 +473,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not any(size % FP8_MULTIPLE for size in shape)
         }
 
+    def longest_product_flops(self, workload: Workload) -> int:
+        """Returns the FLOPs of the longest matrix product of a decoder layer in a micro-batch,
+        without products of experts.
+        """
+        layers = {layer.signature: layer.name for layer in self.decoders}.values()
+        sizes = [math.prod(shape) for name in layers for _, shape in self._part(name).linears]
+        return 2 * (workload.token_piece or workload.tokens) * max(sizes, default=0)
+
     def fp8_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
         """Returns the `fp8_weights` of a decoder layer if `workload` multiplies in fp8, otherwise
         an empty dict.

@@ -186,6 +186,11 @@ def exchanged(op: Op) -> int:
     return max(sum(name not in op.writes for name in op.reads), 1)
 
 
+def pieces(op: Op) -> int:
+    """Returns in how many pieces an op exchanges gradients, and 1 for other ops."""
+    return -(-op.parameters // op.elements) if op.kind == "exchange_gradients" else 1
+
+
 def exchange_room(op: Op, width: float) -> int:
     """Returns the bytes of workspace that `exchange_gradients` needs. `width` is the bytes of an
     element of the gradient that it sends.

@@ -304,7 +304,9 @@ def test_a_gpu_s_memory_is_not_to_be_bought() -> None:
 
 
 def test_a_suggestion_gains_the_speed_that_it_states() -> None:
-    """A suggestion's gain is what a search with its options finds."""
+    """A suggestion's gain is what a search with its options finds. A search can find a plan that is
+    a little faster.
+    """
     work = msgspec.structs.replace(WORK, batch=2)
     verdict = small(work, device_limit=4 * GIB, advise=True)
     assert verdict.feasible
@@ -321,7 +323,8 @@ def test_a_suggestion_gains_the_speed_that_it_states() -> None:
         if not entry.compressed:  # A format is only tried with the chosen plan.
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
-            assert found.tokens_per_second == pytest.approx(entry.tokens_per_second)
+            share = found.tokens_per_second / entry.tokens_per_second
+            assert 1 - 1e-6 <= share <= 1.002
             assert ("nothing streams" in entry.change) == (
                 "device_limit" in changed and "device-memory" in entry.options and not found.streams
             )
@@ -391,7 +394,7 @@ def test_training_arithmetic() -> None:
 
 
 def test_eight_gpus_share_what_the_host_sustains() -> None:
-    one, eight = small(device_limit=4 * GIB), small(device_limit=4 * GIB, gpus=8, tokens=10**9)
+    one, eight = small(device_limit=8 * GIB), small(device_limit=8 * GIB, gpus=8, tokens=10**9)
     several = eight.multi_gpu
     assert several is not None
     assert several.note.startswith("from the schedule of")
