@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ import torch
 _NUMBERS = itertools.count()
 
 
-def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any],
+    *,
+    options: dict[str, Any] | None = None,
+    rebuild: bool = False,
+) -> Callable[..., Any]:
     """Returns `function`, compiled for the shapes of each call.
 
     PyTorch compiles a code object at most 8 times (`torch._dynamo.config.recompile_limit`), and
@@ -22,7 +28,9 @@ def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 
     Args:
         function: a function, or a method of an object.
-        **settings: further arguments of `torch.compile`.
+        options: options of inductor that differ from its defaults.
+        rebuild: whether the backward pass computes the outputs of elementwise kernels again that
+            matrix products of the backward pass read. By default, the compiler saves them.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), "neither a function nor a method"
@@ -34,4 +42,26 @@ def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
     target: Callable[..., Any] = copy
     if isinstance(function, types.MethodType):
         target = types.MethodType(copy, function.__self__)
-    return torch.compile(target, dynamic=False, **settings)
+    if not rebuild:
+        return torch.compile(target, dynamic=False, options=options or None)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        with rebuilding():
+            return compile_fx(graph, inputs, config_patches=options)
+
+    return torch.compile(target, dynamic=False, backend=backend)
+
+
+def rebuilding() -> AbstractContextManager[None]:
+    """Returns a context in which compiled graphs do not save outputs of elementwise kernels for
+    matrix products of the backward pass. The compiler's partitioner reads the setting when it
+    splits a graph into forward and backward pass.
+    """
+    from torch._functorch import config
+
+    context: AbstractContextManager[None] = config.patch(
+        ban_recompute_materialized_backward=False
+    )
+    return context

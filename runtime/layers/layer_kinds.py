@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import compiling
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
-from megatrain.runtime.layers.last_products import leave_out
+from megatrain.runtime.layers.last_products import leave_out, put_in_order
 from megatrain.runtime.layers.meta_model import kind_of
 from megatrain.runtime.layers.token_pieces import Router, install, without_mlp
 from megatrain.simulator.model.families import LayerPieces
@@ -37,6 +37,7 @@ class LayerKind:
         compiled: bool,
         draws: bool,
         last: Iterable[str],
+        ordered: Iterable[str],
     ) -> None:
         """Moves `module` to the meta device. The arguments are those of `layer_kinds`."""
         # Also moves buffers, because each call passes the buffers like the parameters.
@@ -49,6 +50,7 @@ class LayerKind:
         ]
         self._changed: tuple[str, ...] = getattr(module, "_changed_in_place", ())
         self._routed: list[torch.Tensor] = []
+        put_in_order(module, ordered)
         self._short = module
         if last and not pieces:
             self._short = copy.deepcopy(module)
@@ -74,19 +76,17 @@ class LayerKind:
             # Rounds the operand of a cast to fp8 to bf16 even if the cast is fused. Otherwise a
             # difference of one bit in bf16 could become a difference between two fp8 values.
             options["emulate_precision_casts"] = True
-        self.run = (
-            compiling.compiled(self.eager, options=options or None) if compiled else self.eager
-        )
+
+        def run(function: Callable[..., Any]) -> Callable[..., Any]:
+            if not compiled:
+                return function
+            return compiling.compiled(function, options=options, rebuild=bool(ordered))
+
+        self.run = run(self.eager)
         """`eager`, compiled if the layer is compiled."""
-        self.run_short = (
-            compiling.compiled(self.eager_short, options=options or None)
-            if compiled
-            else self.eager_short
-        )
+        self.run_short = run(self.eager_short)
         """Like `run`, but leaves out the layer's last products. The output is NaN if it has any."""
-        self.attend = (
-            compiling.compiled(self._attend, options=options or None) if compiled else self._attend
-        )
+        self.attend = run(self._attend)
         """Like `run`, but also returns the attention output and log-sum-exp of the layer."""
 
     def without_mlp(self) -> AbstractContextManager[None]:
@@ -155,6 +155,7 @@ def layer_kinds(
     pieces: Sequence[LayerPieces | None],
     piece: int,
     last: Sequence[Iterable[str]],
+    ordered: Sequence[Iterable[str]],
 ) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share a LayerKind.
 
@@ -169,13 +170,18 @@ def layer_kinds(
         piece: number of tokens in a piece.
         last: names of the weights of each decoder layer that is used, whose products `run_short`
             leaves out, or with pieces, the backward pass.
+        ordered: names of the weights of each decoder layer that is used, whose gradients come
+            first. If there are any, the compiled layer does not save the outputs of elementwise
+            kernels that matrix products of the backward pass read (`Knobs.rebuild_outputs`).
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     router = Router(recorder.target_class, recorder.index) if recorder else None
     kinds: dict[object, LayerKind] = {}
     result = []
     layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
-    for layer, compile_it, in_pieces, unread in zip(layers, compiled, pieces, last, strict=True):
+    for layer, compile_it, in_pieces, unread, first in zip(
+        layers, compiled, pieces, last, ordered, strict=True
+    ):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(
@@ -187,6 +193,7 @@ def layer_kinds(
                 compiled=compile_it,
                 draws=draws,
                 last=unread,
+                ordered=first,
             )
         result.append(kinds[kind])
     return result

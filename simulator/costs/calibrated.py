@@ -24,6 +24,7 @@ The duration of a decoder layer is also multiplied by a ratio of datasheet times
 * The layer was measured only with documents, and the workload has none, or the other way round.
 * The layer was measured only in bf16, and the workload multiplies in fp8.
 * The layer was measured only without pieces of tokens, and the workload has pieces.
+* The layer rebuilds outputs (`Knobs.rebuild_outputs`). Calibrations measure layers that do not.
 
 Other compute ops do not depend on documents, fp8 and pieces.
 
@@ -66,11 +67,13 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
     Workload,
+    is_rebuilding,
     is_short,
     shortened,
     without_fp8,
     without_groups,
     without_pieces,
+    without_rebuilding,
     without_short,
 )
 from megatrain.simulator.schedule import (
@@ -179,6 +182,8 @@ class Calibrated(ContendedCosts):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
+            elif is_rebuilding(size):  # a calibration measures layers that do not rebuild
+                self._known[key] = self._changed(op, without_rebuilding(size))
             elif (other := self._other_products(kind, size)) is not None:
                 self._known[key] = self._changed(op, other, short_recompute=is_short(other))
             elif (plain := without_pieces(size)) != size and not self._has(kind, size):

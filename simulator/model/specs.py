@@ -454,6 +454,33 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         leaves_out = "backward" if workload.piece else "recompute"
         return self.last_products(layer, workload) if kind == leaves_out else {}
 
+    def rebuilding_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns name -> shape [out, in] of the weights whose gradients a decoder layer computes
+        first if it rebuilds outputs (`Knobs.rebuild_outputs`). It is empty if the layer cannot.
+
+        These are the projections of an MLP's output, if their input is among the outputs that are
+        rebuilt. The layer must be compiled, without pieces of tokens, which save no outputs, and
+        without fp8 products, whose operands the compiler rebuilds anyway.
+        """
+        part = self._part(layer)
+        able = workload.compiled and self.stack[layer].compilable
+        if not able or workload.piece or workload.fp8:
+            return {}
+        return dict(part.last) if part.in_compiled.rebuilt >= self.mlp_width(layer) > 0 else {}
+
+    def rebuilt_bytes(self, layer: str, workload: Workload) -> int:
+        """Returns the bytes of the outputs that a decoder layer does not save if it rebuilds them.
+
+        These are the outputs of norms and of activation functions that matrix products read
+        (`Compiled.rebuilt`). Each exists again in the backward pass, so the peak of this pass is at
+        most the one of a layer that saves them. tests/simulator/memory/test_rebuilt_memory.py
+        compares both with the compiler's choice.
+        """
+        if not self.rebuilding_products(layer, workload):
+            return 0
+        rebuilt = self._part(layer).in_compiled.rebuilt
+        return rebuilt * workload.tokens * DTYPE_BYTES[workload.dtype]
+
     def router_logits(self, layer: str) -> int:
         """Returns the elements per token of the logits that a decoder layer keeps for the router
         loss. 0 without experts, or if the config does not ask for the loss.
@@ -599,7 +626,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
 
-    def work(self, kind: str, layer: str, workload: Workload, *, kept: bool = False) -> Work:
+    def work(
+        self,
+        kind: str,
+        layer: str,
+        workload: Workload,
+        *,
+        kept: bool = False,
+        rebuilt: bool = False,
+    ) -> Work:
         """Returns the FLOPs and the memory traffic of one compute op on one micro-batch.
 
         The formulas use T tokens per micro-batch, S tokens per sequence, b bytes per element, P
@@ -629,6 +664,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
           (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`. With several groups
           of heads, tensors of each group are copied (2).
+        * If the layer rebuilds outputs, `backward` reads two tensors for each and writes one, and a
+          `recompute` without `last_products` does not compute their input (`_rebuilding_bytes`).
         * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
           `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
           `loss` and T V 4 b in `head`.
@@ -642,6 +679,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             layer: the decoder layer; only ops of decoder layers use it.
             workload: the workload, with the tokens of a micro-batch.
             kept: True for a recompute that skips attention because the forward saved it.
+            rebuilt: True if the layer rebuilds outputs (`Knobs.rebuild_outputs`).
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
         table, tables = self.vocabulary * hidden, self.table_shapes
@@ -697,6 +735,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         else:
             weights -= width * last
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
+        if rebuilt:
+            unfused += self._rebuilding_bytes(kind, layer, workload)
         if workload.compiled and self.stack[layer].compilable:
             unfused, weights = unfused + weights, 0
         return Work(
@@ -714,6 +754,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ),
             unfused,
         )
+
+    def _rebuilding_bytes(self, kind: str, layer: str, workload: Workload) -> int:
+        """Returns the traffic that an op of a decoder layer has in addition because the layer
+        rebuilds outputs. It is negative for a recompute without `last_products`.
+        """
+        bytes_ = self.rebuilt_bytes(layer, workload)
+        if kind == "backward":
+            return 3 * bytes_
+        width = workload.tokens * DTYPE_BYTES[workload.dtype]
+        return -3 * min(self.mlp_width(layer) * width, bytes_) if kind == "recompute" else 0
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
         """Returns what a decoder layer has in addition because its tokens are computed in pieces:

@@ -172,10 +172,13 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """
     if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = activations_bytes(plan.model, plan.workload, costs)
+    activations = activations_bytes(plan, costs)
     schedule = _without_reused(plan, schedule)
     measured = costs.workspace(plan.model, plan.workload)
     op_workspace = measured or workspace_estimate(plan.model, plan.workload)
+    if rebuilt := _rebuilt_bytes(plan):
+        # What a layer does not save exists again in its backward pass.
+        op_workspace = msgspec.structs.replace(op_workspace, layer=op_workspace.layer + rebuilt)
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if measured is None:
         workspace += costs.library_bytes
@@ -197,12 +200,25 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     )
 
 
-def activations_bytes(model: ModelSpec, workload: Workload, costs: CostModel) -> int:
+def activations_bytes(plan: Plan, costs: CostModel) -> int:
     """Returns the bytes of the saved activations of one decoder layer for one micro-batch.
 
-    The number is measured if the machine was calibrated, and otherwise `activations_estimate`.
+    The number is measured if the machine was calibrated, and otherwise `activations_estimate`,
+    without the outputs that the plan's layers rebuild.
     """
-    return costs.activations_bytes(model, workload) or activations_estimate(model, workload)
+    model, workload = plan.model, plan.workload
+    size = costs.activations_bytes(model, workload) or activations_estimate(model, workload)
+    return size - _rebuilt_bytes(plan)
+
+
+def _rebuilt_bytes(plan: Plan) -> int:
+    """Returns the bytes of the outputs that each decoder layer of the plan rebuilds. If layers
+    differ, it is the smallest number.
+    """
+    if not plan.knobs.rebuild_outputs:
+        return 0
+    kinds = {layer.signature: layer.name for layer in plan.model.decoders}.values()
+    return min(plan.model.rebuilt_bytes(layer, plan.workload) for layer in kinds)
 
 
 def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:

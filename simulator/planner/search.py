@@ -115,7 +115,8 @@ def plans_of(
     host_limit: int | None = None,
     policies: Iterable[str] | None = None,
 ) -> list[Plan]:
-    """Returns the plan of each policy from which `search` begins, with the default knobs.
+    """Returns the plan of each policy from which `search` begins, with the default knobs. Layers
+    that can rebuild outputs do so, because they take less memory.
 
     The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
     policies makes sense on the machine.
@@ -142,7 +143,19 @@ def plans_of(
         device_limit_bytes=device,
         host_limit_bytes=host,
     )
-    return [msgspec.structs.replace(first, policy=name) for name in names]
+    rebuilds = any(model.rebuilding_products(layer.name, workload) for layer in model.decoders)
+    return [
+        msgspec.structs.replace(
+            first,
+            policy=name,
+            knobs=Knobs(
+                rebuild_outputs=int(
+                    rebuilds and "rebuild_outputs" in policy_library.find(name).knobs
+                )
+            ),
+        )
+        for name in names
+    ]
 
 
 def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
@@ -183,14 +196,26 @@ def best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Esti
 
     Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
     takes `most_ns` or longer.
+
+    Plans that save outputs instead of rebuilding them are searched only if no layer of the best
+    plan is recomputed. Otherwise the memory saves more time if it saves the activations of further
+    layers.
     """
-    return fastest(
+    best = fastest(
         [
             PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
             for size in group_sizes(plan)
         ],
         most_ns,
     )
+    if best is None or not best.plan.knobs.rebuild_outputs:
+        return best
+    if len(best.plan.placed("saved_activations")) < plan.model.layers:
+        return best
+    size, limit = best.plan.knobs.micro_batch_group, best.step_seconds * 1e9
+    saving = with_knobs(plan, micro_batch_group=size, rebuild_outputs=0)
+    other = fastest([PlacementSearch(saving, costs)], limit)
+    return best if other is None else _with_runner_up(sorted([best, other], key=rank), [])
 
 
 def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estimate | None:
