@@ -14,10 +14,7 @@ _NUMBERS = itertools.count()
 
 
 def compiled(
-    function: Callable[..., Any],
-    *,
-    options: dict[str, Any] | None = None,
-    rebuild: bool = False,
+    function: Callable[..., Any], *, options: dict[str, Any] | None = None, rebuild: bool = False
 ) -> Callable[..., Any]:
     """Returns `function`, compiled for the shapes of each call.
 
@@ -29,8 +26,7 @@ def compiled(
     Args:
         function: a function, or a method of an object.
         options: options of inductor that differ from its defaults.
-        rebuild: whether the backward pass computes the outputs of elementwise kernels again that
-            matrix products of the backward pass read. By default, the compiler saves them.
+        rebuild: whether to compile it in the context `rebuilding`.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), "neither a function nor a method"
@@ -55,13 +51,15 @@ def compiled(
 
 
 def rebuilding() -> AbstractContextManager[None]:
-    """Returns a context in which compiled graphs do not save outputs of elementwise kernels for
-    matrix products of the backward pass. The compiler's partitioner reads the setting when it
-    splits a graph into forward and backward pass.
+    """Returns a context in which the compiler saves fewer tensors for the backward pass.
+
+    By default, the compiler saves each output of an elementwise kernel that a matrix product of the
+    backward pass reads, such as the output of a norm. In this context, it may save the inputs of
+    the kernel instead, and run it again in the backward pass. PyTorch's partitioner reads this
+    setting when it divides a graph into forward and backward pass
+    (`torch._functorch.config.ban_recompute_materialized_backward`).
     """
     from torch._functorch import config
 
-    context: AbstractContextManager[None] = config.patch(
-        ban_recompute_materialized_backward=False
-    )
+    context: AbstractContextManager[None] = config.patch(ban_recompute_materialized_backward=False)
     return context

@@ -125,8 +125,7 @@ class FunctionalLayers:
             seed: the run's seed, for layers that draw random numbers.
             micro_batches: the micro-batches of the step that this process computes, in its order
                 (`own_micro_batches`). Empty means all of them.
-            rebuild: whether the backward pass computes the outputs of elementwise kernels again
-                (`Knobs.rebuild_outputs`).
+            rebuild: whether layers that can rebuild outputs do so (`Knobs.rebuild_outputs`).
         """
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]

@@ -1,5 +1,5 @@
-"""The linear layers that project the output of an MLP: their product is left out in a recompute,
-and their gradients are computed in an order that saves memory.
+"""The linear layers that project the output of an MLP. A recompute leaves out their product, and a
+layer that rebuilds outputs computes their gradients in an order that saves memory.
 
 A recompute of a decoder layer saves the tensors that the backward pass needs. The projection of a
 dense MLP's output is not among them: it is added to the output of the layer, and no gradient
@@ -10,10 +10,11 @@ PyTorch's activation checkpointing also stops a recompute after the last tensor 
 (`torch.utils.checkpoint.set_checkpoint_early_stop`).
 
 A compiled layer can also compute the input of this product again in the backward pass
-(`Knobs.rebuild_outputs`). It is needed for the gradient of the weight only. By itself, the compiler
-would compute it in one kernel with the gradients of gate and up, so all of them would exist at the
-same time. With 32 x 1,024 tokens, a layer of Qwen2.5-7B would then need 2.2 GiB more
-(`ModelSpec.backward_bytes`). `ordered` makes the gradient of the weight come first.
+(`Knobs.rebuild_outputs`). Only the gradient of the weight reads it. By itself, the compiler
+computes it in one kernel with the gradients of gate and up, so all of them exist at the same time.
+With 32 x 1,024 tokens, a layer of Qwen2.5-7B then takes 2.2 GiB more
+(tests/simulator/memory/test_rebuilt_memory.py). With `ordered`, the gradient of the weight is
+computed first, and the input is freed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 @torch.library.custom_op("megatrain::product_after", mutates_args=())
 def _product_after(left: torch.Tensor, right: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Returns the matrix product of `left` and `right`. A compiler runs it after what computes
-    `first`, and fuses nothing across it, because it only knows that the op reads `first`.
+    """Returns the matrix product of `left`, [m, k], and `right`, [k, n].
+
+    A compiled program runs it after `first` was computed. The op does not use `first`, but the
+    compiler only knows that it is an argument.
     """
     del first
     return left.mm(right)
@@ -41,7 +44,8 @@ def _(left: torch.Tensor, right: torch.Tensor, first: torch.Tensor) -> torch.Ten
 
 
 class _Product(torch.autograd.Function):
-    """The autograd function of a linear layer. The forward pass may return NaN.
+    """The autograd function of a linear layer. With `unread`, the forward pass returns NaN. With
+    `ordered`, a compiled backward pass computes the gradient of the weight first.
 
     The backward pass runs the same products as that of `torch.nn.functional.linear`, so the
     gradients have the same bits.
@@ -83,13 +87,13 @@ def not_computed(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class SkippableLinear(torch.nn.Linear):
-    """A linear layer that can leave out its product."""
+    """A linear layer that can leave out its product, or compute its gradients in order."""
 
     unread = False
     """Whether the output is NaN instead of the product. The gradients are the same."""
     ordered = False
-    """Whether the gradient of the weight is computed before that of the input, also in a compiled
-    layer."""
+    """Whether a compiled backward pass computes the gradient of the weight before that of the
+    input. The gradients are the same."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         """Returns the output, [..., out].
@@ -119,8 +123,8 @@ def leave_out(module: torch.nn.Module, weights: Iterable[str]) -> None:
 
 
 def put_in_order(module: torch.nn.Module, weights: Iterable[str]) -> None:
-    """Changes linear layers in `module` to compute the gradient of their weight first. The
-    arguments and errors are those of `leave_out`.
+    """Changes linear layers in `module` to compute the gradient of their weight before that of
+    their input. The arguments and errors are those of `leave_out`.
     """
     for linear in _skippable(module, weights):
         vars(linear)["ordered"] = True

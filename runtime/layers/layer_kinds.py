@@ -72,21 +72,24 @@ class LayerKind:
         options: dict[str, Any] = {}
         if draws:  # so compiled layers draw the same random numbers as eager layers
             options["fallback_random"] = True
-        if any(isinstance(part, Fp8Linear) for part in module.modules()):
-            # Rounds the operand of a cast to fp8 to bf16 even if the cast is fused. Otherwise a
-            # difference of one bit in bf16 could become a difference between two fp8 values.
+        fp8 = any(isinstance(part, Fp8Linear) for part in module.modules())
+        if fp8 or torch.are_deterministic_algorithms_enabled():
+            # Rounds each result to bf16 as an eager layer does, even if the next op is fused with
+            # it. Otherwise a difference of one bit in bf16 could become a difference between two
+            # fp8 values. And an output that the backward pass rebuilds from a rounded input would
+            # differ from the one of the forward pass, whose input was not rounded yet.
             options["emulate_precision_casts"] = True
 
-        def run(function: Callable[..., Any]) -> Callable[..., Any]:
+        def program(function: Callable[..., Any]) -> Callable[..., Any]:
             if not compiled:
                 return function
             return compiling.compiled(function, options=options, rebuild=bool(ordered))
 
-        self.run = run(self.eager)
+        self.run = program(self.eager)
         """`eager`, compiled if the layer is compiled."""
-        self.run_short = run(self.eager_short)
+        self.run_short = program(self.eager_short)
         """Like `run`, but leaves out the layer's last products. The output is NaN if it has any."""
-        self.attend = run(self._attend)
+        self.attend = program(self._attend)
         """Like `run`, but also returns the attention output and log-sum-exp of the layer."""
 
     def without_mlp(self) -> AbstractContextManager[None]:
@@ -170,9 +173,9 @@ def layer_kinds(
         piece: number of tokens in a piece.
         last: names of the weights of each decoder layer that is used, whose products `run_short`
             leaves out, or with pieces, the backward pass.
-        ordered: names of the weights of each decoder layer that is used, whose gradients come
-            first. If there are any, the compiled layer does not save the outputs of elementwise
-            kernels that matrix products of the backward pass read (`Knobs.rebuild_outputs`).
+        ordered: names of the weights of each decoder layer that is used, whose gradients are
+            computed before those of their inputs (`ModelSpec.rebuilding_products`). Empty if the
+            layer saves its outputs instead of rebuilding them.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     router = Router(recorder.target_class, recorder.index) if recorder else None

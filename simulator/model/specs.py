@@ -458,23 +458,42 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns name -> shape [out, in] of the weights whose gradients a decoder layer computes
         first if it rebuilds outputs (`Knobs.rebuild_outputs`). It is empty if the layer cannot.
 
-        These are the projections of an MLP's output, if their input is among the outputs that are
-        rebuilt. The layer must be compiled, without pieces of tokens, which save no outputs, and
-        without fp8 products, whose operands the compiler rebuilds anyway.
+        These are the projections of an MLP's output. Layers can rebuild outputs if they are
+        compiled, without pieces of tokens, which save no outputs, and without fp8 products, whose
+        operands the compiler rebuilds anyway. In addition, all decoder layers of the model must
+        have these properties, because the largest layer decides the memory:
+
+        * The MLP is gated by a SiLU. For the tanh of a GELU, the compiler computes in fp32, and the
+          peak of the backward pass is up to 30 % higher (Gemma, Gemma 3). MLPs without a gate are
+          left out, because some of them have a higher peak, too (Phi, StarCoder 2).
+        * Gate and up are separate projections. If they are one projection, their gradient is one
+          tensor, and the peak is up to 3 % higher (GLM, Phi-3).
+        * A fused kernel computes attention. If scores are written out, the compiler also computes
+          the softmax again, and the peak is 18 % higher (GraniteSWA).
+
+        The peaks are counts, in tests/simulator/memory/rebuilt_memory.toml.
         """
-        part = self._part(layer)
-        able = workload.compiled and self.stack[layer].compilable
-        if not able or workload.piece or workload.fp8:
-            return {}
-        return dict(part.last) if part.in_compiled.rebuilt >= self.mlp_width(layer) > 0 else {}
+        able = workload.compiled and not workload.piece and not workload.fp8
+        return dict(self._part(layer).last) if able and self._can_rebuild else {}
+
+    @functools.cached_property
+    def _can_rebuild(self) -> bool:
+        """Whether the decoder layers can rebuild outputs if they are compiled."""
+        return (
+            all(part.silu_gated for part in self._architecture.decoders.values())
+            and all(layer.compilable for layer in self.decoders)
+            and not self.writes_scores
+        )
 
     def rebuilt_bytes(self, layer: str, workload: Workload) -> int:
-        """Returns the bytes of the outputs that a decoder layer does not save if it rebuilds them.
+        """Returns the bytes of the outputs that a decoder layer does not save if it rebuilds them,
+        or 0 if it cannot.
 
-        These are the outputs of norms and of activation functions that matrix products read
-        (`Compiled.rebuilt`). Each exists again in the backward pass, so the peak of this pass is at
-        most the one of a layer that saves them. tests/simulator/memory/test_rebuilt_memory.py
-        compares both with the compiler's choice.
+        With T tokens and b bytes per element, it is T b for each element of `Compiled.rebuilt`: the
+        outputs of norms that projections read, and the product of gate and up. All of them exist
+        again in the backward pass, so the peak of this pass is that of a layer that saves them.
+
+        tests/simulator/memory/test_rebuilt_memory.py compares both with the compiler's choice.
         """
         if not self.rebuilding_products(layer, workload):
             return 0
@@ -664,8 +683,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
           (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`. With several groups
           of heads, tensors of each group are copied (2).
-        * If the layer rebuilds outputs, `backward` reads two tensors for each and writes one, and a
-          `recompute` without `last_products` does not compute their input (`_rebuilding_bytes`).
+        * If the layer rebuilds outputs, `backward` has the traffic of `_rebuilding_bytes` in
+          addition, and a `recompute` without `last_products` has less.
         * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
           `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
           `loss` and T V 4 b in `head`.
@@ -756,14 +775,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def _rebuilding_bytes(self, kind: str, layer: str, workload: Workload) -> int:
-        """Returns the traffic that an op of a decoder layer has in addition because the layer
-        rebuilds outputs. It is negative for a recompute without `last_products`.
+        """Returns the traffic in bytes that an op of a decoder layer has in addition because the
+        layer rebuilds outputs. It may be negative.
+
+        `backward` writes each rebuilt output once and reads two tensors for it: 3 n b for n
+        elements. A `recompute` without `last_products` computes no product of gate and up, whose
+        traffic is 3 n b too, because nothing reads it.
         """
-        bytes_ = self.rebuilt_bytes(layer, workload)
         if kind == "backward":
-            return 3 * bytes_
-        width = workload.tokens * DTYPE_BYTES[workload.dtype]
-        return -3 * min(self.mlp_width(layer) * width, bytes_) if kind == "recompute" else 0
+            return 3 * self.rebuilt_bytes(layer, workload)
+        if not (
+            self.rebuilding_products(layer, workload) and self._left_out(kind, layer, workload)
+        ):
+            return 0
+        return -3 * workload.tokens * self.mlp_width(layer) * DTYPE_BYTES[workload.dtype]
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
         """Returns what a decoder layer has in addition because its tokens are computed in pieces:

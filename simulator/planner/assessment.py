@@ -24,11 +24,10 @@ from megatrain.simulator.memory.account import (
 )
 from megatrain.simulator.memory.formulas import (
     activations_estimate,
+    rebuilt_estimate,
     tuning_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
@@ -176,9 +175,10 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     schedule = _without_reused(plan, schedule)
     measured = costs.workspace(plan.model, plan.workload)
     op_workspace = measured or workspace_estimate(plan.model, plan.workload)
-    if rebuilt := _rebuilt_bytes(plan):
-        # What a layer does not save exists again in its backward pass.
-        op_workspace = msgspec.structs.replace(op_workspace, layer=op_workspace.layer + rebuilt)
+    # What a layer does not save exists again in its backward pass.
+    op_workspace = msgspec.structs.replace(
+        op_workspace, layer=op_workspace.layer + _rebuilt_bytes(plan)
+    )
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if measured is None:
         workspace += costs.library_bytes
@@ -203,8 +203,8 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
 def activations_bytes(plan: Plan, costs: CostModel) -> int:
     """Returns the bytes of the saved activations of one decoder layer for one micro-batch.
 
-    The number is measured if the machine was calibrated, and otherwise `activations_estimate`,
-    without the outputs that the plan's layers rebuild.
+    The number is measured if the machine was calibrated, and otherwise `activations_estimate`. The
+    outputs that the plan's layers rebuild (`Knobs.rebuild_outputs`) are subtracted.
     """
     model, workload = plan.model, plan.workload
     size = costs.activations_bytes(model, workload) or activations_estimate(model, workload)
@@ -212,13 +212,8 @@ def activations_bytes(plan: Plan, costs: CostModel) -> int:
 
 
 def _rebuilt_bytes(plan: Plan) -> int:
-    """Returns the bytes of the outputs that each decoder layer of the plan rebuilds. If layers
-    differ, it is the smallest number.
-    """
-    if not plan.knobs.rebuild_outputs:
-        return 0
-    kinds = {layer.signature: layer.name for layer in plan.model.decoders}.values()
-    return min(plan.model.rebuilt_bytes(layer, plan.workload) for layer in kinds)
+    """Returns the bytes of the outputs that each decoder layer of the plan rebuilds."""
+    return rebuilt_estimate(plan.model, plan.workload) if plan.knobs.rebuild_outputs else 0
 
 
 def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
@@ -288,6 +283,15 @@ def with_knobs(
     return msgspec.structs.replace(
         plan, model=model.shortest(layers) if layers else model, workload=work, knobs=chosen
     )
+
+
+def first_knobs(plan: Plan) -> Knobs:
+    """Returns the knobs from which a search for plans like `plan` begins. They are the defaults,
+    except that layers rebuild outputs if they can and the policy reads `rebuild_outputs`, because
+    this takes less memory.
+    """
+    reads = "rebuild_outputs" in policy_library.find(plan.policy).knobs
+    return Knobs(rebuild_outputs=int(reads and rebuilt_estimate(plan.model, plan.workload) > 0))
 
 
 def group_sizes(plan: Plan) -> list[int]:

@@ -33,6 +33,7 @@ from megatrain.simulator.planner.assessment import (
     RunnerUp,
     assess,
     estimate,
+    first_knobs,
     group_sizes,
     plan_account,
     with_knobs,
@@ -115,8 +116,7 @@ def plans_of(
     host_limit: int | None = None,
     policies: Iterable[str] | None = None,
 ) -> list[Plan]:
-    """Returns the plan of each policy from which `search` begins, with the default knobs. Layers
-    that can rebuild outputs do so, because they take less memory.
+    """Returns the plan of each policy from which `search` begins, with its `first_knobs`.
 
     The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
     policies makes sense on the machine.
@@ -143,19 +143,8 @@ def plans_of(
         device_limit_bytes=device,
         host_limit_bytes=host,
     )
-    rebuilds = any(model.rebuilding_products(layer.name, workload) for layer in model.decoders)
-    return [
-        msgspec.structs.replace(
-            first,
-            policy=name,
-            knobs=Knobs(
-                rebuild_outputs=int(
-                    rebuilds and "rebuild_outputs" in policy_library.find(name).knobs
-                )
-            ),
-        )
-        for name in names
-    ]
+    plans = (msgspec.structs.replace(first, policy=name) for name in names)
+    return [msgspec.structs.replace(plan, knobs=first_knobs(plan)) for plan in plans]
 
 
 def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
@@ -196,26 +185,14 @@ def best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Esti
 
     Returns None if no plan fits. A size of micro-batch groups is skipped if every plan with it
     takes `most_ns` or longer.
-
-    Plans that save outputs instead of rebuilding them are searched only if no layer of the best
-    plan is recomputed. Otherwise the memory saves more time if it saves the activations of further
-    layers.
     """
-    best = fastest(
+    return fastest(
         [
             PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)
             for size in group_sizes(plan)
         ],
         most_ns,
     )
-    if best is None or not best.plan.knobs.rebuild_outputs:
-        return best
-    if len(best.plan.placed("saved_activations")) < plan.model.layers:
-        return best
-    size, limit = best.plan.knobs.micro_batch_group, best.step_seconds * 1e9
-    saving = with_knobs(plan, micro_batch_group=size, rebuild_outputs=0)
-    other = fastest([PlacementSearch(saving, costs)], limit)
-    return best if other is None else _with_runner_up(sorted([best, other], key=rank), [])
 
 
 def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estimate | None:
@@ -225,6 +202,8 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
     longer, or if it cannot gain 1 % over the searches before. The searches differ in the size of
     micro-batch groups. The results are polished, except those that are much slower than `most_ns`
     or than the best.
+
+    If the layers of the result rebuild outputs, plans whose layers save them are tried, too.
     """
     if len(searches) > 1:
         # The most promising size comes first, so its step time excludes most plans of the others.
@@ -237,10 +216,29 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
     if not found:
         return None
     limit = _MOST_POLISHED * min(most_ns / 1e9, *(entry.step_seconds for entry, _ in found))
-    bests = [
-        search.polished(entry) if entry.step_seconds <= limit else entry for entry, search in found
+    polished = [
+        (search.polished(entry) if entry.step_seconds <= limit else entry, search)
+        for entry, search in found
     ]
+    bests = [entry for entry, _ in polished]
+    if saving := _saving_outputs(*min(polished, key=lambda pair: rank(pair[0]))):
+        bests.append(saving)
     return _with_runner_up(sorted(bests, key=rank), [])
+
+
+def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
+    """Returns the fastest plan of `search` whose layers save outputs instead of rebuilding them, or
+    None if `best`, the fastest whose layers rebuild them, is known to be as fast.
+
+    It is searched only if no layer of `best` is recomputed. Otherwise the memory of the outputs
+    saves more time if it holds the activations of further layers.
+    """
+    plan = best.plan
+    if not plan.knobs.rebuild_outputs or len(plan.placed("saved_activations")) < plan.model.layers:
+        return None
+    saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
+    limit = best.step_seconds * 1e9
+    return saving.best(limit) if saving.least_ns() < limit else None
 
 
 def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:

@@ -290,8 +290,7 @@ def _cost_keys(
         + (SAVED_ATTENTION_SUFFIX if kept else "")
     )
     shape = work.shape
-    changes = (kind == "recompute" and short) or kind == "backward"
-    if rebuilt and layer and changes and model.rebuilding_products(layer, work):
+    if rebuilt and (short or kind == "backward") and model.rebuilding_products(layer, work):
         shape = rebuilding(shape)
     return {
         "flops": flops,

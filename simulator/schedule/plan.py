@@ -59,8 +59,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that a policy reads and the planner chooses. None changes a bit of the result. Raises
-    UserError if a number is out of range.
+    """Numbers that a policy reads and the planner chooses. Raises UserError if one is out of range.
+
+    None changes a bit of the result of eager layers, or of compiled layers in deterministic mode.
     """
 
     weight_slots: int = 2
@@ -87,11 +88,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     loaded. A group loads weights and stores gradients once, and keeps the layer inputs of all its
     micro-batches. The accumulation must be a multiple of this number."""
     rebuild_outputs: int = 0
-    """0 or 1. With 1, compiled layers do not save the outputs of norms and activation functions,
-    and the backward pass computes them again from their inputs (`ModelSpec.rebuilt_bytes`). The
-    activations of a layer then take a third less memory, and its backward pass takes 1 to 2 %
-    longer. Layers that are recomputed take as long as before. It has no effect on other layers
-    than those of `ModelSpec.rebuilding_products`."""
+    """0 or 1. With 1, compiled layers do not save the outputs of norms and the product of gate and
+    up. The backward pass computes them again (`ModelSpec.rebuilt_bytes`). The activations of a
+    layer then take up to a third less memory, and its backward pass takes about 2 % longer. It has
+    no effect on layers that cannot rebuild outputs (`ModelSpec.rebuilding_products`)."""
     placement: Placement = Placement()
     """Where the data of layers is kept."""
 
