@@ -227,15 +227,19 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
 
 
 def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
-    """Returns the fastest plan of `search` whose layers save outputs instead of rebuilding them, or
-    None if `best`, the fastest whose layers rebuild them, is known to be as fast.
+    """Returns a plan whose layers save outputs instead of rebuilding them, or None if it cannot be
+    faster than `best`, the fastest plan of `search`, whose layers rebuild them.
 
-    It is searched only if no layer of `best` is recomputed. Otherwise the memory of the outputs
-    saves more time if it holds the activations of further layers.
+    If `best` saves the activations of some layers and recomputes others, the memory of the outputs
+    saves more time if it holds the activations of further layers. If `best` recomputes no layer,
+    the other plans are searched. If it recomputes all, the same plan without `rebuild_outputs` is
+    returned.
     """
-    plan = best.plan
-    if not plan.knobs.rebuild_outputs or len(plan.placed("saved_activations")) < plan.model.layers:
+    plan, saved = best.plan, len(best.plan.placed("saved_activations"))
+    if not plan.knobs.rebuild_outputs or 0 < saved < plan.model.layers:
         return None
+    if not saved:
+        return estimate(with_knobs(plan, rebuild_outputs=0), search.costs)
     saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
     limit = best.step_seconds * 1e9
     return saving.best(limit) if saving.least_ns() < limit else None
