@@ -231,18 +231,20 @@ def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
     faster than `best`, the fastest plan of `search`, whose layers rebuild them.
 
     If `best` saves the activations of some layers and recomputes others, the memory of the outputs
-    saves more time if it holds the activations of further layers. If `best` recomputes no layer,
-    the other plans are searched. If it recomputes all, the same plan without `rebuild_outputs` is
-    returned.
+    saves more time if it holds the activations of further layers. Otherwise, `best` without
+    `rebuild_outputs` is returned. If it saves all activations and then does not fit, other
+    placements are searched.
     """
     plan, saved = best.plan, len(best.plan.placed("saved_activations"))
     if not plan.knobs.rebuild_outputs or 0 < saved < plan.model.layers:
         return None
-    if not saved:
-        return estimate(with_knobs(plan, rebuild_outputs=0), search.costs)
+    same = estimate(with_knobs(plan, rebuild_outputs=0), search.costs)
+    if same.feasible or not saved:
+        return same
     saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
     limit = best.step_seconds * 1e9
-    return saving.best(limit) if saving.least_ns() < limit else None
+    found = saving.best(limit) if saving.least_ns() < limit else None
+    return saving.polished(found) if found else None
 
 
 def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:
