@@ -206,7 +206,9 @@ class Datasheet(EstimatedCosts):
         kept, rebuilt = has_saved_attention(op.shape), is_rebuilding(op.shape)
         return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt)
 
-    def _compute_ns(self, kind: str, layer: str, *, kept: bool, rebuilt: bool) -> int:
+    def _compute_ns(
+        self, kind: str, layer: str, *, kept: bool = False, rebuilt: bool = False
+    ) -> int:
         """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of
         `ModelSpec.work`.
         """
