@@ -61,6 +61,7 @@ knobs = st.builds(
     gradient_staging=st.integers(0, 99),
     chunk_bytes=st.integers(4096, 2**40),
     checkpoint_interval=size,
+    rebuild_outputs=st.integers(0, 1),
 )
 predictions = st.builds(
     Prediction,
