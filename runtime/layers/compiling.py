@@ -13,9 +13,7 @@ import torch
 _NUMBERS = itertools.count()
 
 
-def compiled(
-    function: Callable[..., Any], *, options: dict[str, Any] | None = None, rebuild: bool = False
-) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Returns `function`, compiled for the shapes of each call.
 
     PyTorch compiles a code object at most 8 times (`torch._dynamo.config.recompile_limit`), and
@@ -25,8 +23,7 @@ def compiled(
 
     Args:
         function: a function, or a method of an object.
-        options: options of inductor that differ from its defaults.
-        rebuild: whether to compile it in the context `rebuilding`.
+        **settings: further arguments of `torch.compile`.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), "neither a function nor a method"
@@ -38,8 +35,13 @@ def compiled(
     target: Callable[..., Any] = copy
     if isinstance(function, types.MethodType):
         target = types.MethodType(copy, function.__self__)
-    if not rebuild:
-        return torch.compile(target, dynamic=False, options=options or None)
+    return torch.compile(target, dynamic=False, **settings)
+
+
+def rebuilding_backend(options: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a backend of `torch.compile`: inductor in the context `rebuilding`. `options` are
+    those of inductor that differ from its defaults.
+    """
 
     def backend(graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -47,7 +49,7 @@ def compiled(
         with rebuilding():
             return compile_fx(graph, inputs, config_patches=options)
 
-    return torch.compile(target, dynamic=False, backend=backend)
+    return backend
 
 
 def rebuilding() -> AbstractContextManager[None]:

@@ -80,10 +80,14 @@ class LayerKind:
             # differ from the one of the forward pass, whose input was not rounded yet.
             options["emulate_precision_casts"] = True
 
+        settings: dict[str, Any] = (
+            {"backend": compiling.rebuilding_backend(options)}
+            if ordered
+            else {"options": options or None}
+        )
+
         def program(function: Callable[..., Any]) -> Callable[..., Any]:
-            if not compiled:
-                return function
-            return compiling.compiled(function, options=options, rebuild=bool(ordered))
+            return compiling.compiled(function, **settings) if compiled else function
 
         self.run = program(self.eager)
         """`eager`, compiled if the layer is compiled."""
