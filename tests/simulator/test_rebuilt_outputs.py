@@ -26,14 +26,17 @@ from megatrain.simulator.model.workload import (
     without_rebuilding,
     without_short,
 )
+from megatrain.simulator.planner import batch_splits
 from megatrain.simulator.planner.assessment import assess, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.outlook import outlook
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, plans_of
-from megatrain.simulator.planner.shared_step import shared_step
+from megatrain.simulator.planner.shared_step import alone, shared_step
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 
 H200 = HardwareSpec.load("h200")
@@ -219,6 +222,8 @@ def test_several_gpus_rebuild_outputs_too() -> None:
     )
     assert choice.feasible
     assert choice.plan.knobs.rebuild_outputs == 1
+    assert shared_step(with_knobs(plan, rebuild_outputs=0), H200, 2).plan == choice.plan
+    assert alone(with_knobs(choice.plan, rebuild_outputs=0), H200).knobs == plan.knobs
     assert few.plan.placed("saved_activations") == {str(index) for index in range(SEVEN.layers)}
     assert few.plan.knobs.rebuild_outputs == 0
 
@@ -241,3 +246,40 @@ def test_lower_bounds_have_the_durations_of_the_plan(rebuild: int) -> None:
     assert LowerBound(plan, costs).compute_ns(plan) == pytest.approx(total, rel=1e-3)
     search = PlacementSearch(plan, costs)
     assert search.lower_bound.compute_ns(plan) == LowerBound(plan, costs).compute_ns(plan)
+
+
+def test_a_step_that_saves_all_outputs_is_the_shortest_of_an_outlook() -> None:
+    """`outlook` returns a lower bound of the step time of all plans, with any `rebuild_outputs`."""
+    work = msgspec.structs.replace(WORK, batch=8)
+    first = outlook(SEVEN, H200, work, policies=["overlapped"])
+    assert first is not None
+    assert first.step_seconds < best(SEVEN, work).step_seconds
+    saved = with_knobs(first.plan, placement=Placement(saved_activations="all"))
+    with_outputs, without = (
+        LowerBound(plan, cost_model(H200, SEVEN, work)).compute_ns(plan) / 1e9
+        for plan in (saved, with_knobs(saved, rebuild_outputs=0))
+    )
+    assert first.step_seconds <= without < with_outputs
+
+
+def test_splits_of_a_step_are_compared_with_rebuilt_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed, time_ns = list[Plan](), batch_splits._time_ns
+    monkeypatch.setattr(
+        batch_splits, "_time_ns", lambda plan, costs: (timed.append(plan), time_ns(plan, costs))[1]
+    )
+    batch_splits.best_split(SEVEN, H200, WORK, 32 * 1024, policies=["overlapped"])
+    assert {plan.knobs.rebuild_outputs for plan in timed} == {1}
+
+
+def test_advice_begins_with_rebuilt_outputs() -> None:
+    """The choice saves its outputs, and the layers of a larger micro-batch rebuild them."""
+    small = msgspec.structs.replace(WORK, batch=8)
+    choice, costs = best(SEVEN, small), cost_model(H200, SEVEN, small)
+    plan = choice.plan
+    adviser = Adviser(choice, H200, costs, ["overlapped"], None, [])  # type: ignore[arg-type]
+    found = list(adviser._bounds(WORK, plan.device_limit_bytes, plan.host_limit_bytes))
+    (begun,) = plans_of(SEVEN, H200, WORK, policies=["overlapped"])
+    search = PlacementSearch(begun, cost_model(H200, SEVEN, WORK))
+    assert found[0] == search.least_ns() / 1e9
