@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from family_sample import others_nightly
-from functorch.compile import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
 from whole_models import drawn, gradients_of, model_of
 
-from megatrain.runtime.layers import compiling, functional_layers
-from megatrain.runtime.layers.last_products import put_in_order
+from megatrain.runtime.layers import functional_layers
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.schedule.plan import Placement
 
-_aten = torch.ops.aten
 REBUILDING = [family for family in FAMILIES if model_of(family)._can_rebuild]
 
 
@@ -81,54 +77,3 @@ def test_gradients_are_almost_the_same_without_deterministic_mode(
     (before, _), (after, _) = steps(run, saved, "llama", checkpoint_interval=1)
     for name, gradient in before[2].items():
         assert (gradient - after[2][name]).abs().max() <= 0.02 * gradient.abs().max()
-
-
-class FeedForward(torch.nn.Module):
-    """A gated MLP with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (torch.nn.Linear(8, 32, bias=False) for _ in range(2))
-        self.down = torch.nn.Linear(32, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-@pytest.mark.parametrize("rebuild", [False, True])
-def test_the_gradient_of_the_weight_is_computed_first(rebuild: bool) -> None:
-    """The product of gate and up is computed again, and read by the first product only."""
-    mlp, graphs = FeedForward(), list[torch.fx.Graph]()
-    put_in_order(mlp, ["down.weight"])
-
-    def recorded(graph: torch.fx.GraphModule, _: object, **_options: Any) -> Any:
-        graphs.append(graph.graph)
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(
-        mlp,
-        backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=recorded),
-        fullgraph=True,
-    )
-    x = torch.randn(1, 64, 8, requires_grad=True)
-    if rebuild:
-        with compiling.rebuilding():
-            compiled(x).sum().backward()
-    else:
-        compiled(x).sum().backward()
-    torch._dynamo.reset()
-    backward = list(graphs[1].nodes)
-    products = [
-        node
-        for node in backward
-        if node.target in (_aten.mm.default, torch.ops.megatrain.product_after.default)
-    ]
-    assert [node.target for node in products].count(_aten.mm.default) == 5
-    first, after = products[:2]
-    assert after.target is torch.ops.megatrain.product_after.default
-    assert after.args[2] is first
-    of_weight = [
-        node for node in backward if node.op == "placeholder" and node.meta["val"].shape[-1] == 32
-    ]
-    assert len(of_weight) == (3 if rebuild else 4)  # the weight, gate, up, and their product
