@@ -43,7 +43,7 @@ def _(left: torch.Tensor, right: torch.Tensor, first: torch.Tensor) -> torch.Ten
     return left.new_empty(left.shape[0], right.shape[1])
 
 
-class _Product(torch.autograd.Function):
+class _LastProduct(torch.autograd.Function):
     """The autograd function of a linear layer. With `unread`, the forward pass returns NaN. With
     `ordered`, a compiled backward pass computes the gradient of the weight first.
 
@@ -103,7 +103,7 @@ class SkippableLinear(torch.nn.Linear):
         """
         if not (self.unread or self.ordered):
             return super().forward(input)
-        output: torch.Tensor = _Product.apply(
+        output: torch.Tensor = _LastProduct.apply(
             input, self.weight, self.bias, self.unread, self.ordered
         )
         return output
