@@ -784,11 +784,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         if kind == "backward":
             return 3 * self.rebuilt_bytes(layer, workload)
-        if not (
-            self.rebuilding_products(layer, workload) and self._left_out(kind, layer, workload)
-        ):
-            return 0
-        return -3 * workload.tokens * self.mlp_width(layer) * DTYPE_BYTES[workload.dtype]
+        unread = self.rebuilding_products(layer, workload) and self._left_out(kind, layer, workload)
+        product = workload.tokens * self.mlp_width(layer) * DTYPE_BYTES[workload.dtype]
+        return -3 * product if unread else 0
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
         """Returns what a decoder layer has in addition because its tokens are computed in pieces:
