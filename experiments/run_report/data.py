@@ -84,7 +84,7 @@ def _memory(run: ComparedRun) -> dict[str, Any]:
     kinds = kinds_of(run.schedule)
     classes = {pool: class_of(kinds.get(pool)) for pool in (*account.pools, *kinds)}
     for timeline in (run.predicted, run.measured):
-        steps = usage(run.schedule, timeline, activations_bytes(plan.model, plan.workload, costs))
+        steps = usage(run.schedule, timeline, activations_bytes(plan, costs))
         if workspace := account.pools.get(WORKSPACE):
             steps[WORKSPACE] = [(0, workspace)]
         for place in PLACES:

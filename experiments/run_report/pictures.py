@@ -41,7 +41,7 @@ def draw_run(run: ComparedRun) -> None:
     workspace = Buffer(id=f"{WORKSPACE}:all", bytes=0, data="workspace", dtype="mixed")
     memory_png(
         folder / "memory.png",
-        usage(schedule, measured, activations_bytes(plan.model, work, run.costs)),
+        usage(schedule, measured, activations_bytes(plan, run.costs)),
         plan.device_limit_bytes,
         plan.host_limit_bytes,
         f"Memory over one step: {what}",

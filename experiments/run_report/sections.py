@@ -168,9 +168,10 @@ def plan(run: ComparedRun) -> str:
         *(
             [field.replace("_", " "), str(getattr(knobs, field))]
             for field in knobs.__struct_fields__
-            if field not in ("placement", "chunk_bytes", "weights_ahead")
+            if field not in ("placement", "chunk_bytes", "weights_ahead", "rebuild_outputs")
             and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
         ),
+        *([["outputs of norms and gates", "rebuilt"]] if knobs.rebuild_outputs else []),
         *(
             [
                 verdict_reasons.PLACEMENT_LABELS[field]

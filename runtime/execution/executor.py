@@ -188,6 +188,7 @@ class Executor:
                 keeps=keeps,
                 seed=seed,
                 micro_batches=own_micro_batches(plan, self.rank),
+                rebuild=bool(plan.knobs.rebuild_outputs),
             )
             self._binder = Binder(
                 plan,

@@ -112,6 +112,7 @@ class FunctionalLayers:
         keeps: bool = False,
         seed: int = 0,
         micro_batches: Sequence[int] = (),
+        rebuild: bool = False,
     ) -> None:
         """Builds the modules of `model` with parameters on the meta device.
 
@@ -124,6 +125,7 @@ class FunctionalLayers:
             seed: the run's seed, for layers that draw random numbers.
             micro_batches: the micro-batches of the step that this process computes, in its order
                 (`own_micro_batches`). Empty means all of them.
+            rebuild: whether layers that can rebuild outputs do so (`Knobs.rebuild_outputs`).
         """
         self.model, self.workload, self.device = model, workload, device
         self.dtype = TORCH_DTYPE[workload.dtype]
@@ -183,6 +185,10 @@ class FunctionalLayers:
             ],
             piece=workload.piece,
             last=[tuple(model.last_products(layer.name, workload)) for layer in model.decoders],
+            ordered=[
+                tuple(model.rebuilding_products(layer.name, workload)) if rebuild else ()
+                for layer in model.decoders
+            ],
         )
         self._draws = LayerDraws(device, seed) if family.draws else None
         self._micro_batches = micro_batches or range(workload.accumulation)

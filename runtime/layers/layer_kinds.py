@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.layers import compiling
 from megatrain.runtime.layers.embedding_and_head import Arguments
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
-from megatrain.runtime.layers.last_products import leave_out
+from megatrain.runtime.layers.last_products import leave_out, put_in_order
 from megatrain.runtime.layers.meta_model import kind_of
 from megatrain.runtime.layers.token_pieces import Router, install, without_mlp
 from megatrain.simulator.model.families import LayerPieces
@@ -37,6 +37,7 @@ class LayerKind:
         compiled: bool,
         draws: bool,
         last: Iterable[str],
+        ordered: Iterable[str],
     ) -> None:
         """Moves `module` to the meta device. The arguments are those of `layer_kinds`."""
         # Also moves buffers, because each call passes the buffers like the parameters.
@@ -49,6 +50,7 @@ class LayerKind:
         ]
         self._changed: tuple[str, ...] = getattr(module, "_changed_in_place", ())
         self._routed: list[torch.Tensor] = []
+        put_in_order(module, ordered)
         self._short = module
         if last and not pieces:
             self._short = copy.deepcopy(module)
@@ -70,23 +72,28 @@ class LayerKind:
         options: dict[str, Any] = {}
         if draws:  # so compiled layers draw the same random numbers as eager layers
             options["fallback_random"] = True
-        if any(isinstance(part, Fp8Linear) for part in module.modules()):
-            # Rounds the operand of a cast to fp8 to bf16 even if the cast is fused. Otherwise a
-            # difference of one bit in bf16 could become a difference between two fp8 values.
+        fp8 = any(isinstance(part, Fp8Linear) for part in module.modules())
+        if fp8 or torch.are_deterministic_algorithms_enabled():
+            # Rounds each result to bf16 as an eager layer does, even if the next op is fused with
+            # it. Otherwise a difference of one bit in bf16 could become a difference between two
+            # fp8 values. And an output that the backward pass rebuilds from a rounded input would
+            # differ from the one of the forward pass, whose input was not rounded yet.
             options["emulate_precision_casts"] = True
-        self.run = (
-            compiling.compiled(self.eager, options=options or None) if compiled else self.eager
+
+        settings: dict[str, Any] = (
+            {"backend": compiling.rebuilding_backend(options)}
+            if ordered
+            else {"options": options or None}
         )
+
+        def program(function: Callable[..., Any]) -> Callable[..., Any]:
+            return compiling.compiled(function, **settings) if compiled else function
+
+        self.run = program(self.eager)
         """`eager`, compiled if the layer is compiled."""
-        self.run_short = (
-            compiling.compiled(self.eager_short, options=options or None)
-            if compiled
-            else self.eager_short
-        )
+        self.run_short = program(self.eager_short)
         """Like `run`, but leaves out the layer's last products. The output is NaN if it has any."""
-        self.attend = (
-            compiling.compiled(self._attend, options=options or None) if compiled else self._attend
-        )
+        self.attend = program(self._attend)
         """Like `run`, but also returns the attention output and log-sum-exp of the layer."""
 
     def without_mlp(self) -> AbstractContextManager[None]:
@@ -155,6 +162,7 @@ def layer_kinds(
     pieces: Sequence[LayerPieces | None],
     piece: int,
     last: Sequence[Iterable[str]],
+    ordered: Sequence[Iterable[str]],
 ) -> list[LayerKind]:
     """Returns the LayerKind of each decoder layer. Layers of the same kind share a LayerKind.
 
@@ -169,13 +177,18 @@ def layer_kinds(
         piece: number of tokens in a piece.
         last: names of the weights of each decoder layer that is used, whose products `run_short`
             leaves out, or with pieces, the backward pass.
+        ordered: names of the weights of each decoder layer that is used, whose gradients are
+            computed before those of their inputs (`ModelSpec.rebuilding_products`). Empty if the
+            layer saves its outputs instead of rebuilding them.
     """
     recorder = whole._can_record_outputs[_ROUTERS] if routed else None
     router = Router(recorder.target_class, recorder.index) if recorder else None
     kinds: dict[object, LayerKind] = {}
     result = []
     layers = DecoderStack.of(whole).layers_of(whole)[: len(compiled)]
-    for layer, compile_it, in_pieces, unread in zip(layers, compiled, pieces, last, strict=True):
+    for layer, compile_it, in_pieces, unread, first in zip(
+        layers, compiled, pieces, last, ordered, strict=True
+    ):
         kind = kind_of(layer)
         if kind not in kinds:
             kinds[kind] = LayerKind(
@@ -187,6 +200,7 @@ def layer_kinds(
                 compiled=compile_it,
                 draws=draws,
                 last=unread,
+                ordered=first,
             )
         result.append(kinds[kind])
     return result

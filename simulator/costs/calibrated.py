@@ -24,10 +24,12 @@ The duration of a decoder layer is also multiplied by a ratio of datasheet times
 * The layer was measured only with documents, and the workload has none, or the other way round.
 * The layer was measured only in bf16, and the workload multiplies in fp8.
 * The layer was measured only without pieces of tokens, and the workload has pieces.
+* The layer rebuilds outputs (`Knobs.rebuild_outputs`). A calibration measures layers that do not.
 
-Other compute ops do not depend on documents, fp8 and pieces.
+Other compute ops do not depend on documents, fp8, pieces and rebuilt outputs.
 
-A duration outside the measured sizes or shapes is flagged as extrapolated.
+A duration outside the measured sizes or shapes is flagged as extrapolated. Rebuilt outputs alone
+are no reason for it, because they change a duration by a few percent.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ from megatrain.simulator.model.workload import (
     without_fp8,
     without_groups,
     without_pieces,
+    without_rebuilding,
     without_short,
 )
 from megatrain.simulator.schedule import (
@@ -181,6 +184,8 @@ class Calibrated(ContendedCosts):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
+            elif (plain := without_rebuilding(size)) != size:
+                self._known[key] = self._rebuilding(op, plain)
             elif (other := self._other_products(kind, size)) is not None:
                 self._known[key] = self._changed(op, other, short_recompute=is_short(other))
             elif (plain := without_pieces(size)) != size and not self._has(kind, size):
@@ -284,6 +289,19 @@ class Calibrated(ContendedCosts):
         duration, outside = self._look_up(msgspec.structs.replace(op, shape=shape))
         return duration, outside or op.kind in LAYER_KINDS
 
+    def _rebuilding(self, op: Op, shape: str) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, which belongs to a layer that rebuilds
+        outputs. `shape` is the same shape for a layer that saves them.
+        """
+        saving = msgspec.structs.replace(op, shape=shape)
+        duration, beyond = self._look_up(saving)
+        sheet = self._datasheet
+        return (
+            (duration, beyond)
+            if sheet is None
+            else (math.ceil(sheet.share(op, saving, sheet) * duration), beyond)
+        )
+
     def _changed(self, op: Op, shape: str, **changes: Any) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the
         same shape for a workload with `changes`. Only decoder layers have another duration.
@@ -369,18 +387,18 @@ class Calibrated(ContendedCosts):
         """Returns the spread of the measured number that is nearest in size to `op`: the
         interquartile range of its repetitions divided by their median, or 0 if it is unknown.
         """
-        if op.shape:
+        if shape := without_rebuilding(op.shape):
             name = (
                 "head"
                 if op.kind in EVALUATION_KINDS and op.kind not in self.table.compute
                 else op.kind
             )
             shapes = self.table.compute.get(name, {})
-            size = _tokens(op.shape)[0]
+            size = _tokens(shape)[0]
             sizes = {
                 known: _tokens(known)[0]
                 for known in shapes
-                if (_layer(known), _dtype(known)) == (_layer(op.shape), _dtype(op.shape))
+                if (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
             }
         else:
             name = self._curve(op)

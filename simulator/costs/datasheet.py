@@ -56,7 +56,7 @@ from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec, Work
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Workload, is_rebuilding
 from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
     Op,
@@ -166,7 +166,7 @@ class Datasheet(EstimatedCosts):
         self._attention = attention
         self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
-        self._computed: dict[tuple[str, str, bool], int] = {}
+        self._computed: dict[tuple[str, str, bool, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve)
             for lane, curve in (("h2d", hardware.h2d_curve), ("d2h", hardware.d2h_curve))
@@ -210,21 +210,29 @@ class Datasheet(EstimatedCosts):
             flops=self.model.work(kind, op.layer, self.workload).flops,
             shape=f"{layer.removesuffix(SAVED_ATTENTION_SUFFIX)}/{workload}",
         )
-        return full, self._compute_ns(kind, op.layer, kept=True) / self._compute_ns(kind, op.layer)
+        return full, self._op_ns(op) / self._op_ns(full)
 
-    def _compute_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
-        """Returns the time of a compute op in ns. `kept` is True for a recompute that skips
-        attention.
+    def _op_ns(self, op: Op) -> int:
+        """Returns the time of a compute op in ns."""
+        kept, rebuilt = has_saved_attention(op.shape), is_rebuilding(op.shape)
+        return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt)
+
+    def _compute_ns(
+        self, kind: str, layer: str, *, kept: bool = False, rebuilt: bool = False
+    ) -> int:
+        """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of
+        `ModelSpec.work`.
         """
-        if (kind, layer, kept) not in self._computed:
-            work = self.model.work(kind, layer, self.workload, kept=kept)
-            self._computed[kind, layer, kept] = math.ceil(
+        key = (kind, layer, kept, rebuilt)
+        if key not in self._computed:
+            work = self.model.work(kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
+            self._computed[key] = math.ceil(
                 self.products_of_layers_ns(work)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
             )
-        return self._computed[kind, layer, kept]
+        return self._computed[key]
 
     def _summing_ns(self) -> float:
         """Returns the time of summing the gradients of the embedding's tables, in ns, in addition
@@ -317,10 +325,7 @@ class Datasheet(EstimatedCosts):
         """Returns the time of a decoder layer's `op` divided by the time of `other`, the same op
         with the workload of `sheet`, which has the same number of tokens.
         """
-        kept = has_saved_attention(op.shape)
-        return self._compute_ns(_work_of(op), op.layer, kept=kept) / sheet._compute_ns(
-            _work_of(other), op.layer, kept=kept
-        )
+        return self._op_ns(op) / sheet._op_ns(other)
 
     def with_flops(self, op: Op) -> Op:
         """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""
@@ -340,7 +345,7 @@ class Datasheet(EstimatedCosts):
         if kind in COPY_KINDS:
             return self._copy(op)[0]
         if kind in COMPUTE_KINDS + EVALUATION_KINDS:
-            return self._compute_ns(_work_of(op), op.layer, kept=has_saved_attention(op.shape))
+            return self._op_ns(op)
         if kind in EXCHANGE_KINDS:
             return self._exchange_ns(op)
         if kind == "clip":

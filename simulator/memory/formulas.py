@@ -35,6 +35,15 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     )
 
 
+@functools.lru_cache(maxsize=16)
+def rebuilt_estimate(model: ModelSpec, workload: Workload) -> int:
+    """Returns the bytes that a decoder layer saves less for one micro-batch if it rebuilds outputs
+    (`ModelSpec.rebuilt_bytes`). If layers differ, it is the smallest number. 0 if layers cannot.
+    """
+    layers = {layer.signature: layer.name for layer in model.decoders}.values()
+    return min(model.rebuilt_bytes(layer, workload) for layer in layers)
+
+
 def _compiled(model: ModelSpec, workload: Workload) -> bool:
     """Returns whether the formulas for compiled layers apply.
 

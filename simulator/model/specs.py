@@ -454,6 +454,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         leaves_out = "backward" if workload.piece else "recompute"
         return self.last_products(layer, workload) if kind == leaves_out else {}
 
+    def rebuilding_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
+        """Returns name -> shape [out, in] of the weights whose gradients a decoder layer computes
+        first if it rebuilds outputs (`Knobs.rebuild_outputs`). It is empty if the layer cannot.
+
+        These are the projections of an MLP's output. Layers can rebuild outputs if they are
+        compiled, without pieces of tokens, which save no outputs, and without fp8 products, whose
+        operands the compiler rebuilds anyway. In addition, all decoder layers of the model must
+        have these properties, because the largest layer decides the memory:
+
+        * The MLP is gated by a SiLU. For the tanh of a GELU, the compiler computes in fp32, and the
+          peak of the backward pass is up to 30 % higher (Gemma, Gemma 3). MLPs without a gate are
+          left out, because some of them have a higher peak, too (Phi, StarCoder 2).
+        * Gate and up are separate projections. If they are one projection, their gradient is one
+          tensor, and the peak is up to 3 % higher (GLM, Phi-3).
+        * A fused kernel computes attention. If scores are written out, the compiler also computes
+          the softmax again, and the peak is 18 % higher (GraniteSWA).
+
+        The peaks are counts, in tests/simulator/memory/rebuilt_memory.toml.
+        """
+        able = workload.compiled and not workload.piece and not workload.fp8
+        return dict(self._part(layer).last) if able and self._can_rebuild else {}
+
+    @functools.cached_property
+    def _can_rebuild(self) -> bool:
+        """Whether the decoder layers can rebuild outputs if they are compiled."""
+        return (
+            all(part.silu_gated for part in self._architecture.decoders.values())
+            and all(layer.compilable for layer in self.decoders)
+            and not self.writes_scores
+        )
+
+    def rebuilt_bytes(self, layer: str, workload: Workload) -> int:
+        """Returns the bytes of the outputs that a decoder layer does not save if it rebuilds them,
+        or 0 if it cannot.
+
+        With T tokens and b bytes per element, it is T b for each element of `Compiled.rebuilt`: the
+        outputs of norms that projections read, and the product of gate and up. All of them exist
+        again in the backward pass, so the peak of this pass is that of a layer that saves them.
+
+        tests/simulator/memory/test_rebuilt_memory.py compares both with the compiler's choice.
+        """
+        if not self.rebuilding_products(layer, workload):
+            return 0
+        rebuilt = self._part(layer).in_compiled.rebuilt
+        return rebuilt * workload.tokens * DTYPE_BYTES[workload.dtype]
+
     def router_logits(self, layer: str) -> int:
         """Returns the elements per token of the logits that a decoder layer keeps for the router
         loss. 0 without experts, or if the config does not ask for the loss.
@@ -607,7 +653,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns the forward FLOPs of the output projection."""
         return 2 * tokens * self.hidden * self.vocabulary
 
-    def work(self, kind: str, layer: str, workload: Workload, *, kept: bool = False) -> Work:
+    def work(
+        self,
+        kind: str,
+        layer: str,
+        workload: Workload,
+        *,
+        kept: bool = False,
+        rebuilt: bool = False,
+    ) -> Work:
         """Returns the FLOPs and the memory traffic of one compute op on one micro-batch.
 
         The formulas use T tokens per micro-batch, S tokens per sequence, b bytes per element, P
@@ -637,6 +691,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         * With fp8 products, `forward`, `recompute` and `backward` have the traffic of the casts
           (`_fp8_bytes`). With pieces of tokens, they have that of `_in_pieces`. With several groups
           of heads, tensors of each group are copied (2).
+        * If the layer rebuilds outputs, `backward` has the traffic of `_rebuilding_bytes` in
+          addition, and a `recompute` without `last_products` has less.
         * A soft cap divides the logits, takes the tanh and multiplies. Its traffic is T V 6 b in
           `loss`, and T V 13 b in `head`, where 7 b are the backward. Scaled logits have T V 2 b in
           `loss` and T V 4 b in `head`.
@@ -650,6 +706,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             layer: the decoder layer; only ops of decoder layers use it.
             workload: the workload, with the tokens of a micro-batch.
             kept: True for a recompute that skips attention because the forward saved it.
+            rebuilt: True if the layer rebuilds outputs (`Knobs.rebuild_outputs`).
         """
         tokens, width, hidden = workload.tokens, DTYPE_BYTES[workload.dtype], self.hidden
         table, tables = self.vocabulary * hidden, self.table_shapes
@@ -705,6 +762,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         else:
             weights -= width * last
         unfused = self._fp8_bytes(kind, layer, workload) + more_weights
+        if rebuilt:
+            unfused += self._rebuilding_bytes(kind, layer, workload)
         if workload.compiled and self.stack[layer].compilable:
             unfused, weights = unfused + weights, 0
         return Work(
@@ -722,6 +781,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ),
             unfused,
         )
+
+    def _rebuilding_bytes(self, kind: str, layer: str, workload: Workload) -> int:
+        """Returns the traffic in bytes that an op of a decoder layer has in addition because the
+        layer rebuilds outputs. It may be negative.
+
+        `backward` writes each rebuilt output once and reads two tensors for it: 3 n b for n
+        elements. A `recompute` without `last_products` computes no product of gate and up, whose
+        traffic is 3 n b too, because nothing reads it.
+        """
+        if kind == "backward":
+            return 3 * self.rebuilt_bytes(layer, workload)
+        unread = self.rebuilding_products(layer, workload) and self._left_out(kind, layer, workload)
+        product = workload.tokens * self.mlp_width(layer) * DTYPE_BYTES[workload.dtype]
+        return -3 * product if unread else 0
 
     def _in_pieces(self, kind: str, layer: str, workload: Workload) -> tuple[int, int, int]:
         """Returns what a decoder layer has in addition because its tokens are computed in pieces:

@@ -26,6 +26,7 @@ _FP8 = "-fp8-"
 _PIECES = "-pieces"
 _GROUPS = "-groups"
 _SHORT = "-short"
+_REBUILT = "-rebuilt"
 _MOST_PIECE = 2**24
 LEAST_PIECE = 2**11
 """The smallest token piece that is tried if none is given. Smaller pieces take more time."""
@@ -294,6 +295,27 @@ def shortened(shape: str) -> str:
     """
     plain = shape.removesuffix(DOCUMENTS)
     return plain + _SHORT + shape[len(plain) :]
+
+
+def rebuilding(shape: str) -> str:
+    """Returns `shape` with the suffix for an op of a layer that rebuilds outputs
+    (`Knobs.rebuild_outputs`). It comes before that of `shortened`.
+
+    >>> rebuilding("1x8-bf16-documents")
+    '1x8-bf16-rebuilt-documents'
+    """
+    plain = shape.removesuffix(DOCUMENTS)
+    return plain + _REBUILT + shape[len(plain) :]
+
+
+def is_rebuilding(shape: str) -> bool:
+    """Returns whether `shape` has the suffix for an op of a layer that rebuilds outputs."""
+    return _REBUILT in shape
+
+
+def without_rebuilding(shape: str) -> str:
+    """Returns `shape` without the suffix for an op of a layer that rebuilds outputs."""
+    return shape.replace(_REBUILT, "")
 
 
 def is_short(shape: str) -> bool:

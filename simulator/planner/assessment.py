@@ -24,11 +24,10 @@ from megatrain.simulator.memory.account import (
 )
 from megatrain.simulator.memory.formulas import (
     activations_estimate,
+    rebuilt_estimate,
     tuning_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
@@ -172,10 +171,14 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     """
     if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = activations_bytes(plan.model, plan.workload, costs)
+    activations = activations_bytes(plan, costs)
     schedule = _without_reused(plan, schedule)
     measured = costs.workspace(plan.model, plan.workload)
     op_workspace = measured or workspace_estimate(plan.model, plan.workload)
+    # What a layer does not save exists again in its backward pass.
+    op_workspace = msgspec.structs.replace(
+        op_workspace, layer=op_workspace.layer + _rebuilt_bytes(plan)
+    )
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if measured is None:
         workspace += costs.library_bytes
@@ -196,12 +199,20 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     )
 
 
-def activations_bytes(model: ModelSpec, workload: Workload, costs: CostModel) -> int:
+def activations_bytes(plan: Plan, costs: CostModel) -> int:
     """Returns the bytes of the saved activations of one decoder layer for one micro-batch.
 
-    The number is measured if the machine was calibrated, and otherwise `activations_estimate`.
+    The number is measured if the machine was calibrated, and otherwise `activations_estimate`. The
+    outputs that the plan's layers rebuild (`Knobs.rebuild_outputs`) are subtracted.
     """
-    return costs.activations_bytes(model, workload) or activations_estimate(model, workload)
+    model, workload = plan.model, plan.workload
+    size = costs.activations_bytes(model, workload) or activations_estimate(model, workload)
+    return size - _rebuilt_bytes(plan)
+
+
+def _rebuilt_bytes(plan: Plan) -> int:
+    """Returns the bytes of the outputs that each decoder layer of the plan rebuilds."""
+    return rebuilt_estimate(plan.model, plan.workload) if plan.knobs.rebuild_outputs else 0
 
 
 def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
@@ -271,6 +282,15 @@ def with_knobs(
     return msgspec.structs.replace(
         plan, model=model.shortest(layers) if layers else model, workload=work, knobs=chosen
     )
+
+
+def first_knobs(plan: Plan) -> Knobs:
+    """Returns the knobs from which a search for plans like `plan` begins. They are the defaults,
+    except that layers rebuild outputs if they can and the policy reads `rebuild_outputs`, because
+    this takes less memory.
+    """
+    reads = "rebuild_outputs" in policy_library.find(plan.policy).knobs
+    return Knobs(rebuild_outputs=int(reads and rebuilt_estimate(plan.model, plan.workload) > 0))
 
 
 def group_sizes(plan: Plan) -> list[int]:

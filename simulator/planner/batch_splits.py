@@ -31,6 +31,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
     InShortGroups,
+    first_knobs,
     group_sizes,
     plan_account,
     schedule_to_time,
@@ -128,6 +129,7 @@ def best_split(
             )
             < _CLOSE * min(times)[0]
         ):
+            plan = msgspec.structs.replace(plan, knobs=first_knobs(plan))
             quick_times = [_time_ns(quick, costs) for quick in _quick(plan, costs)]
             if quick_times:
                 times.append((min(quick_times), index))

@@ -238,9 +238,7 @@ class Filling:
         decreases with the number of saved layers, so each tried number excludes all smaller or all
         larger ones. The next number to try is extrapolated from the bytes of one saved layer.
         """
-        layer_bytes = plan.knobs.micro_batch_group * activations_bytes(
-            plan.model, plan.workload, self.costs
-        )
+        layer_bytes = plan.knobs.micro_batch_group * activations_bytes(plan, self.costs)
         fits, least_not, count = -1, plan.model.layers + 1, 0
         while least_not - fits > 1:
             saving = msgspec.structs.replace(

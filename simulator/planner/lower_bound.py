@@ -60,10 +60,14 @@ op, and the time that host memory needs for the traffic of all ops."""
 
 
 class LowerBound:
-    """Computes lower bounds of the step time for one model and workload, under any placement."""
+    """Computes lower bounds of the step time for one model and workload, under any placement. All
+    plans have the same `rebuild_outputs`.
+    """
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        """`plan` has the model and the workload. Its knobs are not used."""
+        """`plan` has the model, the workload and `rebuild_outputs`. Its other knobs are not
+        used.
+        """
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}

@@ -127,7 +127,7 @@ def first_plan(
 
 def _choice(plan: Plan, memory: Account, costs: CostModel) -> Choice:
     """Returns `plan` with `memory`. Its step time is the compute time without any recompute."""
-    saved = with_knobs(plan, placement=Placement(saved_activations="all"))
+    saved = with_knobs(plan, rebuild_outputs=0, placement=Placement(saved_activations="all"))
     least = LowerBound(saved, costs).compute_ns(saved)
     return Choice(
         plan=plan,

@@ -194,7 +194,7 @@ class _Known:
     """
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        """The knobs and limits of `plan` are not used."""
+        """Only `rebuild_outputs` of the knobs of `plan` is used, and not its limits."""
         self.plan, self.costs, self.policy = plan, costs, policies.find(plan.policy)
         self.lower_bound = LowerBound(plan, costs)
         self.accounts: dict[tuple[Knobs, int, int], Account] = {}
@@ -212,7 +212,9 @@ loss chunk, to choose the plan, and for advice."""
 
 
 def _known(plan: Plan, costs: CostModel) -> _Known:
-    """Returns the results for plans like `plan` with exactly this policy and cost model."""
+    """Returns the results for plans like `plan` with exactly this policy and cost model, and the
+    same `rebuild_outputs`, which changes the duration of ops.
+    """
     alike = Plan(
         policy=plan.policy,
         gpus=plan.gpus,
@@ -222,6 +224,7 @@ def _known(plan: Plan, costs: CostModel) -> _Known:
         host_limit_bytes=1,
         model=plan.model,
         workload=plan.workload,
+        knobs=Knobs(rebuild_outputs=plan.knobs.rebuild_outputs),
     )
     policy = policies.find(plan.policy)
     for known in list(_recent):

@@ -33,6 +33,7 @@ from megatrain.simulator.planner.assessment import (
     RunnerUp,
     assess,
     estimate,
+    first_knobs,
     group_sizes,
     plan_account,
     with_knobs,
@@ -115,7 +116,7 @@ def plans_of(
     host_limit: int | None = None,
     policies: Iterable[str] | None = None,
 ) -> list[Plan]:
-    """Returns the plan of each policy from which `search` begins, with the default knobs.
+    """Returns the plan of each policy from which `search` begins, with its `first_knobs`.
 
     The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
     policies makes sense on the machine.
@@ -142,7 +143,8 @@ def plans_of(
         device_limit_bytes=device,
         host_limit_bytes=host,
     )
-    return [msgspec.structs.replace(first, policy=name) for name in names]
+    plans = (msgspec.structs.replace(first, policy=name) for name in names)
+    return [msgspec.structs.replace(plan, knobs=first_knobs(plan)) for plan in plans]
 
 
 def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
@@ -200,6 +202,8 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
     longer, or if it cannot gain 1 % over the searches before. The searches differ in the size of
     micro-batch groups. The results are polished, except those that are much slower than `most_ns`
     or than the best.
+
+    If the layers of the result rebuild outputs, plans whose layers save them are tried, too.
     """
     if len(searches) > 1:
         # The most promising size comes first, so its step time excludes most plans of the others.
@@ -212,10 +216,35 @@ def fastest(searches: list[PlacementSearch], most_ns: float = math.inf) -> Estim
     if not found:
         return None
     limit = _MOST_POLISHED * min(most_ns / 1e9, *(entry.step_seconds for entry, _ in found))
-    bests = [
-        search.polished(entry) if entry.step_seconds <= limit else entry for entry, search in found
+    polished = [
+        (search.polished(entry) if entry.step_seconds <= limit else entry, search)
+        for entry, search in found
     ]
+    bests = [entry for entry, _ in polished]
+    if saving := _saving_outputs(*min(polished, key=lambda pair: rank(pair[0]))):
+        bests.append(saving)
     return _with_runner_up(sorted(bests, key=rank), [])
+
+
+def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
+    """Returns a plan whose layers save outputs instead of rebuilding them, or None if it cannot be
+    faster than `best`, the fastest plan of `search`, whose layers rebuild them.
+
+    If `best` saves the activations of some layers and recomputes others, the memory of the outputs
+    saves more time if it holds the activations of further layers. Otherwise, `best` without
+    `rebuild_outputs` is returned. If it saves all activations and then does not fit, other
+    placements are searched.
+    """
+    plan, saved = best.plan, len(best.plan.placed("saved_activations"))
+    if not plan.knobs.rebuild_outputs or 0 < saved < plan.model.layers:
+        return None
+    same = estimate(with_knobs(plan, rebuild_outputs=0), search.costs)
+    if same.feasible or not saved:
+        return same
+    saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
+    limit = best.step_seconds * 1e9
+    found = saving.best(limit) if saving.least_ns() < limit else None
+    return saving.polished(found) if found else None
 
 
 def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:

@@ -22,11 +22,11 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
-from megatrain.simulator.planner.assessment import Choice, assess, group_sizes
+from megatrain.simulator.planner.assessment import Choice, assess, first_knobs, group_sizes
 from megatrain.simulator.planner.capacity import MemoryFootprint, fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import fastest
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Plan
 
 
 def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
@@ -112,12 +112,12 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
         workload=msgspec.structs.replace(
             work, accumulation=work.accumulation // plan.gpus, sum_group=1
         ),
-        knobs=Knobs(),
+        knobs=first_knobs(plan),
     )
 
 
 def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
-    """Returns `plan`, which is for one GPU, for `gpus` GPUs, with the default knobs. Without
+    """Returns `plan`, which is for one GPU, for `gpus` GPUs, with its `first_knobs`. Without
     `hardware`, the GPUs share the host memory.
     """
     own_memory = hardware is not None and has_own_memory(hardware)
@@ -130,7 +130,7 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
         workload=msgspec.structs.replace(
             plan.workload, accumulation=plan.workload.accumulation * gpus, sum_group=1
         ),
-        knobs=Knobs(),
+        knobs=first_knobs(plan),
     )
 
 

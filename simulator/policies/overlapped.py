@@ -561,6 +561,7 @@ class Overlapped(ParameterStorePolicy):
         "chunk_bytes",
         "weights_ahead",
         "micro_batch_group",
+        "rebuild_outputs",
     )
     placements = (
         "weights",

@@ -63,7 +63,7 @@ class Resident(ParameterStorePolicy):
 
     name = "resident"
     streams = False
-    knobs = ("checkpoint_interval",)
+    knobs = ("checkpoint_interval", "rebuild_outputs")
     placements = ("saved_activations", "saved_attention", "offloaded_inputs", "offloaded_attention")
 
     def storage(self, builder: Builder, plan: Plan) -> _ResidentStore:

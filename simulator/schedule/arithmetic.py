@@ -19,7 +19,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
-from megatrain.simulator.model.workload import Dtype, Gradients, Workload, shortened
+from megatrain.simulator.model.workload import Dtype, Gradients, Workload, rebuilding, shortened
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, WHOLE_SUFFIX, BufferDtype
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import needing_whole_matrices, update_layout
@@ -267,12 +267,13 @@ def cost_keys(
         read: True for a recompute whose output is read, for example by the recompute of the next
             layer.
     """
-    return _cost_keys(plan.model, plan.workload, kind, layer, kept, read)
+    rebuilt = bool(plan.knobs.rebuild_outputs)
+    return _cost_keys(plan.model, plan.workload, kind, layer, kept, read, rebuilt)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cost_keys(
-    model: ModelSpec, work: Workload, kind: str, layer: str, kept: bool, read: bool
+    model: ModelSpec, work: Workload, kind: str, layer: str, kept: bool, read: bool, rebuilt: bool
 ) -> dict[str, Any]:
     """Returns what `cost_keys` returns. Cached because a search lowers many plans of a workload."""
     whole = read and bool(work.piece)
@@ -288,10 +289,13 @@ def _cost_keys(
         + (WHOLE_SUFFIX if whole else "")
         + (SAVED_ATTENTION_SUFFIX if kept else "")
     )
+    shape = work.shape
+    if rebuilt and (short or kind == "backward") and model.rebuilding_products(layer, work):
+        shape = rebuilding(shape)
     return {
         "flops": flops,
         "elements": 0 if flops else work.tokens * model.carried,
-        "shape": f"{signature}/{shortened(work.shape) if short else work.shape}",
+        "shape": f"{signature}/{shortened(shape) if short else shape}",
     }
 
 

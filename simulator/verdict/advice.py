@@ -34,6 +34,7 @@ from megatrain.simulator.planner.assessment import (
     Choice,
     Estimate,
     estimate,
+    first_knobs,
     group_sizes,
     with_knobs,
 )
@@ -451,6 +452,7 @@ class Adviser:
         plan = msgspec.structs.replace(
             self.plan, workload=work, device_limit_bytes=device_limit, host_limit_bytes=host_limit
         )
+        plan = with_knobs(plan, rebuild_outputs=first_knobs(plan).rebuild_outputs)
         costs = cost_model(self.hardware, plan.model, work)
         searches = [
             PlacementSearch(with_knobs(plan, micro_batch_group=size), costs)

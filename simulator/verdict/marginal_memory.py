@@ -13,7 +13,13 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import tokens_per_second
-from megatrain.simulator.planner.assessment import Choice, estimate, plan_account, with_knobs
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    estimate,
+    first_knobs,
+    plan_account,
+    with_knobs,
+)
 from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, ranges
 from megatrain.simulator.planner.search import best_placed
 from megatrain.simulator.planner.slot_search import (
@@ -91,7 +97,7 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
         return None, 1.0
     now = estimate(plan, costs).step_seconds
     found = best_placed(
-        msgspec.structs.replace(roomier, knobs=Knobs(), digest="", prediction=None),
+        msgspec.structs.replace(roomier, knobs=first_knobs(roomier), digest="", prediction=None),
         costs,
         now * 1e9 - costs.step_overhead_ns,
     )

@@ -78,6 +78,9 @@ def drawn(make_plan: MakePlan, policy: str, data: st.DataObject) -> tuple[Plan, 
         "checkpoint_interval": data.draw(st.integers(1, 5)),
         "state_slots": data.draw(st.integers(1, 3)),
         "weights_ahead": data.draw(st.integers(0, 1)),
+        "compiled": data.draw(st.booleans()),
+        "short_recompute": data.draw(st.booleans()),
+        "rebuild_outputs": data.draw(st.integers(0, 1)),
         "micro_batch_group": 1 if tied else data.draw(st.sampled_from([1, accumulation])),
         "placement": Placement(
             **{

@@ -30,6 +30,9 @@ PLACEMENT_LABELS = {
 }
 """Field of a placement -> text that describes it, with `{}` for the layers."""
 
+_REBUILDING = ("outputs of norms and gates saved", "outputs of norms and gates rebuilt")
+"""Texts for the values 0 and 1 of `rebuild_outputs`."""
+
 
 def reasons(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines of `check --why`, wrapped at `width` columns."""
@@ -138,6 +141,7 @@ def _knobs(verdict: Verdict) -> str:
             [
                 *advised,
                 *kept,
+                *([_REBUILDING[1]] if knobs.get("rebuild_outputs") else []),
                 f"checkpoint_interval {knobs['checkpoint_interval']}",
                 "nothing is copied",
             ]
@@ -145,9 +149,10 @@ def _knobs(verdict: Verdict) -> str:
     parts = [
         f"{name} {value}"
         for name, value in knobs.items()
-        if name not in ("chunk_bytes", "placement")
+        if name not in ("chunk_bytes", "rebuild_outputs", "placement")
         and (name, value) not in (("weights_ahead", 0), ("micro_batch_group", 1))
     ]
+    parts += [_REBUILDING[1]] if knobs.get("rebuild_outputs") else []
     placement = knobs.get("placement", Placement())
     if isinstance(placement, Placement):
         parts += _placed(placement, PLACEMENT_LABELS)
@@ -195,7 +200,9 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
         f"{name}"
         f" {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}"
         for name in changed
+        if name != "rebuild_outputs"
     ]
+    parts += [_REBUILDING[knobs.rebuild_outputs]] if "rebuild_outputs" in changed else []
     placed = [
         name
         for name in own.__struct_fields__

@@ -182,7 +182,8 @@ class Compiled(NamedTuple):
     """Elements of weights of which the layer saves an fp32 copy."""
     rebuilt: int = 0
     """Elements per token of `kept` that the layer does not save if the products that read them are
-    in fp8. They are outputs of norms and of activations, which the backward pass computes again."""
+    in fp8, or if the plan says so (`Knobs.rebuild_outputs`). They are outputs of norms and of
+    activations, which the backward pass computes again."""
 
     def plus(self, other: Compiled) -> Compiled:
         """Returns the sums of all fields. The entries of `early` are joined."""
@@ -252,6 +253,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     last: Tensors = ()
     """The entries of `linears` that project the output of an MLP. If `reads_output` is False for
     the layer, this output is only added to that of the layer."""
+    silu_gated: bool = False
+    """Whether the part is an MLP with a SiLU gate and separate projections for gate and up. It is
+    False for experts."""
     reads_output: bool = False
     """Whether the part is a norm that reads the output of attention or of the MLP, not their
     input."""
@@ -385,6 +389,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
         linears=tuple(tensor for part in parts for tensor in part.linears),
         last=tuple(tensor for part in parts for tensor in part.last),
+        silu_gated=any(part.silu_gated for part in parts),
         reads_output=any(part.reads_output for part in parts),
         active=sum(part.active for part in parts),
         idle=sum(part.idle for part in parts),
@@ -774,6 +779,7 @@ def gated_mlp(
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
         last=last_product(f"{name}.down_proj", inner, hidden) if label else (),
+        silu_gated=label and not fused and c.get(act) in ("silu", "swish"),
         down=inner * hidden,
         projections=3 * inner * hidden,
         inner=inner,

@@ -83,6 +83,8 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
         (("--set", "checkpoint_interval=0"), "0", "set checkpoint_interval = 1"),
         (("--set", "checkpoint_interval"), "'checkpoint_interval'", "checkpoint_interval=1"),
         (("--set", "weights_ahead=1"), "policy double_buffer does not read", "another policy"),
+        (("--set", "rebuild_outputs=1"), "policy double_buffer does not read", "another policy"),
+        (("--set", "policy=overlapped", "--set", "rebuild_outputs=2"), "2", "rebuild_outputs = 1"),
         (("--set", "weights=e"), "policy double_buffer does not read", "another policy"),
         (("--batch", 3), "--batch as well", "--set KEY=VALUE"),
         (("--hardware", "h200"), "--hardware as well", "--set KEY=VALUE"),

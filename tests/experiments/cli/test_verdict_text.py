@@ -441,3 +441,28 @@ def test_the_model_s_own_limit_is_named_if_only_pieces_exceed_it(pieces: int, no
     assert verdict_text.room(verdict) == (
         f"a context of up to 20,000 tokens, {pieces:,} with --token-piece 2048{limit}"
     )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rebuilt_outputs_are_described_in_words(streams: bool) -> None:
+    """A plan that saves them does not say so, unless another plan differs in it."""
+    texts = []
+    for rebuild in (0, 1):
+        knobs = {"checkpoint_interval": 1, "rebuild_outputs": rebuild, "placement": Placement()}
+        margin = MarginalMemory(
+            place="device",
+            step_seconds=6.0,
+            tokens_per_second=1370.0,
+            gain=0.007,
+            knobs=Knobs(rebuild_outputs=1 - rebuild),
+        )
+        verdict = msgspec.structs.replace(
+            FITS, knobs=knobs, streams=streams, one_more_gib=(margin,)
+        )
+        texts.append((" ".join(reasons.reasons(verdict, 999)), reasons.marginal_gains(verdict)[0]))
+    (saving, gains_rebuilt), (rebuilt, gains_saved) = texts
+    assert "outputs of norms and gates" not in saving.partition("one more GiB")[0]
+    assert "outputs of norms and gates rebuilt" in rebuilt.partition("one more GiB")[0]
+    assert ": outputs of norms and gates rebuilt, with" in gains_rebuilt
+    assert ": outputs of norms and gates saved, with" in gains_saved
+    assert "rebuild_outputs" not in "".join([saving, rebuilt, gains_rebuilt, gains_saved])

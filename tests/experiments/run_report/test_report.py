@@ -459,6 +459,15 @@ def test_the_first_last_and_best_of_many_evaluations_are_shown(trained: Trained)
     assert f"{len(shown)} of 102 evaluations." in text
 
 
+def test_the_plan_names_rebuilt_outputs_in_words(evenly_measured: Path) -> None:
+    run = compare_run(evenly_measured)
+    for rebuild in (0, 1):
+        knobs = msgspec.structs.replace(run.plan.knobs, rebuild_outputs=rebuild)
+        text = sections.plan(run._replace(plan=msgspec.structs.replace(run.plan, knobs=knobs)))
+        assert ("outputs of norms and gates" in text) is bool(rebuild)
+        assert "rebuild outputs" not in text
+
+
 def test_the_top_explains_measured_predicted_and_limit(reported: Reported) -> None:
     text = reported.page.read_text()
     for word in ("measured", "Predicted", "limits"):

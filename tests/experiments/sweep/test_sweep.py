@@ -535,3 +535,32 @@ def test_the_engine_decides_most_plans_of_14_billion() -> None:
     )
     rows = rows_of(found)
     assert sum(row.decided_by == "engine" for row in rows.values()) > len(found) / 2
+
+
+@pytest.mark.parametrize("policy", ["overlapped", "resident"])
+def test_rebuilt_outputs_are_an_axis(policy: str, make_plan: Any) -> None:
+    """Schedules of other batches are resized to those of layers that rebuild outputs."""
+    base = make_plan(
+        policy,
+        layers=5,
+        dtype="bf16",
+        compiled=True,
+        placement=Placement(saved_activations="3-4"),
+        device_limit_bytes=2**32,
+    )
+    found = grid.plans(base, [axes(policy=[policy], batch=[2, 512], rebuild_outputs=[0, 1])])
+    rows = rows_of(found)
+    for index, plan in enumerate(found):
+        choice = assess(plan, cost_model(H200, plan.model, plan.workload))
+        assert rows[index].device_peak_bytes == choice.account.device_peak_bytes
+        assert rows[index].step_seconds == choice.step_seconds
+    saving, rebuilt = (
+        next(
+            row
+            for index, row in rows.items()
+            if (found[index].workload.batch, row.knobs.rebuild_outputs) == (512, rebuild)
+        )
+        for rebuild in (0, 1)
+    )
+    assert rebuilt.device_peak_bytes < saving.device_peak_bytes
+    assert rebuilt.step_seconds != saving.step_seconds

@@ -1,5 +1,5 @@
-"""Tests on a GPU: pieces of tokens, groups of heads and short recomputes give one set of bits
-whatever the schedule.
+"""Tests on a GPU: pieces of tokens, groups of heads, short recomputes and rebuilt outputs give one
+set of bits whatever the schedule.
 
 The tests are skipped on machines without a GPU.
 """
@@ -118,6 +118,22 @@ def test_a_short_recompute_changes_no_bit(family: str, changes: dict[str, Any]) 
     (losses, masters), (other_losses, other_masters) = (
         trained(model, msgspec.structs.replace(work, short_recompute=short), *PLANS[2])
         for short in (False, True)
+    )
+    assert other_losses == losses
+    assert all(map(torch.equal, other_masters, masters))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "cohere2", "olmo2"])
+def test_rebuilt_outputs_change_no_bit(family: str) -> None:
+    """Layer 1 saves its activations, and the others are recomputed."""
+    model = model_of(family, **SIZES)
+    work = msgspec.structs.replace(WORK, compiled=True, short_recompute=True)
+    assert model.rebuilding_products("0", work)
+    policy, knobs = PLANS[3]
+    (losses, masters), (other_losses, other_masters) = (
+        trained(model, work, policy, msgspec.structs.replace(knobs, rebuild_outputs=rebuild))
+        for rebuild in (0, 1)
     )
     assert other_losses == losses
     assert all(map(torch.equal, other_masters, masters))

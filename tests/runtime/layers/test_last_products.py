@@ -1,4 +1,6 @@
-"""Tests of short recomputes, which leave out products that no gradient needs."""
+"""Tests of short recomputes, which leave out products that no gradient needs, and of layers that
+compute the gradients of such products in order.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 from whole_models import drawn, gradients_of, model_of
 
-from megatrain.runtime.layers import functional_layers
+from megatrain.runtime.layers import compiling, functional_layers
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
-from megatrain.runtime.layers.last_products import SkippableLinear, leave_out
+from megatrain.runtime.layers.last_products import SkippableLinear, leave_out, put_in_order
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.schedule.plan import Placement
 
@@ -185,17 +187,22 @@ def test_compiled_layers_in_deterministic_mode_compute_everything(
 def test_gradients_of_one_linear_layer(
     shape: tuple[int, ...], bias: bool, dtype: torch.dtype
 ) -> None:
+    """They are those of PyTorch, in order, and without the product."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, 6, bias=bias, dtype=dtype)
     x, gradient = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 6, dtype=dtype)
-    found = []
-    for _ in range(2):
+    found, outputs = [], []
+    for change in (put_in_order, leave_out, None):
         given = x.clone().requires_grad_()
-        output = linear(given)
-        found.append(torch.autograd.grad(output, (given, *linear.parameters()), gradient))
-        leave_out(torch.nn.ModuleDict({"linear": linear}), ["linear.weight"])
-    assert output.isnan().all()
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        outputs.append(linear(given))
+        found.append(torch.autograd.grad(outputs[-1], (given, *linear.parameters()), gradient))
+        if change:
+            change(torch.nn.ModuleDict({"linear": linear}), ["linear.weight"])
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[2].isnan().all()
+    assert all(
+        torch.equal(first, other) for first, *others in zip(*found, strict=True) for other in others
+    )
 
 
 def test_the_compiler_computes_what_the_product_reads_in_the_forward_pass() -> None:
@@ -219,6 +226,45 @@ def test_the_compiler_computes_what_the_product_reads_in_the_forward_pass() -> N
     compiled(torch.randn(1, 64, 8, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
     assert counts == [2, 6]
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_the_gradient_of_the_weight_is_computed_first(rebuild: bool) -> None:
+    """The product of gate and up is computed again, and read by the first product only."""
+    mlp, graphs = FeedForward(), list[torch.fx.Graph]()
+    put_in_order(mlp, ["down.weight"])
+
+    def recorded(graph: torch.fx.GraphModule, _: object, **_options: Any) -> Any:
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(
+        mlp,
+        backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=recorded),
+        fullgraph=True,
+    )
+    x = torch.randn(1, 64, 8, requires_grad=True)
+    if rebuild:
+        with compiling.rebuilding():
+            compiled(x).sum().backward()
+    else:
+        compiled(x).sum().backward()
+    torch._dynamo.reset()
+    backward = list(graphs[1].nodes)
+    products = [
+        node
+        for node in backward
+        if node.target in (torch.ops.aten.mm.default, torch.ops.megatrain.product_after.default)
+    ]
+    assert [node.target for node in products].count(torch.ops.aten.mm.default) == 5
+    first, after = products[:2]
+    assert after.target is torch.ops.megatrain.product_after.default
+    assert after.args[2] is first
+    of_weight = [
+        node for node in backward if node.op == "placeholder" and node.meta["val"].shape[-1] == 32
+    ]
+    assert len(of_weight) == (3 if rebuild else 4)  # the weight, gate, up, and their product
 
 
 def test_only_linear_layers_can_be_left_out() -> None:

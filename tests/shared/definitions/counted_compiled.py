@@ -44,7 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatrain.runtime.layers import token_pieces
+from megatrain.runtime.layers import compiling, token_pieces
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.model.specs import LayerSpec, ModelSpec
@@ -242,13 +242,18 @@ class _Counted:
             return self._function(*args)
 
 
-def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> Peaks:
-    """Returns the peak bytes of a compiled decoder layer.
+def counted_compiled(
+    model: ModelSpec, layer: LayerSpec, workload: Workload, *, rebuild: bool = False
+) -> Peaks:
+    """Returns the peak bytes of a compiled decoder layer, which may rebuild outputs
+    (`Knobs.rebuild_outputs`).
 
     Each layer of the model costs time, so it should have as few as possible.
     """
     torch._dynamo.reset()
-    layers = FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
+    layers = FunctionalLayers(
+        model, workload, config_of(model), torch.device("cpu"), rebuild=rebuild
+    )
     kind = layers._kinds[int(layer.name)]
     short = bool(model.last_products(layer.name, workload)) and not workload.piece
     dtype = TORCH_DTYPE[workload.dtype]
@@ -256,6 +261,8 @@ def counted_compiled(model: ModelSpec, layer: LayerSpec, workload: Workload) -> 
     with ExitStack() as stack:
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_without_kernels())
+        if rebuild and model.rebuilding_products(layer.name, workload):
+            stack.enter_context(compiling.rebuilding())
         run, run_short = (
             torch.compile(eager, dynamic=False, fullgraph=True, backend=_counts_in(counts))
             for eager in (kind.eager, kind.eager_short)

@@ -61,6 +61,7 @@ knobs = st.builds(
     gradient_staging=st.integers(0, 99),
     chunk_bytes=st.integers(4096, 2**40),
     checkpoint_interval=size,
+    rebuild_outputs=st.integers(0, 1),
 )
 predictions = st.builds(
     Prediction,
@@ -228,6 +229,11 @@ GONE = object()
             ["knobs: weights_ahead: ", "found 2", "allowed: 0 or 1", "fix: set weights_ahead = 1"],
         ),
         (
+            "knobs.rebuild_outputs",
+            -1,
+            ["knobs: rebuild_outputs: ", "found -1", "allowed: 0 or 1", "set rebuild_outputs = 1"],
+        ),
+        (
             "knobs.micro_batch_group",
             2,
             ["knobs: micro_batch_group: ", "found 2", "a divisor of the accumulation, 1", "fix: "],
@@ -372,6 +378,20 @@ def test_a_plan_without_documents_does_not_mention_them(
         )
 
 
+@pytest.mark.parametrize("rebuild", [0, 1])
+def test_a_plan_names_rebuilt_outputs_only_if_there_are_any(
+    make_plan: Callable[..., Plan], tmp_path: Path, rebuild: int
+) -> None:
+    """Plans that were made before the knob existed have the same text and the same digest."""
+    before, plan = (
+        make_plan(compiled=True, **knobs) for knobs in ({}, {"rebuild_outputs": rebuild})
+    )
+    plan.save(tmp_path / "plan.toml")
+    assert ("rebuild_outputs" in (tmp_path / "plan.toml").read_text()) is bool(rebuild)
+    assert Plan.load(tmp_path / "plan.toml") == plan
+    assert (lower(plan).digest == lower(before).digest) is not bool(rebuild)
+
+
 def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
     """The defaults of knobs and workload stay the same.
 
@@ -388,6 +408,7 @@ def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
         "state_slots": 2,
         "weights_ahead": 0,
         "micro_batch_group": 1,
+        "rebuild_outputs": 0,
     }
     workload = msgspec.convert({"batch": 3, "sequence": 5}, Workload)
     assert workload == Workload(
