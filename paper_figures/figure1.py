@@ -39,6 +39,8 @@ SIZES = {
     "qwen2.5-72b": 72,
     "gpt-oss-120b": 120,
 }
+_ALSO_MEASURED = {"qwen2.5-3b": 3, "mistral-large-2407": 123}
+"""Models with stars and without predictions."""
 _MEASURED = {
     "ours": "ours",
     "zero3": "zero3_offload",
@@ -56,7 +58,7 @@ _NEAR = 30
 
 
 class Star(NamedTuple):
-    """A measured step on an H200."""
+    """A measured step on an H200, or on an H100 with a state format other than `exact`."""
 
     system: str
     """Key of the system in `style.LOOKS`."""
@@ -70,13 +72,15 @@ class Star(NamedTuple):
     """Day of the measurement."""
     limit: str = ""
     """The label of a step with less device memory or other clipping."""
+    state: str = "exact"
+    """The state format."""
     where: str = ""
     """The run's folder or the benchmark's file."""
 
     @property
     def size(self) -> float:
         """The nominal number of parameters, in billions."""
-        return 3 if self.model == "qwen2.5-3b" else SIZES[self.model]
+        return {**SIZES, **_ALSO_MEASURED}[self.model]
 
 
 def stars(results: Results) -> list[Star]:
@@ -98,10 +102,11 @@ def stars(results: Results) -> list[Star]:
                 speed,
                 run.date,
                 _limit(run.plan.device_limit_bytes, work.clipping),
-                name,
+                where=name,
             )
         )
-    for path, file in results.usual_benchmarks().items():
+    files = {**results.usual_benchmarks(), **results.benchmarks_of_large_models()}
+    for path, file in files.items():
         work, device = file["plan"]["workload"], file["arguments"]["device_memory"]
         for record in file["systems"] if work["sequence"] <= _LONGEST else ():
             if record["system"] in _MEASURED and not record["failure"]:
@@ -118,10 +123,11 @@ def stars(results: Results) -> list[Star]:
                         record["tflops_6n"],
                         file["date"],
                         limit,
+                        work.get("state", "exact"),
                         path,
                     )
                 )
-    return [star for star in found if star.model in SIZES or star.model == "qwen2.5-3b"]
+    return [star for star in found if star.model in SIZES or star.model in _ALSO_MEASURED]
 
 
 def _limit(device_bytes: int | None, clipping: str) -> str:
@@ -138,7 +144,7 @@ def more_stars(results: Results) -> list[Star]:
             speed = tflops_6n(ModelSpec.load(row["model"]), work, float(row["published"]))
             system, date = PUBLISHED_STARS[row["item"]], row["source"].rpartition(", ")[2]
             where = "experiments/published/h200.csv"
-            found.append(Star(system, row["model"], "32 x 1024", speed, date, "", where))
+            found.append(Star(system, row["model"], "32 x 1024", speed, date, where=where))
     return found
 
 
@@ -175,7 +181,8 @@ def draw(results: Results) -> Drawn:
         f" Measured {min(star.date for star in measured)} to {max(star.date for star in measured)}"
         " on H200 machines with 128 to 512 GiB of host memory, 32 x 1,024 tokens unless labelled:"
         " ours with compiled layers, others with eager ones. Stars left of a size have another"
-        " batch or less device memory (by update: how gradients are clipped)."
+        " batch or less device memory (by update: how gradients are clipped). Stars of 72B and 123B"
+        " have 5.1 and 4.1 bytes of state a parameter, on an H100 with 512 GiB of host memory."
     )
     return _drawn(records, sizes, measured, figure, caption)
 
@@ -195,6 +202,9 @@ def _stars(axes: Any, measured: list[Star]) -> None:
     for star in measured:
         aside = _ASIDE if star.limit or star.tokens != "32 x 1024" else 1
         style.measured(axes, [star.size * aside], [star.tflops], star.system)
+        if star.state != "exact":
+            text = f"{star.model.split('-')[0]} {star.size}B,\n{star.state}, H100"
+            axes.text(star.size * 1.1, star.tflops + 14, text, fontsize=7, ha="right", va="bottom")
         if star.system != "ours":  # all stars have one marker, and colours look alike in grey
             name = style.LOOKS[star.system].label.partition(" ")[0]
             name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
@@ -286,7 +296,8 @@ def _drawn(
     for star in measured:
         limit = star.limit.replace("\n", " ")
         item = (
-            f"{star.system} {star.model} on our H200, {star.tokens}{', ' if limit else ''}{limit}"
+            f"{star.system} {star.model} on our {'H200' if star.state == 'exact' else 'H100'},"
+            f" {star.tokens}{', ' if limit else ''}{limit}"
         )
         rows.append(
             TableRow(

@@ -241,6 +241,11 @@ class Results:
             if any(system["system"] == "ours" for system in record["systems"])
         }
 
+    def benchmarks_of_large_models(self) -> dict[str, dict[str, Any]]:
+        """Returns the benchmarks of 72B and 123B on an H100, by their path."""
+        names = [f"h100-x4-large-models/{name}.json" for name in ("q72", "l123")]
+        return {name: self.benchmark(name) for name in names}
+
     def heldout_rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the rows of `megatrain.experiments.heldout` on an H200 by the name of their
         folder. Each plan has one row, and failed plans have none.
