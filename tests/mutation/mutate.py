@@ -170,6 +170,10 @@ class Executing:
             if count < 3 or end <= limit_s
         ]
 
+    def limit_s(self, tests: list[str]) -> float:
+        """Returns the time after which a run of `tests` is said to hang."""
+        return 60 + 4 * sum(self.seconds[test] for test in tests)
+
 
 def _id(case: ElementTree.Element) -> str:
     file, name = case.attrib["file"], case.attrib["name"]
@@ -206,9 +210,8 @@ def run(
             if further and not noticed:
                 copy.write(breakage.path, breakage.code)
                 output = into.with_suffix(".txt")
-                status = run_pytest(
-                    ["-x", "--tb=line", *further], copy.folder, output, 600 + 2 * seconds
-                )
+                limit_s = executing.limit_s(further)
+                status = run_pytest(["-x", "--tb=line", *further], copy.folder, output, limit_s)
                 copy.write(breakage.path, breakage.source)
                 if status is None:
                     noticed = "it hangs"
