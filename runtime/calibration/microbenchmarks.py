@@ -109,7 +109,7 @@ def measure_rates(
     schedule = Schedule(
         policy="rates",
         buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
             for name, size in sizes.items()
         ),
         ops=(),
@@ -302,7 +302,6 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
 
     def enqueued(work: Work) -> list[float]:
         """Returns the ns per call, for each round."""
-        synchronize(device)
         stamps = [time.perf_counter_ns()]
         for _ in range(_ROUNDS):
             for _ in range(_CALLS):

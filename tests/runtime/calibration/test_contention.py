@@ -147,7 +147,7 @@ def tiny(
     schedule = Schedule(
         policy="rates",
         buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
             for name, size in sizes.items()
         ),
         ops=(),
