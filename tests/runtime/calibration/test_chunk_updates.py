@@ -109,6 +109,36 @@ def test_the_number_of_pytorch_s_threads_is_as_before(monkeypatch: pytest.Monkey
     assert torch.get_num_threads() == 1
 
 
+def test_the_time_is_divided_among_sizes_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an update takes a second. Two sizes with two gradients have 2.5 of 10 seconds each."""
+    seconds = [0.0]
+    used: set[int] = set()
+
+    def update(*_: object) -> int:
+        seconds[0] += 1
+        used.add(torch.get_num_threads())
+        return 7
+
+    monkeypatch.setattr(
+        chunk_updates,
+        "time",
+        SimpleNamespace(perf_counter=lambda: seconds[0], perf_counter_ns=lambda: 0),
+    )
+    monkeypatch.setattr(chunk_updates, "_SIZES", (64, 128))
+    monkeypatch.setattr(chunk_updates, "_LEAST", 2)
+    monkeypatch.setattr(ChunkUpdates, "_update", update)
+    chunks = ChunkUpdates(2**8, torch.bfloat16, 3)
+    try:
+        assert chunks.measure(10.0) == {
+            (kind, size): [7] * 3 for kind in KINDS for size in (64, 128)
+        }
+        assert chunks.window(4.5) == {("cpu_update", 128): [7] * 5}
+        assert chunks.measure(0.0)["cpu_update", 64] == [7] * 2
+    finally:
+        chunks.close()
+    assert used == {3}, "updates that PyTorch computes would use other threads than in a step"
+
+
 @pytest.mark.parametrize("state", ["master24", "bf16-sr"])
 def test_updates_in_another_format_have_curves_of_their_own(state: str) -> None:
     chunks = ChunkUpdates(2**16 + 5, torch.bfloat16, 2, state)
