@@ -93,9 +93,9 @@ class SavedForBackward:
     """Name of the slot that holds the layer's weights, as the only entry of a list. `backward` sets
     the entry. The hooks of the graph refer to this list. If they referred to this object, a graph
     without a backward pass would never be freed (7 GiB for a layer of a 7B model)."""
-    micro: int = 0
+    micro: int
     """Index of the micro-batch."""
-    router_logits: torch.Tensor | None = None
+    router_logits: torch.Tensor | None
     """Logits of the layer's router, [tokens, experts]; None without a router loss."""
 
 
