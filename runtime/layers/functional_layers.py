@@ -403,7 +403,8 @@ class FunctionalLayers:
             for name, indices in self._indices(ids).items()
         ]
         if self._embedding_and_head.plain:
-            return rows[0]
+            (row,) = rows
+            return row
         with torch.no_grad():
             return self._embedding_and_head.enter(
                 rows,
