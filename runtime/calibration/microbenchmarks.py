@@ -74,7 +74,7 @@ class MeasuredRates:
     spread: dict[str, float]
     """Interquartile range divided by the median, for each measurement. Keys are `KIND BYTES` for a
     copy, and otherwise the field of HardwareSpec or CostTable."""
-    fp8_flops: float = 0.0
+    fp8_flops: float
     """FLOP/s of a matrix product in fp8, without its casts, or 0 if the workload does not use
     fp8."""
 

@@ -52,6 +52,7 @@ def rates(**changes: Any) -> MeasuredRates:
         "cpu_adam_per_s": 1e9,
         "fixed": fixed,
         "spread": {"load_weights 100": 0.3},
+        "fp8_flops": 0.0,
     }
     return MeasuredRates(**{**usual, **changes})
 

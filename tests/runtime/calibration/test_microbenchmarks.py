@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.runtime.calibration import microbenchmarks as module
 from megatrain.runtime.calibration.contention import Contention
-from megatrain.runtime.calibration.timing import TimedRate, Work
+from megatrain.runtime.calibration.timing import TimedRate, Work, spread
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.workload import Workload
@@ -110,6 +110,32 @@ def test_copies_are_at_all_places_and_timed_after_two(
     assert found == (5.5, 1.0)
     assert not list(durations)
     assert storage["there"].equal(storage["here"])
+
+
+def test_a_copy_in_both_directions_takes_as_long_as_the_slower(
+    storage: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit of work is four copies here. Only a GPU copies in both directions."""
+    names = ("host.weights:0", "device.weights:0", "device.gradients:0", "host.gradients:0")
+    memory = {name: storage["there"].clone() for name in names}
+    for source in names[::2]:
+        memory[source].copy_(storage["here"])
+    arenas: Any = SimpleNamespace(
+        flat=lambda name, _, count, place: memory[name][place : place + count]
+    )
+
+    def together(both: dict[str, Work], *_: object) -> dict[str, tuple[float, ...]]:
+        for _ in range(2):
+            for work in both.values():
+                work()
+        return {"h2d": (2.0, 4.0, 5.0), "d2h": (1.0, 5.0, 2.5)}
+
+    monkeypatch.setattr(module, "_DUPLEX_UNIT", 32)
+    monkeypatch.setattr(module, "run_together", together)
+    found = module._time_duplex(arenas, 8, 64, {}, CPU)
+    assert found.value == 1e9 / 4
+    assert found.spread == spread([1 / 4.0, 1 / 2.5])
+    assert all(tensor.equal(storage["here"]) for tensor in memory.values())
 
 
 def test_launches_and_new_memory_cost_what_their_calls_take(
