@@ -389,7 +389,7 @@ class FunctionalLayers:
             self.routing.add(micro, logits.detach())
 
     def embed(
-        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0
+        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int
     ) -> torch.Tensor:
         """Returns the first layer's input, [batch, sequence, carried].
 
@@ -421,7 +421,7 @@ class FunctionalLayers:
         return {first: ids, **clipped}
 
     def embed_backward(
-        self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
+        self, gradient: torch.Tensor, ids: torch.Tensor, micro: int
     ) -> list[TableGradient | torch.Tensor]:
         """Returns the gradients of the embedding's tables, followed by those of its tables of
         positions in fp32.
