@@ -62,11 +62,7 @@ class ChunkUpdates:
             widths["master_low"] = 0
         buffers = tuple(
             Buffer(
-                id=f"host.{name}:0",
-                bytes=int(width * self._count),
-                data="workspace",
-                dtype="mixed",
-                persistent=True,
+                id=f"host.{name}:0", bytes=int(width * self._count), data="workspace", dtype="mixed"
             )
             for name, width in widths.items()
             if width

@@ -245,10 +245,10 @@ def copy_curve(points: list[tuple[int, int]]) -> Curve:
 
     If noise made a copy faster than a smaller one, it gets the duration of the smaller one.
     """
-    longest, curve = 0.0, []
+    longest, curve = 1.0, []  # ns
     for size, duration in points:
         rate = rounded(size / max(duration, 1))
-        curve.append((size, min(rate, size / longest) if longest else rate))
+        curve.append((size, min(rate, size / longest)))
         longest = size / curve[-1][1]
     return tuple(curve)
 

@@ -74,7 +74,7 @@ class MeasuredRates:
     spread: dict[str, float]
     """Interquartile range divided by the median, for each measurement. Keys are `KIND BYTES` for a
     copy, and otherwise the field of HardwareSpec or CostTable."""
-    fp8_flops: float = 0.0
+    fp8_flops: float
     """FLOP/s of a matrix product in fp8, without its casts, or 0 if the workload does not use
     fp8."""
 
@@ -109,7 +109,7 @@ def measure_rates(
     schedule = Schedule(
         policy="rates",
         buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
             for name, size in sizes.items()
         ),
         ops=(),
@@ -302,7 +302,6 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
 
     def enqueued(work: Work) -> list[float]:
         """Returns the ns per call, for each round."""
-        synchronize(device)
         stamps = [time.perf_counter_ns()]
         for _ in range(_ROUNDS):
             for _ in range(_CALLS):

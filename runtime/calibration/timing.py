@@ -40,7 +40,6 @@ def time_repeatedly(work: Work, device: torch.device, repeats: int = 7) -> Timed
     """
     times = []
     for turn in range(repeats + 2):
-        synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)

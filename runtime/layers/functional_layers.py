@@ -93,9 +93,9 @@ class SavedForBackward:
     """Name of the slot that holds the layer's weights, as the only entry of a list. `backward` sets
     the entry. The hooks of the graph refer to this list. If they referred to this object, a graph
     without a backward pass would never be freed (7 GiB for a layer of a 7B model)."""
-    micro: int = 0
+    micro: int
     """Index of the micro-batch."""
-    router_logits: torch.Tensor | None = None
+    router_logits: torch.Tensor | None
     """Logits of the layer's router, [tokens, experts]; None without a router loss."""
 
 
@@ -395,7 +395,7 @@ class FunctionalLayers:
             self.routing.add(micro, logits.detach())
 
     def embed(
-        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int = 0
+        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int
     ) -> torch.Tensor:
         """Returns the first layer's input, [batch, sequence, carried].
 
@@ -409,7 +409,8 @@ class FunctionalLayers:
             for name, indices in self._indices(ids).items()
         ]
         if self._embedding_and_head.plain:
-            return rows[0]
+            (row,) = rows
+            return row
         with torch.no_grad():
             return self._embedding_and_head.enter(
                 rows,
@@ -426,7 +427,7 @@ class FunctionalLayers:
         return {first: ids, **clipped}
 
     def embed_backward(
-        self, gradient: torch.Tensor, ids: torch.Tensor, micro: int = 0
+        self, gradient: torch.Tensor, ids: torch.Tensor, micro: int
     ) -> list[TableGradient | torch.Tensor]:
         """Returns the gradients of the embedding's tables, followed by those of its tables of
         positions in fp32.

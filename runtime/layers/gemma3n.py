@@ -299,7 +299,6 @@ class Gemma3nEmbeddingAndHead(EmbeddingAndHead):
         for table in self._tables:
             table.padding_idx = None  # indices are not token ids
         self._no_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
-        self._no_positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._recording = [
             Recording(index == len(layers) - 1, layer) for index, layer in enumerate(layers)
         ]

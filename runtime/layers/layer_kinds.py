@@ -103,10 +103,11 @@ class LayerKind:
         return without_mlp(self._module)
 
     def train(self, mode: bool) -> None:
-        """Sets whether layers draw random numbers. If not, a router chooses the best experts."""
+        """Sets whether `run` draws random numbers. If not, a router chooses the best experts.
+        `run_short` always does, because only a training step leaves out products.
+        """
         if self._module.training != mode:
             self._module.train(mode)
-            self._short.train(mode)
 
     def eager(
         self, tensors: dict[str, torch.Tensor], x: torch.Tensor, arguments: Arguments

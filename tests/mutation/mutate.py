@@ -41,6 +41,8 @@ TESTS = (
 READERS = {
     "simulator/model/families/": "tests/simulator/model/test_family_defaults.py",
     "runtime/optimizer/settings.py": "tests/runtime/training/test_config.py",
+    "runtime/data/options.py": "tests/runtime/training/test_config.py",
+    "runtime/training/config.py": "tests/runtime/training/test_config.py",
 }
 """Tests that read the tables or classes of modules and may execute none of their functions."""
 KINDS = ("killed", "survived", "equivalent", "unreached")
@@ -147,18 +149,23 @@ class Executing:
                 self.reached.setdefault(number, set()).update(
                     {test} & passed.keys() if phase == "call" else passed
                 )
+        self.readers: dict[int, set[str]] = {}
         for number, breakage in enumerate(drawn):
             for modules, reader in READERS.items():
                 if breakage.path.startswith(modules):
-                    self.reached.setdefault(number, set()).update(
-                        test for test in self.seconds if test.startswith(f"{reader}::")
-                    )
+                    tests = {test for test in self.seconds if test.startswith(f"{reader}::")}
+                    self.readers.setdefault(number, set()).update(tests)
+                    self.reached.setdefault(number, set()).update(tests)
         self.width = Counter(test for tests in self.reached.values() for test in tests)
 
     def tests(self, number: int) -> list[str]:
-        """Returns the tests that execute a breakage. Tests with few breakages come first."""
+        """Returns the tests that execute a breakage. Those of `READERS` come first, and then tests
+        with few breakages.
+        """
+        readers = self.readers.get(number, set())
         return sorted(
-            self.reached.get(number, ()), key=lambda test: (self.width[test], self.seconds[test])
+            self.reached.get(number, ()),
+            key=lambda test: (test not in readers, self.width[test], self.seconds[test]),
         )
 
     def within(self, tests: list[str], limit_s: float) -> list[str]:
@@ -169,6 +176,10 @@ class Executing:
             for count, (test, end) in enumerate(zip(tests, ends, strict=True))
             if count < 3 or end <= limit_s
         ]
+
+    def limit_s(self, tests: list[str]) -> float:
+        """Returns the time after which a run of `tests` is said to hang."""
+        return 60 + 4 * sum(self.seconds[test] for test in tests)
 
 
 def _id(case: ElementTree.Element) -> str:
@@ -206,9 +217,8 @@ def run(
             if further and not noticed:
                 copy.write(breakage.path, breakage.code)
                 output = into.with_suffix(".txt")
-                status = run_pytest(
-                    ["-x", "--tb=line", *further], copy.folder, output, 600 + 2 * seconds
-                )
+                limit_s = executing.limit_s(further)
+                status = run_pytest(["-x", "--tb=line", *further], copy.folder, output, limit_s)
                 copy.write(breakage.path, breakage.source)
                 if status is None:
                     noticed = "it hangs"

@@ -441,7 +441,7 @@ def test_each_kind_of_layer_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> No
         calibration,
         "measure_rates",
         lambda *_: MeasuredRates(
-            copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}
+            copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}, 0.0
         ),
     )
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)

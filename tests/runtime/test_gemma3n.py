@@ -117,7 +117,7 @@ def test_the_first_token_has_a_gradient_whatever_the_padding_token() -> None:
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     ids = torch.full((2, SEQUENCE), 5)
     ids[0, 0], ids[1, 3] = 7, 0
-    gradients = layers.embed_backward(torch.ones(2, SEQUENCE, model.carried), ids)
+    gradients = layers.embed_backward(torch.ones(2, SEQUENCE, model.carried), ids, 0)
     shapes = [tensor.shape for tensor in model.stack["e"].tensors]
     for gradient, shape in zip(gradients, shapes, strict=False):
         assert isinstance(gradient, TableGradient)

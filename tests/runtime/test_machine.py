@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatrain.runtime import host, machine
 from megatrain.runtime.execution import executor
+
+
+def test_a_processor_has_the_name_that_linux_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the machine of a shared calibration would only be called x86_64."""
+    text = "processor\t: 0\nmodel name\t:  Some  Processor : 2 GHz \n\nmodel name\t: other\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_: text)
+    assert host.processor() == "Some Processor : 2 GHz"
+    monkeypatch.setattr(Path, "read_text", lambda *_: "Features\t: fp\n")
+    monkeypatch.setattr(host.platform, "processor", lambda: "")
+    assert host.processor() == host.platform.machine()
 
 
 @pytest.mark.parametrize(

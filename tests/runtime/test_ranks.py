@@ -26,6 +26,7 @@ from started_ranks import Driver
 from whole_models import model_of
 
 from megatrain.experiments.ranks import batches_of, main
+from megatrain.runtime import ranks
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
@@ -491,3 +492,12 @@ def test_a_step_on_gpus_waits_for_a_rank_that_is_late_but_works(
     with ranks.watched(torch.device("cuda")):  # both wait for the device
         time.sleep(1.0)
     assert not ended
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files on Linux")
+def test_the_file_that_ranks_share_is_closed_at_once_and_removed_at_the_end() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with ranks._shared_file() as file:
+        assert file.is_file()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not file.exists()

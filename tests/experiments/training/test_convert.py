@@ -146,6 +146,25 @@ def test_a_conversion_that_fails_leaves_nothing(
     assert sorted(Path().iterdir()) == before
 
 
+def test_a_converted_run_is_on_the_disk_before_it_has_its_name(
+    command: Command, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure, a folder with the name of the run must not be without its files."""
+    from megatrain.runtime.training import converting
+
+    synced: list[str] = []
+    sync = converting.sync
+
+    def recorded(path: Path) -> None:
+        assert not Path("x").exists()
+        synced.append(path.name.rpartition("-")[0] or path.name)
+        sync(path)
+
+    monkeypatch.setattr(converting, "sync", recorded)
+    assert command("convert", run, "--state", "bf16-sr", "--out", "x").status == 0
+    assert synced == ["step", "checkpoints", ".converting-x"]
+
+
 def test_a_checkpoint_alone_is_converted(command: Command, run: Path) -> None:
     (folder,) = (run / "checkpoints").iterdir()
     shutil.copytree(folder, "alone/checkpoints/it")

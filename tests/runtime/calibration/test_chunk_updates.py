@@ -10,6 +10,8 @@ import torch
 
 from megatrain.runtime.calibration import cpu_adam_bench as chunk_updates
 from megatrain.runtime.calibration.cpu_adam_bench import ChunkUpdates
+from megatrain.simulator.model.state_format import FORMATS
+from megatrain.simulator.schedule import Schedule
 
 KINDS = ("cpu_update", "cpu_update:wide")
 
@@ -107,6 +109,75 @@ def test_the_number_of_pytorch_s_threads_is_as_before(monkeypatch: pytest.Monkey
     assert chunks.measure(0.0)
     chunks.close()
     assert torch.get_num_threads() == 1
+
+
+def test_the_time_is_divided_among_sizes_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an update takes a second. Two sizes with two gradients have 2.5 of 10 seconds each."""
+    seconds = [0.0]
+    used: set[int] = set()
+
+    def update(*_: object) -> int:
+        seconds[0] += 1
+        used.add(torch.get_num_threads())
+        return 7
+
+    monkeypatch.setattr(
+        chunk_updates,
+        "time",
+        SimpleNamespace(perf_counter=lambda: seconds[0], perf_counter_ns=lambda: 0),
+    )
+    monkeypatch.setattr(chunk_updates, "_SIZES", (64, 128, 256))
+    monkeypatch.setattr(chunk_updates, "_LEAST", 2)
+    monkeypatch.setattr(ChunkUpdates, "_update", update)
+    chunks = ChunkUpdates(2**8, torch.bfloat16, 3)
+    try:
+        assert chunks.measure(10.0) == {
+            (kind, size): [7] * 3 for kind in KINDS for size in (64, 128)
+        }
+        assert chunks.window(4.5) == {("cpu_update", 128): [7] * 5}
+        assert chunks.measure(0.0)["cpu_update", 64] == [7] * 2
+    finally:
+        chunks.close()
+    assert used == {3}, "updates that PyTorch computes would use other threads than in a step"
+
+
+def test_an_update_takes_the_time_between_two_readings_of_the_clock(
+    chunks: ChunkUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([500, 507])
+    monkeypatch.setattr(
+        chunk_updates, "time", SimpleNamespace(perf_counter_ns=lambda: next(readings))
+    )
+    assert chunks._update(slice(0, 64), chunks._gradients["cpu_update"]) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("state", list(FORMATS))
+def test_the_state_takes_at_most_18_bytes_for_each_parameter(
+    dtype: torch.dtype, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibration leaves as much host memory for it. Formats other than `exact` are for bf16."""
+    made, count = list[Schedule](), 2**14
+    monkeypatch.setattr(
+        chunk_updates, "Arenas", lambda schedule, *_, **__: made.append(schedule) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        ChunkUpdates(count, dtype, 1, state)
+    size = sum(buffer.bytes for buffer in made[0].buffers)
+    assert size <= chunk_updates.BYTES * count
+    if (dtype, state) == (torch.bfloat16, "exact"):
+        assert size == chunk_updates.BYTES * count
+
+
+def test_closing_ends_the_threads_and_frees_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    workers = SimpleNamespace(close=lambda: closed.append("threads"))
+    monkeypatch.setattr(chunk_updates.optimizer, "workers", lambda _: workers)
+    monkeypatch.setattr(chunk_updates.Arenas, "close", lambda _: closed.append("memory"))
+    chunks = ChunkUpdates(2**10, torch.bfloat16, 2)
+    assert closed == []
+    chunks.close()
+    assert closed == ["threads", "memory"]
 
 
 @pytest.mark.parametrize("state", ["master24", "bf16-sr"])

@@ -87,6 +87,16 @@ def test_a_slowdown_within_the_spread_is_no_contention() -> None:
     }
 
 
+def test_a_lane_keeps_at_least_a_hundredth_of_its_speed() -> None:
+    """Predicted durations are divided by the share."""
+    speeds = {
+        ("h2d",): {"h2d": 50.0},
+        ("cpu",): {"cpu": 100.0},
+        ("h2d", "cpu"): {"h2d": 0.1, "cpu": 120.0},
+    }
+    assert contention.kept(speeds, {}) == {"h2d": {"cpu": 0.01}, "cpu": {"h2d": 1.0}}
+
+
 def test_lanes_that_share_dram_are_measured_longer_and_three_together_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,7 +157,7 @@ def tiny(
     schedule = Schedule(
         policy="rates",
         buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed", persistent=True)
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
             for name, size in sizes.items()
         ),
         ops=(),
@@ -235,6 +245,22 @@ def test_lanes_run_for_as_many_windows_as_asked(monkeypatch: pytest.MonkeyPatch)
     work = {"compute": lambda: None, "cpu": lambda: None}
     contention.run_together(work, {"compute": 1, "cpu": 1}, torch.device("cpu"), 3)
     assert waits == [pytest.approx(0.03)]
+
+
+def test_each_lane_runs_on_its_threads_and_often_enough_for_a_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A unit of work may take longer than a window."""
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.0)
+    found, threads = dict[str, list[int]](), {"compute": 3, "cpu": 2}
+    work = {
+        lane: lambda lane=lane: found.setdefault(lane, []).append(torch.get_num_threads())
+        for lane in threads
+    }
+    rates = contention.run_together(work, threads, torch.device("cpu"))
+    assert {lane: set(used) for lane, used in found.items()} == {"compute": {3}, "cpu": {2}}
+    assert min(len(used) for used in found.values()) >= 5
+    assert all(len(lane) == 9 and min(lane) >= 0 for lane in rates.values())
 
 
 def test_a_lane_that_fails_ends_the_others() -> None:

@@ -138,3 +138,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(reading, "_tokenize", slowly)
     with pytest.raises(UserError, match="found files that changed while they were read"):
         opened(path)
+
+
+def test_a_disk_that_returns_other_bytes_than_were_written_is_reported(
+    opened: Callable[..., Any], jsonl: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.runtime.data.tokens import reading
+
+    monkeypatch.setattr(reading, "load", lambda *_: None)
+    with pytest.raises(UserError, match=r"cache .*: found a file whose content is not what was"):
+        opened(jsonl(BOTTOM))

@@ -147,3 +147,17 @@ def test_a_note_names_rows_that_are_both_trained_and_evaluated_on(
     assert not any(
         note.startswith("warning") for note in opened(path, evaluation_data=str(other))[2]
     )
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_a_text_of_two_tokens_has_no_end_to_evaluate_on(tokens: int) -> None:
+    """An evaluation predicts a token from the one before it."""
+    text = Documents(tokens=np.arange(tokens), begins=np.array([0]), ends=np.array([tokens]))
+    options = DataOptions(evaluation_fraction=0.5)
+    if tokens == 2:
+        with pytest.raises(UserError, match="evaluation: found 2 tokens; allowed: more than 2"):
+            split(text, options)
+    else:
+        train, held_out = split(text, options)
+        assert held_out is not None
+        assert (train.total, held_out.total) == (1, 2)

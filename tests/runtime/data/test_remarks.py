@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatrain.runtime.data.documents import Documents
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.preview import preview
+from megatrain.runtime.data.tokens.tokenize import load_tokenizer
 from megatrain.simulator.model.workload import Workload
 
 Folder = Callable[..., Path]
@@ -132,6 +136,17 @@ def test_the_first_document_is_shown_with_what_has_loss(
         f"  the first document, {_count(text[0])} tokens, loss on every token:",
         "      hello\\x1b[2J\\nworld<|end|>",
     ]
+
+
+def test_a_later_document_is_named_by_its_number(tokenizer_folder: Folder) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    assert tokenizer is not None
+    ids = tokenizer("hello world")["input_ids"]
+    begins = np.arange(3) * len(ids)
+    documents = Documents(tokens=np.array(3 * ids), begins=begins, ends=begins + len(ids))
+    first, text = preview(documents, tokenizer, number=1)
+    assert first == f"document 2, {len(ids)} tokens, loss on every token:"
+    assert "hello world" in text
 
 
 def _count(line: str) -> str:

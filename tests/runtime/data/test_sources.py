@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megatrain.runtime.data.rows.formats import BadRow, TextRow, rows
-from megatrain.runtime.data.rows.sources import DataSource, find
+from megatrain.runtime.data.rows.sources import DataSource, find, sources_at
 from megatrain.simulator.base.errors import UserError
 
 
@@ -285,3 +285,8 @@ def test_the_most_frequent_file_extensions_that_are_not_read_are_named(tmp_path:
     assert named[0] == "once.e00"
     assert named[-2:] == ["3 *.zz", "23 other files"]
     assert len(named) == 9
+
+
+def test_data_without_a_path_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data: found no path; .* fix: name one with --data"):
+        sources_at((), ("train",))

@@ -105,3 +105,19 @@ def test_a_second_run_is_refused_before_torch_is_loaded(
         )
     assert done.stdout == "2 False\n"
     assert f"found a run in use by process {os.getpid()} on " in done.stderr
+
+
+def test_on_a_full_disk_a_lock_does_not_name_its_former_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lock"
+    file.write_text("process 7 on another-host since 2026-01-01\n")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with lock(file) as held:
+        assert held.abandoned
+        with pytest.raises(UserError, match="in use by another process"):
+            lock(file).__enter__()

@@ -203,6 +203,7 @@ def test_the_index_decides_which_files_are_read(saved: tuple[Plan, Path]) -> Non
             "absent.safetensors",
             r"absent\.safetensors: found a file that cannot be read \(no such file or directory\)",
         ),
+        ("loop.safetensors", r"loop\.safetensors: found .*(Symlink loop|symbolic links)"),
         (3, r"found no `weight_map` of tensor to file"),
     ],
 )
@@ -212,6 +213,7 @@ def test_a_file_outside_the_folder_is_refused(
     plan, folder = saved
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / "link.safetensors").symlink_to("../outside.safetensors")
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
     write_index(folder, name)
     with pytest.raises(UserError, match=message):
         read_all(plan, folder)

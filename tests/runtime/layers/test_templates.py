@@ -118,7 +118,9 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
         generator=torch.Generator().manual_seed(1),
     )
     with torch.no_grad():
-        x = templates.embed({"embed_tokens.weight": model.model.embed_tokens.weight}, ids[:, :-1])
+        x = templates.embed(
+            {"embed_tokens.weight": model.model.embed_tokens.weight}, ids[:, :-1], 0
+        )
         for layer in model.model.layers:
             x = decoder(templates, dict(layer.named_parameters()), x)
     weights = {
@@ -232,7 +234,7 @@ def test_the_embedding_s_gradient_is_autograd_s_summed_in_fp32(
     gradient = hidden(plan).to(dtype)
     table = torch.zeros(plan.model.vocabulary, plan.model.hidden, requires_grad=True)
     torch.nn.functional.embedding(ids, table).backward(gradient.float())
-    (found,) = made(plan).embed_backward(gradient, ids)
+    (found,) = made(plan).embed_backward(gradient, ids, 0)
     assert isinstance(found, TableGradient)
     got = torch.full_like(table, 7)
     found.store(got, torch.float32, adding=False)

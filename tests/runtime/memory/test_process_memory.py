@@ -65,6 +65,14 @@ def test_nothing_is_reported_if_the_peak_cannot_be_reset(
     assert grown == []
 
 
+def test_the_system_reports_the_peak_in_units_of_1024_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status = "VmPeak:\t  900 kB\nVmHWM:\t  123 kB\nVmRSS:\t  100 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_: status)
+    assert host_peak_bytes() == 123 * 1024
+
+
 def test_without_a_peak_no_growth_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (host_peak_bytes() or 0) > MIB
     monkeypatch.setattr(Path, "read_text", lambda *_: "Name:\tpython\n")

@@ -168,6 +168,18 @@ def test_an_out_that_is_in_use_is_not_changed(place: Path, taken: str, run: Any)
     assert (place / taken).read_text() == "mine"
 
 
+def test_a_run_that_ended_since_the_trainer_was_made_is_not_overwritten(
+    place: Path, prepare: Any
+) -> None:
+    """For example, two scripts were started at the same time with the same folder."""
+    first, second = (prepare(place, steps=1, export=False) for _ in range(2))
+    first.fit()
+    log = (place / "run" / "config.toml").read_bytes()
+    with pytest.raises(UserError, match="run: found a run that ended after step 1"):
+        second.fit()
+    assert (place / "run" / "config.toml").read_bytes() == log
+
+
 def test_other_files_in_the_folder_of_a_killed_run_are_not_removed(place: Path, run: Any) -> None:
     """If there were no other files, the first files of the killed run would be removed."""
     folder = place / "run"

@@ -336,7 +336,7 @@ def counted_embedding(model: ModelSpec, workload: Workload) -> int:
         for leaf in (ids, gradient, *targets):
             live.add(leaf, given=True)
         with live:
-            for target, found in zip(targets, layers.embed_backward(gradient, ids), strict=True):
+            for target, found in zip(targets, layers.embed_backward(gradient, ids, 0), strict=True):
                 # as in `binding._gradient_sink`
                 if isinstance(found, TableGradient):
                     found.store(target, dtype, adding=True)

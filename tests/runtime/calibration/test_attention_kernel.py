@@ -1,0 +1,94 @@
+"""Tests of which rows attention is timed on, and of the rate that follows from their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from whole_models import model_of
+
+from megatrain.runtime.calibration import attention_kernel
+from megatrain.runtime.calibration.attention_kernel import attention_curve, attention_rate
+from megatrain.simulator.model.workload import Workload
+
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+Points = tuple[tuple[int, int, int], ...]
+
+
+@pytest.fixture
+def curve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], Points]:
+    """Returns the points for rows whose forward and backward take the given seconds."""
+    model, work = model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
+
+    def curve(seconds: Callable[[int], Any]) -> Points:
+        monkeypatch.setattr(attention_kernel, "_row", lambda *given: seconds(given[-1]))
+        return attention_curve(model, work, torch.device("cpu"))
+
+    return curve
+
+
+def test_rows_get_longer_until_the_next_would_take_too_long(curve: Any) -> None:
+    """A row that is four times as long takes about 16 times as long. On a CPU, a row may take 50
+    ms. Two rows are always timed, because a rate needs two.
+    """
+    assert [length for length, *_ in curve(lambda _: (0.001, 0.002))] == list(LENGTHS)
+    assert [length for length, *_ in curve(lambda _: (0.0015, 0.002))] == list(LENGTHS[:2])
+    assert curve(lambda length: (1e-6 * length, 2e-6 * length))[:2] == (
+        (512, 512_000, 1_024_000),
+        (2048, 2_048_000, 4_096_000),
+    )
+
+
+def test_a_row_takes_at_least_a_nanosecond(curve: Any) -> None:
+    """A cost table with a duration of 0 could not be divided by."""
+    assert curve(lambda _: (0.0, 0.0)) == tuple((length, 1, 1) for length in LENGTHS)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_rows_that_do_not_fit_are_left_out(curve: Any, error: type[Exception]) -> None:
+    def seconds(length: int) -> tuple[float, float]:
+        if length > LENGTHS[1]:
+            raise error("no memory")
+        return 1e-6, 1e-6
+
+    assert [length for length, *_ in curve(seconds)] == list(LENGTHS[:2])
+
+
+def test_attention_is_timed_as_layers_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is causal, and its key-value heads are shared by several heads."""
+    seen: list[dict[str, Any]] = []
+    attend = attention_kernel.scaled_dot_product_attention
+
+    def recorded(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append({**options, "heads": [tensor.shape[1] for tensor in tensors]})
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(attention_kernel, "_LONGEST", 512)
+    model, work = model_of("qwen2"), Workload(batch=2, sequence=16, dtype="fp32")
+    heads, pairs, _ = model.heads
+    assert heads > pairs
+    assert len(attention_curve(model, work, torch.device("cpu"))) == 1
+    assert seen[0] == {"is_causal": True, "enable_gqa": True, "heads": [heads, pairs, pairs]}
+
+
+def test_two_rows_are_enough_for_a_rate() -> None:
+    """With 0 half tokens, the time grows with the square of the length."""
+    model = model_of("qwen2")
+    heads, _, size = model.heads
+    flops = 7 * heads * size * 2048**2
+    points = ((512, 10, 20), (2048, 160, 320))
+    assert attention_rate(model, points, 1e18) == (pytest.approx(flops / 480e-9 / 1e18), 0)
+    assert attention_rate(model, points, 1e6) == (1.0, 0), "no faster than a large product"
+
+
+def test_times_that_grow_faster_than_the_square_have_no_half_tokens() -> None:
+    assert (attention_rate(model_of("qwen2"), ((512, 1, 1), (2048, 160, 320)), 1e15) or "")[1] == 0
+
+
+@pytest.mark.parametrize("longer", [40, 39])
+def test_without_growth_per_token_there_is_no_rate(longer: int) -> None:
+    """This happens on a machine that is busy while the shorter row is timed."""
+    assert attention_rate(model_of("qwen2"), ((512, 5, 5), (2048, longer, 0)), 1e12) is None
