@@ -177,10 +177,11 @@ def draw(results: Results) -> Drawn:
     )
     style.legend(figure, style.handles(SYSTEMS, stars=True, crosses=True), 4)
     caption = (
-        f"Predictions of {date}: library's GH200 and H200, eager layers, sequences of 1,024."
+        f"Predictions of {date}: library's GH200 and H200, sequences of 1,024, ours with compiled"
+        " layers and others with eager ones, also where measured."
         f" Measured {min(star.date for star in measured)} to {max(star.date for star in measured)}"
-        " on H200 machines with 128 to 512 GiB of host memory, 32 x 1,024 tokens unless labelled:"
-        " ours with compiled layers, others with eager ones. Stars left of a size have another"
+        " on H200 machines with 128 to 512 GiB of host memory, 32 x 1,024 tokens unless labelled."
+        " Stars left of a size have another"
         " batch or less device memory (by update: how gradients are clipped). Stars of 72B and 123B"
         " have 5.1 and 4.1 bytes of state a parameter, on an H100 with 512 GiB of host memory."
     )
@@ -325,8 +326,8 @@ def _drawn(
             " figure has the ratio. With the paper's 12 bytes per parameter, 120B takes"
             f" {large['paper_stated']:,.0f} GB, which fits whether 1.5 TB means 1,500 or 1,649 GB."
             f" The code takes {large['code_earlier']:,.0f} GB and fits only into 1,649 GB, which we"
-            " assume because of this claim. Stars have compiled layers and lines have eager ones,"
-            " so a star above a line is not an error of the prediction."
+            " assume because of this claim. Our line has compiled layers and exact state on the"
+            " H200. Our stars at 72B and 123B have compressed state on an H100."
         ),
         caption=caption,
         caption_columns=122,

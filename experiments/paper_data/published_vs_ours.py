@@ -62,17 +62,20 @@ def unpublished(
     return msgspec.structs.replace(row, **fields)
 
 
-def published_vs_ours(rows: Iterable[PublishedRow]) -> list[dict[str, Any]]:
+def published_vs_ours(
+    rows: Iterable[PublishedRow], *, compiled: bool = False
+) -> list[dict[str, Any]]:
     """Returns each row as plain data, with the fields of `BenchmarkRecord` in paper_figures. `code`
     is the prediction for the system's own code. Rows of baselines without a stated batch have
     `implied`, the batch that their speed implies. Rows of MegaTrain have `paper_stated`,
-    `paper_schedule` and `ours`.
+    `paper_schedule` and `ours`. With `compiled`, `ours` has compiled layers and short recomputes,
+    as plans of the commands have with `--compile`.
     """
     settings = load_settings()
-    return [_compared(row, settings[row.setting]) for row in rows]
+    return [_compared(row, settings[row.setting], compiled) for row in rows]
 
 
-def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
+def _compared(row: PublishedRow, setting: Setting, compiled: bool) -> dict[str, Any]:
     """Returns a row with the predictions for it. A prediction is None if it does not apply."""
     model, found = row.spec(), predict(row, setting)
     record: dict[str, Any] = {
@@ -113,7 +116,9 @@ def _compared(row: PublishedRow, setting: Setting) -> dict[str, Any]:
         changes = tuple(sorted(row.changes.items()))
         for name in ("paper_stated", "paper_schedule", "ours"):
             record[name] = msgspec.to_builtins(
-                _answer(name, row.model, changes, row.setting, found.batch, found.sequence)
+                _answer(
+                    name, row.model, changes, row.setting, found.batch, found.sequence, compiled
+                )
             )
     return record
 
@@ -126,10 +131,12 @@ def _answer(
     setting: str,
     batch: int,
     sequence: int,
+    compiled: bool,
 ) -> PredictedStep:
     spec, hardware = _model(model, changes), load_settings()[setting].machine()
     if name == "ours":
-        return ours(spec, hardware, Workload(batch=batch, sequence=sequence))
+        work = Workload(batch=batch, sequence=sequence, compiled=compiled, short_recompute=compiled)
+        return ours(spec, hardware, work)
     if name == "paper_stated":
         with stated_format() as state:
             return paper_schedule(spec, hardware, batch, sequence, state=state)
