@@ -204,8 +204,8 @@ def _stars(axes: Any, measured: list[Star]) -> None:
         aside = _ASIDE if star.limit or star.tokens != "32 x 1024" else 1
         style.measured(axes, [star.size * aside], [star.tflops], star.system)
         if star.state != "exact":
-            text = f"{star.model.split('-')[0]} {star.size}B,\n{star.state}, H100"
-            axes.text(star.size * 1.1, star.tflops + 14, text, fontsize=7, ha="right", va="bottom")
+            text = f"{star.size:g}B, H100"
+            axes.text(star.size * 1.2, star.tflops + 16, text, fontsize=7, ha="right", va="bottom")
         if star.system != "ours":  # all stars have one marker, and colours look alike in grey
             name = style.LOOKS[star.system].label.partition(" ")[0]
             name = {"MegaTrain's": "code", "paper's,": "paper's"}.get(name, name)
