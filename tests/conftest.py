@@ -126,8 +126,8 @@ def nothing_known() -> None:
     """
     if costs := sys.modules.get("megatrain.simulator.costs"):
         costs._shared.cache_clear()
-    if search := sys.modules.get("megatrain.simulator.planner.placement_search"):
-        search._recent.clear()
+    if plans := sys.modules.get("megatrain.simulator.planner.known_plans"):
+        plans._recent.clear()
 
 
 @pytest.fixture

@@ -55,11 +55,9 @@ there is no plan, and `nearest_miss` returns the one that exceeds its limits by 
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -67,17 +65,13 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.remembered import Remembered, costs_sizes
-from megatrain.simulator.engine.evaluator import two_groups_ns
-from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Estimate,
     InShortGroups,
     RunnerUp,
-    expected_ns,
     schedule_to_time,
     step_seconds,
-    streams,
     with_knobs,
     without_unused_inputs,
 )
@@ -92,9 +86,8 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.planner.known_plans import TimedPlan, known_plans
 from megatrain.simulator.planner.making_room import MakingRoom
-from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -140,101 +133,6 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 """Knobs that need less and less memory. They are tried in order until a plan fits."""
 
 
-class _Run:
-    """A lowered plan with at most two groups of micro-batches, and its predicted times.
-
-    Each further group of the step adds the time of the second group.
-    """
-
-    def __init__(self, schedule: Schedule, costs: CostModel, group: int, more: int) -> None:
-        """`group` is the number of micro-batches in a group of `schedule`. `more` is the number of
-        groups that a step has in addition to two.
-        """
-        self._schedule, self._costs, self._group, self._more = schedule, costs, group, more
-        self.ops = len(schedule.compiled.lanes)
-        """The number of ops."""
-        self.streams = streams(schedule)
-        """Whether anything is copied between host and device."""
-
-    @functools.cached_property
-    def _alone_ns(self) -> tuple[int, int]:
-        """The time of the schedule and the time of a further group, both in ns and without
-        contention.
-        """
-        return two_groups_ns(self._schedule, self._costs, self._group)
-
-    @functools.cached_property
-    def _step_ratio(self) -> float:
-        """The time of a step with all groups, divided by the time of the schedule.
-
-        The ratio differs between plans, because updates run once per step but weights are copied
-        for each group. So the best plan for two groups may not be the best for many.
-        """
-        if self._more <= 0:
-            return 1.0
-        makespan, further = self._alone_ns
-        return 1 + self._more * further / max(makespan, 1)
-
-    @functools.cached_property
-    def bound_ns(self) -> float:
-        """Step time without contention, in ns. It is a lower bound of `step_ns`."""
-        return self._alone_ns[0] * self._step_ratio
-
-    @functools.cached_property
-    def step_ns(self) -> float:
-        """Expected step time in ns, from the engine. The first access runs the simulation."""
-        return expected_ns(self._schedule, self._costs) * self._step_ratio
-
-
-class _Known:
-    """What is known about the plans of one policy, model and workload on one machine.
-
-    Each result is stored with all that it depends on, so searches share it. They differ in the
-    limits of memory, the size of micro-batch groups, and the ways to fill the device.
-    """
-
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
-        """Only `rebuild_outputs` of the knobs of `plan` is used, and not its limits."""
-        self.plan, self.costs, self.policy = plan, costs, policies.find(plan.policy)
-        self.lower_bound = LowerBound(plan, costs)
-        self.accounts: dict[tuple[Knobs, int, int], Account] = {}
-        """Knobs and limits of a plan -> its memory."""
-        self.runs: dict[Knobs, _Run] = {}
-        """Knobs of a plan -> its times."""
-        self.usual: dict[tuple[Plan, bool], list[Plan]] = {}
-        """(plan from which a search begins, whether it fills in additional ways) -> its usual
-        candidates."""
-
-
-_recent: deque[_Known] = deque(maxlen=4)
-"""The results of the last searches. A command searches the same plans several times: to choose a
-loss chunk, to choose the plan, and for advice."""
-
-
-def _known(plan: Plan, costs: CostModel) -> _Known:
-    """Returns the results for plans like `plan` with exactly this policy and cost model, and the
-    same `rebuild_outputs`, which changes the duration of ops.
-    """
-    alike = Plan(
-        policy=plan.policy,
-        gpus=plan.gpus,
-        hardware="",
-        source="",
-        device_limit_bytes=1,
-        host_limit_bytes=1,
-        model=plan.model,
-        workload=plan.workload,
-        knobs=Knobs(rebuild_outputs=plan.knobs.rebuild_outputs),
-    )
-    policy = policies.find(plan.policy)
-    for known in list(_recent):
-        if known.costs is costs and known.policy is policy and known.plan == alike:
-            return known
-    known = _Known(alike, costs)
-    _recent.append(known)
-    return known
-
-
 class PlacementSearch:
     """Searches the placements and slots for one policy, model, workload and machine."""
 
@@ -269,7 +167,7 @@ class PlacementSearch:
         timing = InShortGroups(costs, group) if group > 2 else costs
         self.timing = Remembered(timing) if costs_sizes(timing) else timing
         """The costs of shortened plans."""
-        self._known, self._more = _known(plan, costs), more
+        self._known, self._more = known_plans(plan, costs), more
         self.filling = Filling(plan, costs, self._known.accounts, more=more)
         self.lower_bound, self._runs = self._known.lower_bound, self._known.runs
 
@@ -585,7 +483,7 @@ class PlacementSearch:
             best = better
         return [candidates[index] for _, index in best]
 
-    def _coarse(self, candidate: Plan) -> _Run:
+    def _coarse(self, candidate: Plan) -> TimedPlan:
         """Returns the candidate, lowered with few large copies, even if it does not fit that way.
 
         Candidates are ranked with these copies because they are simulated quickly, and because all
@@ -593,7 +491,7 @@ class PlacementSearch:
         """
         return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
 
-    def _run(self, plan: Plan) -> _Run:
+    def _run(self, plan: Plan) -> TimedPlan:
         """Returns the plan, lowered with at most two groups of micro-batches. Results are
         cached.
         """
@@ -602,7 +500,7 @@ class PlacementSearch:
             schedule = schedule_to_time(with_knobs(plan, groups=2), self.timing)
             group = plan.knobs.micro_batch_group
             more = plan.micro_batches // group - 2
-            self._runs[plan.knobs] = _Run(schedule, self.timing, min(group, 2), more)
+            self._runs[plan.knobs] = TimedPlan(schedule, self.timing, min(group, 2), more)
         return self._runs[plan.knobs]
 
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:

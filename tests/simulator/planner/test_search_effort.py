@@ -18,7 +18,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner import batch_splits, placement_search
+from megatrain.simulator.planner import batch_splits, known_plans, placement_search
 from megatrain.simulator.planner.assessment import Choice, assess, estimate, group_sizes, with_knobs
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.filling import Filling, last
@@ -91,7 +91,7 @@ def test_a_search_of_known_plans_times_none_and_finds_the_same(
     candidates(model, H200, work, policies=["overlapped"], device_limit=limit + MIB)
     assert found() == first
     timed.clear()
-    placement_search._recent.clear()
+    known_plans._recent.clear()
     assert found() == first
     assert timed
 

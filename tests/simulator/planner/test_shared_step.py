@@ -170,7 +170,7 @@ def test_the_search_takes_about_as_long_as_for_one_gpu(
         simulated.append(len(schedule.compiled.lanes))
         return makespan_ns(schedule, costs)
 
-    monkeypatch.setattr("megatrain.simulator.planner.placement_search.expected_ns", counted)
+    monkeypatch.setattr("megatrain.simulator.planner.known_plans.expected_ns", counted)
     search(one.model, H200, one.workload, device_limit=4 * GIB, policies=["overlapped"])
     alone = sum(simulated)
     for count in (2, 4, 8):
