@@ -358,6 +358,13 @@ def run(args: argparse.Namespace) -> int:
     """Times the systems, prints a table, and returns the exit status."""
     for path in filter(None, (args.out, args.timeline)):
         options.check_writable(path)
+    if args.timeline and "ours" not in args.systems:
+        raise UserError(
+            "--timeline",
+            found=f"--systems {','.join(args.systems)}",
+            allowed="systems with `ours`, whose timeline is written",
+            fix="leave out --timeline, or add ours to --systems",
+        )
     plan, hardware = make_plan(args)
     work, prediction = plan.workload, plan.prediction
     arguments = {

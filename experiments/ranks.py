@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 -m megatrain.experiments.ranks PLAN --steps 3
 
 torchrun starts one process, a rank, for each GPU of the plan. A plan for one GPU is run without
-torchrun. Rank 0 prints a line of JSON for each step. At the end it prints a line with a digest of
-the fp32 masters of the whole model, which is the same for any number of GPUs, and a line with the
-peak memory of each rank. Without CUDA, the ranks run on the CPU.
+torchrun. Rank 0 prints a line of JSON for each step. At the end it prints a line with the peak
+memory of each rank, and a line with a digest of the fp32 masters of the whole model, which is the
+same for any number of GPUs. Without CUDA, the ranks run on the CPU.
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work() -> int:
         args = parser().parse_args(arguments)
+        if args.timeline:
+            options.check_writable(args.timeline)
         settings = AdamW(max_norm=0.05, weight_decay=0.1)
         try:
             run(

@@ -476,6 +476,7 @@ def calibrate(
         library_bytes=library.library_bytes if library else 0,
         collective_bytes=library.collective_bytes if library else 0,
         collective_peer_bytes=library.collective_peer_bytes if library else 0,
+        peer_gb_per_s=library.peer_gb_per_s if library else None,
         host_bytes=limits[1],
         cores=machine.cores(),
         peak_tflops={

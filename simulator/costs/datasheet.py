@@ -127,6 +127,7 @@ class Datasheet(EstimatedCosts):
             )
         flops_per_ns = hardware.peak_tflops[workload.dtype] * 1e3
         self._linear_flops_per_ns = flops_per_ns * hardware.linear_efficiency
+        self._fp8_speed = fp8_speed(hardware) if workload.fp8 else 1.0
         duplex = {
             "h2d": {"d2h": hardware.duplex_fraction},
             "d2h": {"h2d": hardware.duplex_fraction},
@@ -162,7 +163,6 @@ class Datasheet(EstimatedCosts):
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
         self._products_per_ns = products * 1e3 * hardware.linear_efficiency
         """FLOPs per ns of matrix products in bf16, as in Muon's updates."""
-        self._fp8_speed = fp8_speed(hardware) if workload.fp8 else 1.0
         self._attention = attention
         self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
@@ -183,7 +183,8 @@ class Datasheet(EstimatedCosts):
     @property
     def product_ns(self) -> float:
         """The time of the longest matrix product of a decoder layer, in ns."""
-        return self.model.longest_product_flops(self.workload) / self._linear_flops_per_ns
+        flops = self.model.longest_product_flops(self.workload, self._fp8_speed)
+        return flops / self._linear_flops_per_ns
 
     def collective_bytes(self, gpus: int) -> int:
         return self.hardware.collectives(gpus)

@@ -519,13 +519,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not any(size % FP8_MULTIPLE for size in shape)
         }
 
-    def longest_product_flops(self, workload: Workload) -> int:
-        """Returns the FLOPs of the longest matrix product of a decoder layer in a micro-batch,
-        without products of experts.
+    def longest_product_flops(self, workload: Workload, fp8_speed: float = 1.0) -> float:
+        """Returns the FLOPs of the longest matrix product of a decoder layer in a micro-batch or a
+        piece of it, without products of experts. FLOPs in fp8 are divided by `fp8_speed`.
         """
         layers = {layer.signature: layer.name for layer in self.decoders}.values()
-        sizes = [math.prod(shape) for name in layers for _, shape in self._part(name).linears]
-        return 2 * (workload.token_piece or workload.tokens) * max(sizes, default=0)
+        sizes = [
+            math.prod(shape) / (fp8_speed if name in self.fp8_products(layer, workload) else 1.0)
+            for layer in layers
+            for name, shape in self._part(layer).linears
+        ]
+        return 2 * (workload.piece or workload.tokens) * max(sizes, default=0.0)
 
     def fp8_products(self, layer: str, workload: Workload) -> dict[str, tuple[int, ...]]:
         """Returns the `fp8_weights` of a decoder layer if `workload` multiplies in fp8, otherwise

@@ -244,6 +244,10 @@ def test_an_error_in_a_child_process_is_returned_as_its_failure(
         ),
         (["tiny", "--nonsense"], "found --nonsense"),
         (
+            ["tiny", "--timeline", "step.json", "--systems", "ceiling,zero3"],
+            "--timeline: found --systems ceiling,zero3; allowed: systems with `ours`",
+        ),
+        (
             ["tiny", "--optimizer", "lion.py", "--systems", "ours,fsdp2"],
             "optimizer: found lion.py, with fsdp2; allowed: adamw, which other systems use",
         ),

@@ -215,13 +215,16 @@ def test_a_rank_with_another_plan_is_refused(
         (["--rate", "nan"], "--rate: found 'nan'; allowed: a number >= 0"),
         (["--timeout", "-1"], "--timeout: found '-1'; allowed: a number >= 0.1"),
         (["--gpus"], "megatrain.experiments.ranks: found --gpus; allowed: an option"),
+        (["--timeline", "."], ".: found a folder; allowed: a file to write"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
     saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     assert main([saved_plan("plan"), *words]) == 2
-    (printed,) = capsys.readouterr().err.splitlines()
+    shown = capsys.readouterr()
+    assert not shown.out
+    (printed,) = shown.err.splitlines()
     assert printed.startswith(f"megatrain: {line}")
 
 

@@ -208,16 +208,19 @@ def test_numbers_of_the_machine_are_in_the_units_of_their_names(calibration: Cal
     assert (found.library_bytes, found.collective_bytes) == (0, 0)
 
 
-def test_memory_of_libraries_is_that_of_the_same_gpu_in_the_library(
+def test_memory_of_libraries_and_rate_between_gpus_are_those_of_the_same_gpu_in_the_library(
     calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot be measured by one process that is already running."""
+    """They cannot be measured by one process that is already running."""
     known = HardwareSpec.load("h200")
     name = known.gpu_names[0]
     monkeypatch.setattr(module.machine, "describe", lambda _: {"device": name, "cores": 7})
     found = calibration.run()
     assert found.library_bytes == known.library_bytes > 0
     assert found.collective_bytes == known.collective_bytes > 0
+    assert found.collective_peer_bytes == known.collective_peer_bytes > 0
+    assert found.peer_gb_per_s == known.peer_gb_per_s
+    assert found.peer_gb_per_s is not None
     assert found.source.startswith(f"measured on {name}, 7 cores")
 
 
