@@ -1038,7 +1038,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         early, freed, scores, longer = part.early, part.freed, part.scores.held, 0
         if compiled:
             early, freed = part.in_compiled.early, part.in_compiled.freed
-            scores, longer = part.scores.compiled[1], 2 * tokens * self.hidden * width
+            scores, longer = part.scores.compiled[1], self._longer(part, tokens, width)
         written = tokens * sequence * scores.bytes(width)
         parts = [
             width * part.down + held(*early),
@@ -1047,7 +1047,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             width * layer.elements + tokens * _late(part, width, groups) - held(freed) + longer,
         ]
         if compiled:
-            parts = [part + written for part in parts]
+            if part.parallel:
+                output = part.attended.low * self.hidden  # elements of attention's last weight
+                parts.append(width * (part.down + output) + tokens * _late(part, width, groups))
+            parts = [each + written for each in parts]
         else:
             parts[3] += written
         if carried:
@@ -1058,6 +1061,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
+
+    def _longer(self, part: Part, tokens: int, width: int) -> int:
+        """Returns the bytes of tensors that exist in attention, although other layers than compiled
+        ones have freed them (`backward_bytes`).
+        """
+        reused = part.joined if part.joined in part.gradients else 0
+        return tokens * width * (max(2, part.in_compiled.readers) * self.hidden + reused)
 
     def _backward_in_pieces(
         self,

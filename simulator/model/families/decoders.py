@@ -106,6 +106,7 @@ def phi(c: ModelConfig, kind: Kind) -> Parts:
         *plain_mlp(c, "mlp.fc1", "mlp.fc2"),
         layer_norm("input_layernorm", c.hidden, first=True),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 
@@ -125,6 +126,7 @@ def cohere(c: ModelConfig, kind: Kind) -> Parts:
         *gated_mlp(c),
         centred_norm("input_layernorm", (c.hidden,)),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 
@@ -235,6 +237,7 @@ def gpt_neox(c: ModelConfig, kind: Kind) -> Parts:
         *plain_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         rotary(2 * hidden),
         attend(c, kind.attention, copied=True, fused=True),
+        Part(parallel=parallel),
         residual(hidden),
     )
 

@@ -47,7 +47,9 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
         backward=Traffic(0, 6 * experts, experts),
         kept=Kept(0, experts, hidden if wide else 0),
         compiled=Compiled(
-            Kept(0, experts + 2, hidden if wide else 0), cast=experts * hidden if wide else 0
+            Kept(0, experts + 2, hidden if wide else 0),
+            cast=experts * hidden if wide else 0,
+            readers=0 if wide else 1,
         ),
     )
 
@@ -117,9 +119,11 @@ def experts(
             Kept(2 * rows + 3 * columns, 11 * chosen),
             (Kept(3 * rows + hidden, 12 * chosen), early[1]),
             Kept(2 * rows + 3 * columns),
+            readers=1,
         ),
         freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
         early=early,
+        gradients=(2 * columns, columns, rows),
         down=count * hidden * inner,
         projections=3 * count * hidden * inner,
     )
@@ -223,6 +227,7 @@ def expert_gate(name: str, hidden: int) -> Part:
         forward=Traffic(3 * hidden),
         backward=Traffic(6 * hidden),
         kept=Kept(hidden + 1),
+        compiled=Compiled(Kept(hidden + 1), readers=1),
     )
 
 
@@ -262,7 +267,12 @@ def latent_attention(c: ModelConfig, kind: Kind) -> Parts:
         rotary((heads + 1) * rotated),
         joining,
         attend(c, kind.attention, query=query, value=value, kv_heads=heads, copied=True),
-        Part(kept=Kept(heads * plain)),
+        Part(
+            kept=Kept(heads * plain),
+            # The norm's input is saved with the rotated elements from the same projection.
+            compiled=Compiled(Kept(heads * plain + rotated)),
+            joined=heads * (plain + value),
+        ),
         shared_input(hidden, 2),
     )
 

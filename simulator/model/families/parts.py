@@ -184,6 +184,10 @@ class Compiled(NamedTuple):
     """Elements per token of `kept` that the layer does not save if the products that read them are
     in fp8, or if the plan says so (`Knobs.rebuild_outputs`). They are outputs of norms and of
     activations, which the backward pass computes again."""
+    readers: int = 0
+    """How many products of an MLP, or of a router and experts, read its input. Each computes a
+    gradient of this input in the compute dtype. Products in fp32 are left out, because these
+    gradients take the place of the fp32 copy of the input."""
 
     def plus(self, other: Compiled) -> Compiled:
         """Returns the sums of all fields. The entries of `early` are joined."""
@@ -193,6 +197,7 @@ class Compiled(NamedTuple):
             self.freed.plus(other.freed),
             self.cast + other.cast,
             self.rebuilt + other.rebuilt,
+            self.readers + other.readers,
         )
 
 
@@ -259,6 +264,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     reads_output: bool = False
     """Whether the part is a norm that reads the output of attention or of the MLP, not their
     input."""
+    parallel: bool = False
+    """Whether attention and the MLP of the layer have the same input, so neither reads the other's
+    output."""
     active: int = 0
     """Matrix elements that each token is multiplied with."""
     idle: int = 0
@@ -304,6 +312,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     between: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of a norm before the MLP. The MLP has then freed its
     saved elements. The entries exist at different times."""
+    gradients: tuple[int, ...] = ()
+    """Elements of the gradients that an MLP, or experts, computes between its products."""
+    joined: int = 0
+    """Elements of a gradient that is put together from results of the attention kernel, for a
+    projection that computes several of its arguments."""
     kernel: KernelMemory | None = None
     """The entry of `late` of the attention kernel, if it is a fused kernel."""
     late: tuple[Kept, ...] = ()
@@ -391,6 +404,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         last=tuple(tensor for part in parts for tensor in part.last),
         silu_gated=any(part.silu_gated for part in parts),
         reads_output=any(part.reads_output for part in parts),
+        parallel=any(part.parallel for part in parts),
         active=sum(part.active for part in parts),
         idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts),
@@ -412,6 +426,8 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         projections=sum(part.projections for part in parts),
         between=tuple(held for part in parts for held in part.between),
         late=tuple(held for part in parts for held in part.late),
+        gradients=tuple(size for part in parts for size in part.gradients),
+        joined=max(part.joined for part in parts),
         kernel=next((part.kernel for part in parts if part.kernel), None),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
@@ -630,15 +646,19 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
-    saved_heads = kv_heads if query == value <= 256 else heads
+    flash = query == value <= 256
+    saved_heads = kv_heads if flash else heads
     kernel = _backward_of_attention(heads, kv_heads, query, value)
+    kept = Kept((heads + saved_heads) * (query + value) + output + whole, heads)
     return Part(
         pair=2 * heads * (query + value),
         window=window,
         chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
+        kept=kept,
+        # Memory-efficient attention writes its output in the layout that the projection reads.
+        compiled=None if flash else Compiled(Kept(kept.low - output, heads)),
         attended=Kept(heads * value, heads),
         kernel=kernel,
         late=(kernel.whole,),
@@ -774,10 +794,18 @@ def gated_mlp(
         forward=Traffic(3 * inner),
         backward=Traffic((12 if fused else 6) * inner),
         kept=Kept(3 * inner),
-        compiled=Compiled(Kept(2 * inner), (Kept(inner),), Kept(3 * inner), rebuilt=inner),
+        compiled=Compiled(
+            Kept(2 * inner),
+            # Gradients of gate and up. One of two takes the place of the product's gradient.
+            (Kept((2 if fused else 1) * inner),),
+            Kept(3 * inner),
+            rebuilt=inner,
+            readers=len(names),
+        ),
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
+        gradients=((2 if fused else 1) * inner,),
         last=last_product(f"{name}.down_proj", inner, hidden) if label else (),
         silu_gated=label and not fused and c.get(act) in ("silu", "swish"),
         down=inner * hidden,
@@ -815,29 +843,43 @@ def plain_mlp(
         linear(down, inner, hidden, biased),
         Part(last=last_product(down, inner, hidden)),
         activation(c, inner, act),
-        hidden_of_mlp(c, inner, act),
+        hidden_of_mlp(c, inner, act, biased),
     )
     return placed("mlp", *parts) if "." in up else parts
 
 
-def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
+def hidden_of_mlp(c: ModelConfig, inner: int, act: str, biased: bool) -> Part:
     """Returns the memory of the hidden units of an MLP without a gate.
 
     The units are `inner` elements per token between the two projections. The second projection
     saves them. In the backward pass, their gradient exists together with temporary tensors of the
-    activation if that is several kernels. `act` is the key of the activation in the config.
+    activation if that is several kernels.
+
+    In a compiled layer, the gradient of the units takes the place of the units, if the gradient of
+    the second projection's weight is computed before. It is not if this projection is `biased`: the
+    backward pass of a product with a bias begins with the gradient of the input. relu reads the
+    units in its backward pass.
+
+    Args:
+        c: The config.
+        inner: The width between the projections.
+        act: The key of the activation in the config.
+        biased: Whether the second projection has a bias.
     """
     more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
+    relu = c.get(act) == "relu"
     return Part(
         kept=Kept(inner),
         compiled=Compiled(
             Kept(inner),
-            (Kept(inner),),
-            Kept(inner),
-            rebuilt=0 if c.get(act) == "relu" else inner,  # the activation's output is its input
+            (Kept(inner if biased or relu else 0),),
+            Kept(inner if relu else 2 * inner),
+            rebuilt=0 if relu else inner,  # the activation's output is its input
+            readers=1,
         ),
         freed=Kept(inner),
         early=(Kept((1 + more) * inner),),
+        gradients=(inner,),
         down=inner * c.hidden,
         projections=2 * inner * c.hidden,
         inner=inner,

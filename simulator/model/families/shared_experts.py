@@ -139,6 +139,7 @@ def cohere_norm(c: ModelConfig, _kind: Kind) -> Parts:
     return (
         centred_norm("input_layernorm", (c.hidden,)),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 
