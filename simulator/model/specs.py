@@ -136,10 +136,15 @@ def elements_of(part: Part) -> int:
     return sum(math.prod(shape) for _, shape in part.tensors)
 
 
-def _late(part: Part, width: int, groups: int) -> int:
+def _late(part: Part, width: int, groups: int, compiled: bool) -> int:
     """Returns the largest number of bytes per token of the entries of `part.late`, with attention
     in `groups` groups of heads.
+
+    In a `compiled` layer it is the attention kernel's entry, if there is one, because the norms of
+    queries and keys have no temporary tensors.
     """
+    if compiled and part.kernel:
+        return part.kernel.bytes(width, groups)
     return max(
         (
             part.kernel.bytes(width, groups)
@@ -1044,12 +1049,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
-            width * layer.elements + tokens * _late(part, width, groups) - held(freed) + longer,
+            width * layer.elements
+            + tokens * _late(part, width, groups, compiled)
+            - held(freed)
+            + longer,
         ]
         if compiled:
             if part.parallel:
                 output = part.attended.low * self.hidden  # elements of attention's last weight
-                parts.append(width * (part.down + output) + tokens * _late(part, width, groups))
+                parts.append(
+                    width * (part.down + output)
+                    + tokens * _late(part, width, groups, compiled)
+                    - held(part.in_compiled.gone)
+                )
             parts = [each + written for each in parts]
         else:
             parts[3] += written
@@ -1067,7 +1079,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ones have freed them (`backward_bytes`).
         """
         reused = part.joined if part.joined in part.gradients else 0
-        return tokens * width * (max(2, part.in_compiled.readers) * self.hidden + reused)
+        return tokens * width * (max(2 * self.hidden, part.in_compiled.longer) + reused)
 
     def _backward_in_pieces(
         self,
@@ -1107,7 +1119,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
             width * layer.elements
-            + tokens * (_late(part, width, groups) + (0 if pieces.norm else 2 * row))
+            + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )

@@ -62,6 +62,7 @@ from megatrain.simulator.model.families.kinds import (
     smollm3_window,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -170,7 +171,12 @@ def gated_attention(c: ModelConfig, _kind: Kind) -> Parts:
         attend(c, FULL, copied=True),
         shared_input(hidden, 3),
         # the sigmoid and its product with the output
-        Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),
+        Part(
+            forward=Traffic(7 * query),
+            backward=Traffic(15 * query),
+            kept=Kept(2 * query),
+            compiled=Compiled(Kept(2 * query), longer=query),
+        ),
     )
 
 

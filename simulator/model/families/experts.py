@@ -49,7 +49,7 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
         compiled=Compiled(
             Kept(0, experts + 2, hidden if wide else 0),
             cast=experts * hidden if wide else 0,
-            readers=0 if wide else 1,
+            longer=0 if wide else hidden,
         ),
     )
 
@@ -64,6 +64,7 @@ def experts(
     transposed: bool = False,
     bias: bool = False,
     wide: bool = False,
+    inputs: bool = False,
 ) -> Part:
     """Returns gated experts. For each token, `chosen` of `count` experts run.
 
@@ -83,6 +84,8 @@ def experts(
         transposed: Whether weights are stored as [in, out].
         bias: Whether experts have biases and clamp gate and up, as in gpt-oss.
         wide: Whether the weights of rows and the weighted outputs are in fp32.
+        inputs: Whether the inputs are multiplied with the weights of rows, instead of the outputs.
+            A compiled layer then saves no outputs, but the inputs twice.
     """
     up, down = (
         ((hidden, 2 * inner), (inner, hidden))
@@ -104,6 +107,7 @@ def experts(
         Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
         Kept((2 + clamped) * columns, 12 * chosen),
     )
+    after = early[1]._replace(low=early[1].low - (0 if inputs else rows))
     return Part(
         tensors=tensors,
         active=3 * chosen * hidden * inner,
@@ -117,9 +121,10 @@ def experts(
         kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
         compiled=Compiled(
             Kept(2 * rows + 3 * columns, 11 * chosen),
-            (Kept(3 * rows + hidden, 12 * chosen), early[1]),
+            # The outputs of experts are freed before the gradients of gate and up exist.
+            (Kept((3 if wide else 2) * rows + hidden, 12 * chosen), after),
             Kept(2 * rows + 3 * columns),
-            readers=1,
+            longer=hidden,
         ),
         freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
         early=early,
@@ -227,7 +232,7 @@ def expert_gate(name: str, hidden: int) -> Part:
         forward=Traffic(3 * hidden),
         backward=Traffic(6 * hidden),
         kept=Kept(hidden + 1),
-        compiled=Compiled(Kept(hidden + 1), readers=1),
+        compiled=Compiled(Kept(hidden + 1), longer=hidden),
     )
 
 

@@ -184,10 +184,15 @@ class Compiled(NamedTuple):
     """Elements per token of `kept` that the layer does not save if the products that read them are
     in fp8, or if the plan says so (`Knobs.rebuild_outputs`). They are outputs of norms and of
     activations, which the backward pass computes again."""
-    readers: int = 0
-    """How many products of an MLP, or of a router and experts, read its input. Each computes a
-    gradient of this input in the compute dtype. Products in fp32 are left out, because these
-    gradients take the place of the fp32 copy of the input."""
+    longer: int = 0
+    """Elements per token of gradients that exist until the end of the backward pass, because the
+    gradients of norms' weights are computed from them at last: for each product that reads the
+    input of an MLP, the gradient of this input, and the gradient of attention's output, if it
+    differs from that of the residual. fp32 gradients of a router are left out, because they take
+    the place of the router's fp32 input."""
+    gone: Kept = Kept()
+    """The part of `freed` that an MLP has freed when the kernel of attention runs, if both have the
+    same input."""
 
     def plus(self, other: Compiled) -> Compiled:
         """Returns the sums of all fields. The entries of `early` are joined."""
@@ -197,7 +202,8 @@ class Compiled(NamedTuple):
             self.freed.plus(other.freed),
             self.cast + other.cast,
             self.rebuilt + other.rebuilt,
-            self.readers + other.readers,
+            self.longer + other.longer,
+            self.gone.plus(other.gone),
         )
 
 
@@ -672,11 +678,12 @@ def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) ->
     They are the gradients of the output and of q, k and v, an fp32 sum of q's gradient, and the
     gradients of k and v for each query head if several query heads share them. If values and
     queries differ in size, or if heads have more than 256 elements, the kernel also sums the
-    gradients of k and v in fp32. The sum of q's gradient has a multiple of 32 elements per head.
+    gradients of k and v in fp32, unless heads have at most 128 elements. The sum of q's gradient
+    has a multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32
     results = Kept(heads * query + kv_heads * (query + value))
-    unequal = query != value or query > 256
+    unequal = (query != value or query > 256) and max(query, value) > 128
     inside = Kept(
         heads * (query + value) if heads != kv_heads else 0,
         heads * (rounded + 1 + (query + value if unequal else 0)),
@@ -800,7 +807,7 @@ def gated_mlp(
             (Kept((2 if fused else 1) * inner),),
             Kept(3 * inner),
             rebuilt=inner,
-            readers=len(names),
+            longer=len(names) * hidden,
         ),
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
@@ -875,7 +882,8 @@ def hidden_of_mlp(c: ModelConfig, inner: int, act: str, biased: bool) -> Part:
             (Kept(inner if biased or relu else 0),),
             Kept(inner if relu else 2 * inner),
             rebuilt=0 if relu else inner,  # the activation's output is its input
-            readers=1,
+            longer=c.hidden,
+            gone=Kept(0 if relu else inner),
         ),
         freed=Kept(inner),
         early=(Kept((1 + more) * inner),),

@@ -32,6 +32,7 @@ from megatrain.simulator.model.families.kinds import (
     one_dense,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -122,6 +123,7 @@ def laguna_gate(c: ModelConfig, _kind: Kind) -> Parts:
         forward=Traffic(3 * output, 2 * gates, 2 * gates),
         backward=Traffic(6 * output, 3 * gates, 2 * gates),
         kept=Kept(2 * output + gates, 0, gates),
+        compiled=Compiled(Kept(2 * output + gates, 0, gates), longer=output),
     )
     return (linear("self_attn.g_proj", hidden, gates), gate, shared_input(hidden, 2))
 
