@@ -125,7 +125,7 @@ def cohere(c: ModelConfig, kind: Kind) -> Parts:
             for name, rows in heads
         ),
         *gated_mlp(c),
-        centred_norm("input_layernorm", (c.hidden,)),
+        centred_norm("input_layernorm", (c.hidden,), first=True),
         shared_input(c.hidden, 2),
         Part(parallel=True),
         residual(c.hidden),

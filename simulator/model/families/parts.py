@@ -534,7 +534,12 @@ def layer_norm(
 
 
 def centred_norm(
-    name: str, shape: tuple[int, ...], rows: int = 1, *, projected: bool = True
+    name: str,
+    shape: tuple[int, ...],
+    rows: int = 1,
+    *,
+    first: bool = False,
+    projected: bool = True,
 ) -> Part:
     """Returns Cohere's layer norm without bias, which is several elementwise kernels in fp32.
 
@@ -545,6 +550,7 @@ def centred_norm(
         name: The module's name.
         shape: The shape of the weight, whose last dimension is the size of a row.
         rows: Rows per token that are normalised.
+        first: Whether the input is the layer's input, which a compiled layer need not save.
         projected: Whether a projection reads the output.
     """
     elements = rows * shape[-1]
@@ -553,7 +559,9 @@ def centred_norm(
         forward=Traffic(0, 12 * elements, 2 * elements),
         backward=Traffic(0, 31 * elements, 2 * elements),
         kept=Kept(elements if projected else 0, 3 * elements + rows),
-        compiled=Compiled(Kept(elements * (1 + projected), 2 * rows), rebuilt=elements * projected),
+        compiled=Compiled(
+            Kept(elements * (projected + (not first)), 2 * rows), rebuilt=elements * projected
+        ),
     )
 
 

@@ -139,7 +139,7 @@ def cohere_norm(c: ModelConfig, _kind: Kind) -> Parts:
     if c.get("rms_norm_eps") is not None:
         raise c.wrong("rms_norm_eps", "null, since only layer norms (layer_norm_eps) are predicted")
     return (
-        centred_norm("input_layernorm", (c.hidden,)),
+        centred_norm("input_layernorm", (c.hidden,), first=True),
         shared_input(c.hidden, 2),
         Part(parallel=True),
         residual(c.hidden),
