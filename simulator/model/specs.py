@@ -1062,6 +1062,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     + tokens * _late(part, width, groups, compiled)
                     - held(part.in_compiled.gone)
                 )
+            if part.kernel:
+                parts[3] = max(
+                    parts[3] - width * part.inputs,
+                    width * layer.elements + held(part.kernel.results) - held(freed) + longer,
+                )
             parts = [each + written for each in parts]
         else:
             parts[3] += written

@@ -92,6 +92,7 @@ def phi3_attention(c: ModelConfig, kind: Kind) -> Parts:
         linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * size),
         rotary((heads + kv_heads) * size),
         attend(c, kind.attention, copied=True, fused=True),
+        Part(inputs=hidden * (heads + 2 * kv_heads) * size),
     )
 
 
@@ -243,7 +244,7 @@ def gpt_neox(c: ModelConfig, kind: Kind) -> Parts:
         *plain_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         rotary(2 * hidden),
         attend(c, kind.attention, copied=True, fused=True),
-        Part(parallel=parallel),
+        Part(parallel=parallel, inputs=3 * hidden * hidden),
         residual(hidden),
     )
 

@@ -277,6 +277,9 @@ def latent_attention(c: ModelConfig, kind: Kind) -> Parts:
             # The norm's input is saved with the rotated elements from the same projection.
             compiled=Compiled(Kept(heads * plain + rotated)),
             joined=heads * (plain + value),
+            inputs=(rank * (hidden + heads * query) if rank else hidden * heads * query)
+            + hidden * (latent + rotated)
+            + latent * heads * (plain + value),
         ),
         shared_input(hidden, 2),
     )

@@ -323,6 +323,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     joined: int = 0
     """Elements of a gradient that is put together from results of the attention kernel, for a
     projection that computes several of its arguments."""
+    inputs: int = 0
+    """Elements of the weights that queries, keys and values come from, not per token. Their
+    gradients are computed after the attention kernel has run. 0 if they are not known."""
     kernel: KernelMemory | None = None
     """The entry of `late` of the attention kernel, if it is a fused kernel."""
     late: tuple[Kept, ...] = ()
@@ -434,6 +437,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         late=tuple(held for part in parts for held in part.late),
         gradients=tuple(size for part in parts for size in part.gradients),
         joined=max(part.joined for part in parts),
+        inputs=sum(part.inputs for part in parts),
         kernel=next((part.kernel for part in parts if part.kernel), None),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
@@ -534,12 +538,7 @@ def layer_norm(
 
 
 def centred_norm(
-    name: str,
-    shape: tuple[int, ...],
-    rows: int = 1,
-    *,
-    first: bool = False,
-    projected: bool = True,
+    name: str, shape: tuple[int, ...], rows: int = 1, *, first: bool = False, projected: bool = True
 ) -> Part:
     """Returns Cohere's layer norm without bias, which is several elementwise kernels in fp32.
 
@@ -743,6 +742,7 @@ def attention(
         *parts,
         rotary((heads + kv_heads) * size),
         attend(c, kind, copied=copied, scores=scores(c) if scores else None),
+        Part(inputs=hidden * (heads + 2 * kv_heads) * size),
         shared_input(hidden, 3),
     )
 
