@@ -1024,8 +1024,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
         one group at a time (`KernelMemory.bytes`).
 
-        In a compiled layer, some gradients of norms' weights are computed last, so two gradients of
-        the hidden states, 2 T d b, exist longer.
+        A compiled layer differs in these points:
+
+        * Some gradients of norms' weights are computed last, so the gradients in `Compiled.longer`
+          exist in attention, at least two of the hidden states, 2 T d b.
+        * Norms have no temporary tensors, so only the attention kernel's entry of `Part.late`
+          counts. While the kernel runs, the gradients of the weights in `Part.inputs` do not exist.
+          When they do, only the kernel's results are left.
+        * The compiler uses the memory of a freed tensor for a later one of the same size, and does
+          not free it in between. If a gradient in `Part.gradients` has the size of `Part.joined`,
+          it exists in attention. It has in DeepSeek-V3, for example.
+        * If attention and MLP are `Part.parallel`, attention may begin before the MLP has freed its
+          saved activations. Then there are the gradients of the last weights of both, and the
+          attention kernel's tensors, without `Compiled.gone`.
 
         tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
         tests/simulator/memory/test_compiled_memory.py with compiled layers.

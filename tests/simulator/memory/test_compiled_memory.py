@@ -112,7 +112,7 @@ def test_nothing_of_a_compiled_layer_is_predicted_too_low(family: str) -> None:
 def test_most_saved_bytes_are_predicted_within_10_percent() -> None:
     """The others are in the file. They have linear attention, a state-space mixer or own parts."""
     found = [saved for family in COUNTED for saved, _ in shares(family)]
-    assert sum(share <= 1.1 for share in found) >= SAVED_WITHIN * len(found)
+    assert sum(share <= 1.1 for share in found) >= 0.88 * len(found)
 
 
 def test_most_peaks_with_many_tokens_are_predicted_within_10_percent() -> None:
@@ -120,7 +120,7 @@ def test_most_peaks_with_many_tokens_are_predicted_within_10_percent() -> None:
     have linear attention, a state-space mixer or own parts.
     """
     found = [each[1] for family in COUNTED for each in shares(family, MANY_TOKENS, MEASURED)]
-    assert sum(share <= 1.1 for share in found) >= PEAKS_WITHIN * len(found)
+    assert sum(share <= 1.1 for share in found) >= 0.7 * len(found)
 
 
 @pytest.mark.parametrize("family", ["cohere", "deepseek_v3", "glm", "glm4", "gpt_neox", "phi3"])
