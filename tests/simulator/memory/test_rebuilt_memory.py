@@ -2,9 +2,9 @@
 
 `rebuilt_memory.toml` has the counts of `compiled_memory.toml` for such layers: the saved
 activations with the output, and the highest peak, for each kind of layer of a family. The families
-in its table `others` do not rebuild outputs. Its table `many_tokens` has the counts of those that do
-with 32 x 1,024 tokens. This command counts all of these families again, in fifteen minutes, or only
-the given ones:
+in its table `others` do not rebuild outputs. Its table `many_tokens` has the counts of those that
+do with 32 x 1,024 tokens. This command counts all of these families again, in fifteen minutes, or
+only the given ones:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_rebuilt_memory.py [FAMILY ...]`
 """
