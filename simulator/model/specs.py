@@ -136,10 +136,15 @@ def elements_of(part: Part) -> int:
     return sum(math.prod(shape) for _, shape in part.tensors)
 
 
-def _late(part: Part, width: int, groups: int) -> int:
+def _late(part: Part, width: int, groups: int, compiled: bool) -> int:
     """Returns the largest number of bytes per token of the entries of `part.late`, with attention
     in `groups` groups of heads.
+
+    In a `compiled` layer it is the attention kernel's entry, if there is one, because the norms of
+    queries and keys have no temporary tensors.
     """
+    if compiled and part.kernel:
+        return part.kernel.bytes(width, groups)
     return max(
         (
             part.kernel.bytes(width, groups)
@@ -1023,8 +1028,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
         one group at a time (`KernelMemory.bytes`).
 
-        In a compiled layer, some gradients of norms' weights are computed last, so two gradients of
-        the hidden states, 2 T d b, exist longer.
+        A compiled layer differs in these points:
+
+        * Some gradients of norms' weights are computed last, so the gradients in `Compiled.longer`
+          exist in attention, at least two of the hidden states, 2 T d b.
+        * Norms have no temporary tensors, so only the attention kernel's entry of `Part.late`
+          counts. While the kernel runs, the gradients of the weights in `Part.inputs` do not exist.
+          When they do, only the kernel's results are left.
+        * The compiler uses the memory of a freed tensor for a later one of the same size, and does
+          not free it in between. If a gradient in `Part.gradients` has the size of `Part.joined`,
+          it exists in attention. It has in DeepSeek-V3, for example.
+        * If attention and MLP are `Part.parallel`, attention may begin before the MLP has freed its
+          saved activations. Then there are the gradients of the last weights of both, and the
+          attention kernel's tensors, without `Compiled.gone`.
 
         tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
         tests/simulator/memory/test_compiled_memory.py with compiled layers.
@@ -1042,16 +1058,31 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         early, freed, scores, longer = part.early, part.freed, part.scores.held, 0
         if compiled:
             early, freed = part.in_compiled.early, part.in_compiled.freed
-            scores, longer = part.scores.compiled[1], 2 * tokens * self.hidden * width
+            scores, longer = part.scores.compiled[1], self._longer(part, tokens, width)
         written = tokens * sequence * scores.bytes(width)
         parts = [
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
-            width * layer.elements + tokens * _late(part, width, groups) - held(freed) + longer,
+            width * layer.elements
+            + tokens * _late(part, width, groups, compiled)
+            - held(freed)
+            + longer,
         ]
         if compiled:
-            parts = [part + written for part in parts]
+            if part.parallel:
+                output = part.attended.low * self.hidden  # elements of attention's last weight
+                parts.append(
+                    width * (part.down + output)
+                    + tokens * _late(part, width, groups, compiled)
+                    - held(part.in_compiled.gone)
+                )
+            if part.kernel:
+                parts[3] = max(
+                    parts[3] - width * part.inputs,
+                    width * layer.elements + held(part.kernel.results) - held(freed) + longer,
+                )
+            parts = [each + written for each in parts]
         else:
             parts[3] += written
         if carried:
@@ -1062,6 +1093,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
+
+    def _longer(self, part: Part, tokens: int, width: int) -> int:
+        """Returns the bytes of tensors that exist in attention, although other layers than compiled
+        ones have freed them (`backward_bytes`).
+        """
+        reused = part.joined if part.joined in part.gradients else 0
+        return tokens * width * (max(2 * self.hidden, part.in_compiled.longer) + reused)
 
     def _backward_in_pieces(
         self,
@@ -1101,7 +1139,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         around = max(
             tokens * row + piece * in_piece + (4 + width) * parameters,
             width * layer.elements
-            + tokens * (_late(part, width, groups) + (0 if pieces.norm else 2 * row))
+            + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )

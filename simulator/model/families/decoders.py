@@ -62,6 +62,7 @@ from megatrain.simulator.model.families.kinds import (
     smollm3_window,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -91,6 +92,7 @@ def phi3_attention(c: ModelConfig, kind: Kind) -> Parts:
         linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * size),
         rotary((heads + kv_heads) * size),
         attend(c, kind.attention, copied=True, fused=True),
+        Part(inputs=hidden * (heads + 2 * kv_heads) * size),
     )
 
 
@@ -106,6 +108,7 @@ def phi(c: ModelConfig, kind: Kind) -> Parts:
         *plain_mlp(c, "mlp.fc1", "mlp.fc2"),
         layer_norm("input_layernorm", c.hidden, first=True),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 
@@ -123,8 +126,9 @@ def cohere(c: ModelConfig, kind: Kind) -> Parts:
             for name, rows in heads
         ),
         *gated_mlp(c),
-        centred_norm("input_layernorm", (c.hidden,)),
+        centred_norm("input_layernorm", (c.hidden,), first=True),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 
@@ -168,7 +172,12 @@ def gated_attention(c: ModelConfig, _kind: Kind) -> Parts:
         attend(c, FULL, copied=True),
         shared_input(hidden, 3),
         # the sigmoid and its product with the output
-        Part(forward=Traffic(7 * query), backward=Traffic(15 * query), kept=Kept(2 * query)),
+        Part(
+            forward=Traffic(7 * query),
+            backward=Traffic(15 * query),
+            kept=Kept(2 * query),
+            compiled=Compiled(Kept(2 * query), longer=query),
+        ),
     )
 
 
@@ -235,6 +244,7 @@ def gpt_neox(c: ModelConfig, kind: Kind) -> Parts:
         *plain_mlp(c, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         rotary(2 * hidden),
         attend(c, kind.attention, copied=True, fused=True),
+        Part(parallel=parallel, inputs=3 * hidden * hidden),
         residual(hidden),
     )
 

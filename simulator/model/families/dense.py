@@ -112,6 +112,7 @@ def stablelm(c: ModelConfig, kind: Kind) -> Parts:
         *gated_mlp(c),
         layer_norm("input_layernorm", c.hidden, first=True),
         second,
+        Part(parallel=c.flag("use_parallel_residual")),
         residual(c.hidden),
     )
 

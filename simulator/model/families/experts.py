@@ -47,7 +47,9 @@ def router(name: str, hidden: int, experts: int, *, bias: bool = False, wide: bo
         backward=Traffic(0, 6 * experts, experts),
         kept=Kept(0, experts, hidden if wide else 0),
         compiled=Compiled(
-            Kept(0, experts + 2, hidden if wide else 0), cast=experts * hidden if wide else 0
+            Kept(0, experts + 2, hidden if wide else 0),
+            cast=experts * hidden if wide else 0,
+            longer=0 if wide else hidden,
         ),
     )
 
@@ -62,6 +64,7 @@ def experts(
     transposed: bool = False,
     bias: bool = False,
     wide: bool = False,
+    inputs: bool = False,
 ) -> Part:
     """Returns gated experts. For each token, `chosen` of `count` experts run.
 
@@ -81,6 +84,8 @@ def experts(
         transposed: Whether weights are stored as [in, out].
         bias: Whether experts have biases and clamp gate and up, as in gpt-oss.
         wide: Whether the weights of rows and the weighted outputs are in fp32.
+        inputs: Whether the inputs are multiplied with the weights of rows, instead of the outputs.
+            A compiled layer then saves no outputs, but the inputs twice.
     """
     up, down = (
         ((hidden, 2 * inner), (inner, hidden))
@@ -102,6 +107,7 @@ def experts(
         Kept(rows, 3 * rows + 12 * chosen) if wide else Kept(3 * rows, 12 * chosen),
         Kept((2 + clamped) * columns, 12 * chosen),
     )
+    after = early[1]._replace(low=early[1].low - (0 if inputs else rows))
     return Part(
         tensors=tensors,
         active=3 * chosen * hidden * inner,
@@ -115,11 +121,14 @@ def experts(
         kept=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
         compiled=Compiled(
             Kept(2 * rows + 3 * columns, 11 * chosen),
-            (Kept(3 * rows + hidden, 12 * chosen), early[1]),
+            # The outputs of experts are freed before the gradients of gate and up exist.
+            (Kept((3 if wide else 2) * rows + hidden, 12 * chosen), after),
             Kept(2 * rows + 3 * columns),
+            longer=hidden,
         ),
         freed=Kept(2 * rows + (4 + clamped) * columns, 8 * chosen),
         early=early,
+        gradients=(2 * columns, columns, rows),
         down=count * hidden * inner,
         projections=3 * count * hidden * inner,
     )
@@ -223,6 +232,7 @@ def expert_gate(name: str, hidden: int) -> Part:
         forward=Traffic(3 * hidden),
         backward=Traffic(6 * hidden),
         kept=Kept(hidden + 1),
+        compiled=Compiled(Kept(hidden + 1), longer=hidden),
     )
 
 
@@ -262,7 +272,15 @@ def latent_attention(c: ModelConfig, kind: Kind) -> Parts:
         rotary((heads + 1) * rotated),
         joining,
         attend(c, kind.attention, query=query, value=value, kv_heads=heads, copied=True),
-        Part(kept=Kept(heads * plain)),
+        Part(
+            kept=Kept(heads * plain),
+            # The norm's input is saved with the rotated elements from the same projection.
+            compiled=Compiled(Kept(heads * plain + rotated)),
+            joined=heads * (plain + value),
+            inputs=(rank * (hidden + heads * query) if rank else hidden * heads * query)
+            + hidden * (latent + rotated)
+            + latent * heads * (plain + value),
+        ),
         shared_input(hidden, 2),
     )
 

@@ -10,6 +10,7 @@ import msgspec
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.kinds import DENSE, LINEAR, Kind
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Tensors,
@@ -149,12 +150,27 @@ def pre_norms(
     )
 
 
+def _after_attention(norm: Part, *, before_norm: bool = False) -> Part:
+    """Returns the norm of attention's output.
+
+    If the residual sum is the input of another norm, as `before_norm` says, a compiled layer does
+    not save it, but computes it again from the input of `norm`. It is counted in the other norm.
+    """
+    numbers = norm.in_compiled
+    kept = numbers.kept._replace(low=0) if before_norm else numbers.kept
+    # The gradient of attention's output is not that of the residual.
+    numbers = numbers._replace(kept=kept, longer=norm.tensors[0][1][0])
+    return msgspec.structs.replace(norm, compiled=numbers)
+
+
 def post_norms(weight: str = "low") -> Layer:
     """Returns norms after attention and MLP, and two residual sums. `weight` is as in
     `pre_norms`.
     """
     return lambda c, _: (
-        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight=weight),
+        _after_attention(
+            rms_norm("post_attention_layernorm", c.hidden, projected=False, weight=weight)
+        ),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight=weight),
         residual(c.hidden),
         Part(kept=Kept(c.hidden)),
@@ -162,20 +178,28 @@ def post_norms(weight: str = "low") -> Layer:
 
 
 def output_norms(*names: str, wanted: bool | str = True) -> Layer:
-    """Returns norms of the outputs of attention and MLP, with these names.
+    """Returns norms of the outputs of attention and MLP, with these names, in addition to norms of
+    their inputs.
 
     `wanted` is False for no norms. It may be the key of config.json that decides it.
     """
-    return lambda c, _: tuple(
-        rms_norm(name, c.hidden, projected=False) for name in names if c.is_on(wanted)
-    )
+
+    def norms(c: ModelConfig, _kind: Kind) -> Parts:
+        attended, *others = (rms_norm(name, c.hidden, projected=False) for name in names)
+        wants = c.is_on(wanted)
+        return (_after_attention(attended, before_norm=True), *others) if wants else ()
+
+    return norms
 
 
 def pre_and_post_norms(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns Gemma's norms before and after attention and MLP, and two residual sums."""
     return (
         *placed("first", rms_norm("input_layernorm", c.hidden, first=True, weight="wide")),
-        rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
+        _after_attention(
+            rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
+            before_norm=True,
+        ),
         *placed("norm", rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide")),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
         residual(c.hidden),
@@ -206,7 +230,8 @@ def interleaved_rotary(c: ModelConfig, _kind: Kind) -> Parts:
 
 def scaled_residuals(c: ModelConfig, _kind: Kind) -> Parts:
     """Returns the products that scale the two residuals."""
-    return (Part(forward=Traffic(4 * c.hidden), backward=Traffic(4 * c.hidden)),)
+    scaling = Traffic(4 * c.hidden)
+    return (Part(forward=scaling, backward=scaling, compiled=Compiled(longer=c.hidden)),)
 
 
 def heads_of_hidden_size(reason: str) -> Layer:

@@ -50,7 +50,7 @@ def gpt2(c: ModelConfig, kind: Kind) -> Parts:
         _transposed("mlp.c_fc", hidden, inner),
         _transposed("mlp.c_proj", inner, hidden),
         activation(c, inner, "activation_function"),
-        hidden_of_mlp(c, inner, "activation_function"),
+        hidden_of_mlp(c, inner, "activation_function", biased=True),
         attend(c, kind.attention, fused=True),
         residual(hidden),
     )

@@ -299,7 +299,9 @@ def llama4_mlp(c: ModelConfig, kind: Kind) -> Parts:
     count, inner = top_k(c, "num_local_experts")[0], c.size("intermediate_size")
     return placed(
         "mlp",
-        experts("feed_forward.experts", c.hidden, inner, count, count, transposed=True),
+        experts(
+            "feed_forward.experts", c.hidden, inner, count, count, transposed=True, inputs=True
+        ),
         router("feed_forward.router", c.hidden, count),
         shared_expert(c, "feed_forward.shared_expert", inner),
     )

@@ -184,6 +184,15 @@ class Compiled(NamedTuple):
     """Elements per token of `kept` that the layer does not save if the products that read them are
     in fp8, or if the plan says so (`Knobs.rebuild_outputs`). They are outputs of norms and of
     activations, which the backward pass computes again."""
+    longer: int = 0
+    """Elements per token of gradients that exist until the end of the backward pass, because the
+    gradients of norms' weights are computed from them at last: for each product that reads the
+    input of an MLP, the gradient of this input, and the gradient of attention's output, if it
+    differs from that of the residual. fp32 gradients of a router are left out, because they take
+    the place of the router's fp32 input."""
+    gone: Kept = Kept()
+    """The part of `freed` that an MLP has freed when the kernel of attention runs, if both have the
+    same input."""
 
     def plus(self, other: Compiled) -> Compiled:
         """Returns the sums of all fields. The entries of `early` are joined."""
@@ -193,6 +202,8 @@ class Compiled(NamedTuple):
             self.freed.plus(other.freed),
             self.cast + other.cast,
             self.rebuilt + other.rebuilt,
+            self.longer + other.longer,
+            self.gone.plus(other.gone),
         )
 
 
@@ -259,6 +270,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     reads_output: bool = False
     """Whether the part is a norm that reads the output of attention or of the MLP, not their
     input."""
+    parallel: bool = False
+    """Whether attention and the MLP of the layer have the same input, so neither reads the other's
+    output."""
     active: int = 0
     """Matrix elements that each token is multiplied with."""
     idle: int = 0
@@ -304,6 +318,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     between: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of a norm before the MLP. The MLP has then freed its
     saved elements. The entries exist at different times."""
+    gradients: tuple[int, ...] = ()
+    """Elements of the gradients that an MLP, or experts, computes between its products."""
+    joined: int = 0
+    """Elements of a gradient that is put together from results of the attention kernel, for a
+    projection that computes several of its arguments."""
+    inputs: int = 0
+    """Elements of the weights that queries, keys and values come from, not per token. Their
+    gradients are computed after the attention kernel has run. 0 if they are not known."""
     kernel: KernelMemory | None = None
     """The entry of `late` of the attention kernel, if it is a fused kernel."""
     late: tuple[Kept, ...] = ()
@@ -391,6 +413,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         last=tuple(tensor for part in parts for tensor in part.last),
         silu_gated=any(part.silu_gated for part in parts),
         reads_output=any(part.reads_output for part in parts),
+        parallel=any(part.parallel for part in parts),
         active=sum(part.active for part in parts),
         idle=sum(part.idle for part in parts),
         pair=sum(part.pair for part in parts),
@@ -412,6 +435,9 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         projections=sum(part.projections for part in parts),
         between=tuple(held for part in parts for held in part.between),
         late=tuple(held for part in parts for held in part.late),
+        gradients=tuple(size for part in parts for size in part.gradients),
+        joined=max(part.joined for part in parts),
+        inputs=sum(part.inputs for part in parts),
         kernel=next((part.kernel for part in parts if part.kernel), None),
         freed=functools.reduce(Kept.plus, [part.freed for part in parts]),
         compiled=functools.reduce(Compiled.plus, [part.in_compiled for part in parts]),
@@ -512,7 +538,7 @@ def layer_norm(
 
 
 def centred_norm(
-    name: str, shape: tuple[int, ...], rows: int = 1, *, projected: bool = True
+    name: str, shape: tuple[int, ...], rows: int = 1, *, first: bool = False, projected: bool = True
 ) -> Part:
     """Returns Cohere's layer norm without bias, which is several elementwise kernels in fp32.
 
@@ -523,6 +549,7 @@ def centred_norm(
         name: The module's name.
         shape: The shape of the weight, whose last dimension is the size of a row.
         rows: Rows per token that are normalised.
+        first: Whether the input is the layer's input, which a compiled layer need not save.
         projected: Whether a projection reads the output.
     """
     elements = rows * shape[-1]
@@ -531,7 +558,9 @@ def centred_norm(
         forward=Traffic(0, 12 * elements, 2 * elements),
         backward=Traffic(0, 31 * elements, 2 * elements),
         kept=Kept(elements if projected else 0, 3 * elements + rows),
-        compiled=Compiled(Kept(elements * (1 + projected), 2 * rows), rebuilt=elements * projected),
+        compiled=Compiled(
+            Kept(elements * (projected + (not first)), 2 * rows), rebuilt=elements * projected
+        ),
     )
 
 
@@ -630,15 +659,19 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
-    saved_heads = kv_heads if query == value <= 256 else heads
+    flash = query == value <= 256
+    saved_heads = kv_heads if flash else heads
     kernel = _backward_of_attention(heads, kv_heads, query, value)
+    kept = Kept((heads + saved_heads) * (query + value) + output + whole, heads)
     return Part(
         pair=2 * heads * (query + value),
         window=window,
         chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
+        kept=kept,
+        # Memory-efficient attention writes its output in the layout that the projection reads.
+        compiled=None if flash else Compiled(Kept(kept.low - output, heads)),
         attended=Kept(heads * value, heads),
         kernel=kernel,
         late=(kernel.whole,),
@@ -652,11 +685,12 @@ def _backward_of_attention(heads: int, kv_heads: int, query: int, value: int) ->
     They are the gradients of the output and of q, k and v, an fp32 sum of q's gradient, and the
     gradients of k and v for each query head if several query heads share them. If values and
     queries differ in size, or if heads have more than 256 elements, the kernel also sums the
-    gradients of k and v in fp32. The sum of q's gradient has a multiple of 32 elements per head.
+    gradients of k and v in fp32, unless heads have at most 128 elements. The sum of q's gradient
+    has a multiple of 32 elements per head.
     """
     rounded = -(-query // 32) * 32
     results = Kept(heads * query + kv_heads * (query + value))
-    unequal = query != value or query > 256
+    unequal = (query != value or query > 256) and max(query, value) > 128
     inside = Kept(
         heads * (query + value) if heads != kv_heads else 0,
         heads * (rounded + 1 + (query + value if unequal else 0)),
@@ -708,6 +742,7 @@ def attention(
         *parts,
         rotary((heads + kv_heads) * size),
         attend(c, kind, copied=copied, scores=scores(c) if scores else None),
+        Part(inputs=hidden * (heads + 2 * kv_heads) * size),
         shared_input(hidden, 3),
     )
 
@@ -774,10 +809,18 @@ def gated_mlp(
         forward=Traffic(3 * inner),
         backward=Traffic((12 if fused else 6) * inner),
         kept=Kept(3 * inner),
-        compiled=Compiled(Kept(2 * inner), (Kept(inner),), Kept(3 * inner), rebuilt=inner),
+        compiled=Compiled(
+            Kept(2 * inner),
+            # Gradients of gate and up. One of two takes the place of the product's gradient.
+            (Kept((2 if fused else 1) * inner),),
+            Kept(3 * inner),
+            rebuilt=inner,
+            longer=len(names) * hidden,
+        ),
         freed=Kept(3 * inner),
         early=(Kept(2 * inner),),
         middle=Kept(-inner),
+        gradients=((2 if fused else 1) * inner,),
         last=last_product(f"{name}.down_proj", inner, hidden) if label else (),
         silu_gated=label and not fused and c.get(act) in ("silu", "swish"),
         down=inner * hidden,
@@ -815,29 +858,44 @@ def plain_mlp(
         linear(down, inner, hidden, biased),
         Part(last=last_product(down, inner, hidden)),
         activation(c, inner, act),
-        hidden_of_mlp(c, inner, act),
+        hidden_of_mlp(c, inner, act, biased),
     )
     return placed("mlp", *parts) if "." in up else parts
 
 
-def hidden_of_mlp(c: ModelConfig, inner: int, act: str) -> Part:
+def hidden_of_mlp(c: ModelConfig, inner: int, act: str, biased: bool) -> Part:
     """Returns the memory of the hidden units of an MLP without a gate.
 
     The units are `inner` elements per token between the two projections. The second projection
     saves them. In the backward pass, their gradient exists together with temporary tensors of the
-    activation if that is several kernels. `act` is the key of the activation in the config.
+    activation if that is several kernels.
+
+    In a compiled layer, the gradient of the units takes the place of the units, if the gradient of
+    the second projection's weight is computed before. It is not if this projection is `biased`: the
+    backward pass of a product with a bias begins with the gradient of the input. relu reads the
+    units in its backward pass.
+
+    Args:
+        c: The config.
+        inner: The width between the projections.
+        act: The key of the activation in the config.
+        biased: Whether the second projection has a bias.
     """
     more = {"gelu_new": 1, "relu": 1, "relu2": 2}.get(str(c.get(act)), 0)
+    relu = c.get(act) == "relu"
     return Part(
         kept=Kept(inner),
         compiled=Compiled(
             Kept(inner),
-            (Kept(inner),),
-            Kept(inner),
-            rebuilt=0 if c.get(act) == "relu" else inner,  # the activation's output is its input
+            (Kept(inner if biased or relu else 0),),
+            Kept(inner if relu else 2 * inner),
+            rebuilt=0 if relu else inner,  # the activation's output is its input
+            longer=c.hidden,
+            gone=Kept(0 if relu else inner),
         ),
         freed=Kept(inner),
         early=(Kept((1 + more) * inner),),
+        gradients=(inner,),
         down=inner * c.hidden,
         projections=2 * inner * c.hidden,
         inner=inner,

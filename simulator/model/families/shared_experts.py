@@ -32,6 +32,7 @@ from megatrain.simulator.model.families.kinds import (
     one_dense,
 )
 from megatrain.simulator.model.families.parts import (
+    Compiled,
     Kept,
     Part,
     Traffic,
@@ -122,6 +123,7 @@ def laguna_gate(c: ModelConfig, _kind: Kind) -> Parts:
         forward=Traffic(3 * output, 2 * gates, 2 * gates),
         backward=Traffic(6 * output, 3 * gates, 2 * gates),
         kept=Kept(2 * output + gates, 0, gates),
+        compiled=Compiled(Kept(2 * output + gates, 0, gates), longer=output),
     )
     return (linear("self_attn.g_proj", hidden, gates), gate, shared_input(hidden, 2))
 
@@ -137,8 +139,9 @@ def cohere_norm(c: ModelConfig, _kind: Kind) -> Parts:
     if c.get("rms_norm_eps") is not None:
         raise c.wrong("rms_norm_eps", "null, since only layer norms (layer_norm_eps) are predicted")
     return (
-        centred_norm("input_layernorm", (c.hidden,)),
+        centred_norm("input_layernorm", (c.hidden,), first=True),
         shared_input(c.hidden, 2),
+        Part(parallel=True),
         residual(c.hidden),
     )
 

@@ -49,6 +49,7 @@ def gptj(c: ModelConfig, kind: Kind, *, fused: bool = False) -> Parts:
         attend(c, kind.attention, kv_heads=c.heads, scores=softmax_scores(c, wide=True)),
         Part(kept=Kept(4 * rotated, 0, hidden), compiled=Compiled(Kept(0, 0, hidden))),
         shared_input(hidden, 2 if fused else 4),
+        Part(parallel=True),
         residual(hidden),
     )
 
@@ -85,8 +86,10 @@ def mpt(c: ModelConfig, kind: Kind) -> Parts:
         forward=Traffic(8 * hidden),
         backward=Traffic(12 * hidden),
         kept=Kept(8 * hidden),
+        compiled=Compiled(Kept(8 * hidden), (), Kept(8 * hidden), longer=hidden),
         freed=Kept(8 * hidden),
         early=(Kept(3 * 4 * hidden),),
+        gradients=(4 * hidden,),
         last=last_product("ffn.down_proj", 4 * hidden, hidden),
         down=4 * hidden * hidden,
         projections=8 * hidden * hidden,
@@ -146,6 +149,7 @@ def falcon(c: ModelConfig, kind: Kind) -> Parts:
         attend(c, kind.attention, kv_heads=heads, copied=True, scores=scores),
         Part(kept=Kept(hidden if scores is None else 0)),
         shared_input(hidden, 3 - len(norms)),
+        Part(parallel=parallel),
         residual(hidden),
     )
 

@@ -2,9 +2,13 @@
 
 `compiled_memory.toml` has two counts in bytes for each kind of layer of a family, with 2 x 2,048
 tokens: the saved activations with the output, and the highest peak of the passes with saved
-activations and weight gradients (`counted_compiled.py`). Widths are those of `wide_models.py`. The
-counts change with the code of transformers or PyTorch. This command counts all families again, in
-an hour, or only the given ones:
+activations and weight gradients (`counted_compiled.py`). `many_tokens_memory.toml` has the same
+counts with 32 x 1,024 tokens. There the peak is the larger one of layers with a short recompute and
+of whole ones, because a plan may have both. With many tokens, activations take most of the memory,
+and with few tokens the gradients of weights do.
+
+Widths are those of `wide_models.py`. The counts change with the code of transformers or PyTorch.
+This command counts all families again, in an hour, or only the given ones:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_compiled_memory.py [FAMILY ...]`
 """
@@ -21,6 +25,7 @@ import pytest
 from counted_compiled import counted_compiled, counted_compiled_head
 from decoder_layers import different_layers
 from family_sample import others_nightly
+from transformers import AutoConfig
 from wide_models import wide_model
 
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
@@ -38,6 +43,8 @@ def counts_in(file: Path) -> Counts:
 
 
 COUNTED = counts_in(FILE)
+MANY_FILE = FILE.with_name("many_tokens_memory.toml")
+MANY_TOKENS = counts_in(MANY_FILE)
 FP8 = counts_in(FILE.with_name("fp8_memory.toml"))
 """The same counts for layers with fp8 products, for families with dense layers of each kind."""
 WORKLOAD = Workload(batch=2, sequence=2048, compiled=True)
@@ -62,11 +69,13 @@ def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, i
     )
 
 
-def shares(family: str) -> Iterator[tuple[float, float]]:
+def shares(
+    family: str, stored: Counts = COUNTED, work: Workload = WORKLOAD
+) -> Iterator[tuple[float, float]]:
     """Returns (saved, peak) of each kind of layer, as ratios of predicted to counted bytes."""
     spec = wide_model(family)
-    for layer, counts in zip(different_layers(spec), COUNTED[family], strict=True):
-        saved, peak = predicted(spec, layer, WORKLOAD)
+    for layer, counts in zip(different_layers(spec), stored[family], strict=True):
+        saved, peak = predicted(spec, layer, work)
         yield saved / counts[0], peak / counts[1]
 
 
@@ -76,13 +85,26 @@ def count(family: str, work: Workload = WORKLOAD) -> list[tuple[int, int]]:
     return [(each.saved, each.all) for each in found]
 
 
+def count_many(family: str) -> list[tuple[int, int]]:
+    """Returns the entry of a family in `many_tokens_memory.toml`."""
+    spec, short = wide_model(family), msgspec.structs.replace(MEASURED, short_recompute=True)
+    whole = count(family, MEASURED)
+    if not any(spec.last_products(layer.name, short) for layer in spec.decoders):
+        return whole
+    return [
+        (saved, max(peak, other))
+        for (saved, peak), (_, other) in zip(whole, count(family, short), strict=True)
+    ]
+
+
 def test_every_family_that_can_be_counted_is_counted() -> None:
     assert sorted(FAMILIES) == sorted([*COUNTED, *NOT_COUNTED])
+    assert sorted(COUNTED) == sorted(MANY_TOKENS)
 
 
 @pytest.mark.parametrize("family", COUNTED)
 def test_nothing_of_a_compiled_layer_is_predicted_too_low(family: str) -> None:
-    for saved, peak in shares(family):
+    for saved, peak in (*shares(family), *shares(family, MANY_TOKENS, MEASURED)):
         assert saved >= 1
         assert peak >= 1
 
@@ -90,7 +112,46 @@ def test_nothing_of_a_compiled_layer_is_predicted_too_low(family: str) -> None:
 def test_most_saved_bytes_are_predicted_within_10_percent() -> None:
     """The others are in the file. They have linear attention, a state-space mixer or own parts."""
     found = [saved for family in COUNTED for saved, _ in shares(family)]
-    assert sum(share <= 1.1 for share in found) >= 0.8 * len(found)
+    assert sum(share <= 1.1 for share in found) >= 0.88 * len(found)
+
+
+def test_most_peaks_with_many_tokens_are_predicted_within_10_percent() -> None:
+    """Most of the others write out scores, which are counted on top of other temporary tensors, or
+    have linear attention, a state-space mixer or own parts.
+    """
+    found = [each[1] for family in COUNTED for each in shares(family, MANY_TOKENS, MEASURED)]
+    assert sum(share <= 1.1 for share in found) >= 0.7 * len(found)
+
+
+@pytest.mark.parametrize("family", ["cohere", "deepseek_v3", "glm", "glm4", "gpt_neox", "phi3"])
+def test_peaks_of_layers_with_own_orders_of_gradients(family: str) -> None:
+    """Gate and up from one projection, attention and MLP with the same input, and tensors that the
+    compiler keeps to use their memory again.
+    """
+    assert all(1 <= peak <= 1.15 for _, peak in shares(family, MANY_TOKENS, MEASURED))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"mlp_bias": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("cohere", {"use_qk_norm": True}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+    ],
+)
+@pytest.mark.nightly
+def test_peaks_of_other_configs_are_not_predicted_too_low(
+    family: str, changes: dict[str, object]
+) -> None:
+    config = AutoConfig.for_model(family).to_dict()
+    spec = ModelSpec.from_config({**config, **changes}, "config.json").shortest(1)
+    layer = spec.decoders[0]
+    for short in (False, True):
+        work = msgspec.structs.replace(MEASURED, short_recompute=short)
+        found, (saved, peak) = counted_compiled(spec, layer, work), predicted(spec, layer, work)
+        assert 1 <= saved / found.saved <= 1.01
+        assert 1 <= peak / found.all <= 1.25
 
 
 def test_a_counted_layer_takes_the_bytes_measured_on_a_gpu() -> None:
@@ -211,6 +272,12 @@ def test_the_counts_of_compiled_fp8_layers_have_not_changed(family: str) -> None
         assert now == pytest.approx(before, rel=0.004)
 
 
+@pytest.mark.parametrize("family", others_nightly(MANY_TOKENS, among=("glm",)))
+def test_the_counts_with_many_tokens_have_not_changed(family: str) -> None:
+    for now, before in zip(count_many(family), MANY_TOKENS[family], strict=True):
+        assert now == pytest.approx(before, rel=0.004)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", COUNTED)
 def test_the_counts_of_compiled_layers_have_not_changed(family: str) -> None:
@@ -218,18 +285,20 @@ def test_the_counts_of_compiled_layers_have_not_changed(family: str) -> None:
         assert now == pytest.approx(before, rel=0.004)
 
 
+def write(file: Path, counts: Counts, tokens: str) -> None:
+    """Writes the counts to `file`, in the order of the families' names."""
+    kinds = (f"{each} = {[list(kind) for kind in counts[each]]}" for each in sorted(counts))
+    lines = [
+        "# Counted bytes of each kind of compiled layer: [saved with the output, peak],"
+        f" with {tokens} tokens",
+        "# and the default widths of transformers.",
+        *kinds,
+    ]
+    file.write_text("\n".join(lines) + "\n")
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or sorted(FAMILIES.keys() - set(NOT_COUNTED)):
-        COUNTED[name] = count(name)
-        kinds = (f"{each} = {[list(kind) for kind in COUNTED[each]]}" for each in sorted(COUNTED))
-        FILE.write_text(
-            "\n".join(
-                [
-                    "# Counted bytes of each kind of compiled layer: [saved with the output, peak],"
-                    " with 2 x 2,048 tokens",
-                    "# and the default widths of transformers.",
-                    *kinds,
-                ]
-            )
-            + "\n"
-        )
+        COUNTED[name], MANY_TOKENS[name] = count(name), count_many(name)
+        write(FILE, COUNTED, "2 x 2,048")
+        write(MANY_FILE, MANY_TOKENS, "32 x 1,024")

@@ -2,8 +2,9 @@
 
 `rebuilt_memory.toml` has the counts of `compiled_memory.toml` for such layers: the saved
 activations with the output, and the highest peak, for each kind of layer of a family. The families
-in its table `others` do not rebuild outputs. This command counts all of these families again, in
-ten minutes, or only the given ones:
+in its table `others` do not rebuild outputs. Its table `many_tokens` has the counts of those that
+do with 32 x 1,024 tokens. This command counts all of these families again, in fifteen minutes, or
+only the given ones:
 
 `PYTHONPATH=typings:tests/shared python tests/simulator/memory/test_rebuilt_memory.py [FAMILY ...]`
 """
@@ -40,25 +41,29 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 FILE = Path(__file__).with_name("rebuilt_memory.toml")
 WORKLOAD = Workload(batch=2, sequence=2048, compiled=True)
 MEASURED = Workload(batch=32, sequence=1024, compiled=True)
+SHORT = msgspec.structs.replace(MEASURED, short_recompute=True)
 GIB = 2**30
 TABLES = tomllib.loads(FILE.read_text())
 REBUILDING: dict[str, list[list[int]]] = TABLES["rebuilding"]
 OTHERS: dict[str, list[list[int]]] = TABLES["others"]
+MANY_TOKENS: dict[str, list[list[int]]] = TABLES["many_tokens"]
 SAVING: dict[str, list[list[int]]] = tomllib.loads(
     FILE.with_name("compiled_memory.toml").read_text()
 )
 """The counts of layers that save their outputs."""
+SAVING_MANY: dict[str, list[list[int]]] = tomllib.loads(
+    FILE.with_name("many_tokens_memory.toml").read_text()
+)
 LARGER = {"exaone4", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "stablelm"}
 """Families that rebuild more than predicted: norms of queries and keys, or before a residual."""
 
 
-def count(family: str) -> list[list[int]]:
+def count(family: str, work: Workload = WORKLOAD) -> list[list[int]]:
     """Returns [saved, peak] of each kind of layer, as if it could rebuild outputs."""
     spec = wide_model(family)
     with mock.patch.object(ModelSpec, "_can_rebuild", True):
         found = [
-            counted_compiled(spec, layer, WORKLOAD, rebuild=True)
-            for layer in different_layers(spec)
+            counted_compiled(spec, layer, work, rebuild=True) for layer in different_layers(spec)
         ]
     return [[each.saved, each.all] for each in found]
 
@@ -82,6 +87,16 @@ def test_saved_bytes_and_peaks_are_predicted(family: str) -> None:
             assert before[0] - counts[0] == rebuilt
         assert counts[0] <= saved - rebuilt <= (1.25 if family in LARGER else 1.1) * counts[0]
         assert counts[1] <= peak <= 1.4 * counts[1]
+
+
+@pytest.mark.parametrize("family", REBUILDING)
+def test_peaks_with_many_tokens_are_predicted(family: str) -> None:
+    spec = wide_model(family)
+    saved = activations_estimate(spec, SHORT)
+    peak = saved + workspace_estimate(spec, SHORT).layer
+    for counts in MANY_TOKENS[family]:
+        assert counts[0] <= saved - rebuilt_estimate(spec, SHORT) <= 1.25 * counts[0]
+        assert counts[1] <= peak <= 1.2 * counts[1]
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -156,24 +171,28 @@ def test_the_counts_have_not_changed(family: str) -> None:
         assert now == pytest.approx(then, rel=0.004)
 
 
-@pytest.mark.nightly
+@pytest.mark.parametrize("family", others_nightly(MANY_TOKENS, among=("smollm3",)))
+def test_the_counts_with_many_tokens_have_not_changed(family: str) -> None:
+    for now, then in zip(count(family, SHORT), MANY_TOKENS[family], strict=True):
+        assert now == pytest.approx(then, rel=0.004)
+
+
 @pytest.mark.parametrize("family", REBUILDING)
 def test_the_peak_with_many_tokens(family: str) -> None:
     """The peak is at most that of a layer that saves its outputs."""
-    spec = wide_model(family)
-    layer, work = spec.decoders[0], msgspec.structs.replace(MEASURED, short_recompute=True)
-    saving, rebuilding = (
-        counted_compiled(spec, layer, work, rebuild=rebuild) for rebuild in (False, True)
-    )
-    assert saving.saved - rebuilding.saved >= rebuilt_estimate(spec, work)
-    assert rebuilding.all <= 1.001 * saving.all
+    for rebuilding, saving in zip(MANY_TOKENS[family], SAVING_MANY[family], strict=True):
+        assert saving[0] - rebuilding[0] >= rebuilt_estimate(wide_model(family), SHORT)
+        assert rebuilding[1] <= 1.001 * saving[1]
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or (*REBUILDING, *OTHERS):
         (OTHERS if name in OTHERS else REBUILDING)[name] = count(name)
-        rebuilding, others = (
-            [f"{each} = {table[each]}" for each in sorted(table)] for table in (REBUILDING, OTHERS)
+        if name not in OTHERS:
+            MANY_TOKENS[name] = count(name, SHORT)
+        rebuilding, others, many = (
+            [f"{each} = {table[each]}" for each in sorted(table)]
+            for table in (REBUILDING, OTHERS, MANY_TOKENS)
         )
         FILE.write_text(
             "\n".join(
@@ -188,6 +207,10 @@ if __name__ == "__main__":
                     "# Families that do not rebuild outputs, because the peak would be higher.",
                     "[others]",
                     *others,
+                    "",
+                    "# Families that rebuild outputs, with 32 x 1,024 tokens and short recomputes.",
+                    "[many_tokens]",
+                    *many,
                 ]
             )
             + "\n"
