@@ -548,29 +548,28 @@ def _muon(
     new = g * (1 - 0.95)
     momentum.copy_(momentum * 0.95 + new)
     rows, columns = master.shape[-2:]
-    made = [
-        _orthogonalised(matrix.bfloat16())
-        for matrix in (momentum * 0.95 + new).view(-1, rows, columns)
-    ]
+    made = _orthogonalised((momentum * 0.95 + new).view(-1, rows, columns).bfloat16())
     if decay:
         master *= 1 - rate * decay
-    master -= torch.stack(made).view_as(master).float() * (0.2 * max(rows, columns) ** 0.5 * rate)
+    master -= made.view_as(master).float() * (0.2 * max(rows, columns) ** 0.5 * rate)
 
 
 def _orthogonalised(x: torch.Tensor) -> torch.Tensor:
-    """Returns a matrix with nearly the singular vectors of `x` [rows, columns] bf16, and with
-    singular values near 1.
+    """Returns matrices with nearly the singular vectors of `x` [matrices, rows, columns] bf16, and
+    with singular values near 1. All matrices are multiplied at once, because some processors round
+    a product of single matrices differently.
     """
-    x = x / rounded_sqrt(sum_of_squares(x.reshape(-1))).clamp(min=1e-7).bfloat16()
+    norms = [rounded_sqrt(sum_of_squares(matrix.reshape(-1))).clamp(min=1e-7) for matrix in x]
+    x = x / torch.stack(norms).bfloat16()[:, None, None]
     for _ in range(5):
-        if x.shape[0] <= x.shape[1]:
-            a = x @ x.T
-            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
-            x = torch.addmm(x, b, x, beta=3.4445)
+        if x.shape[1] <= x.shape[2]:
+            a = x @ x.mT
+            b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.baddbmm(x, b, x, beta=3.4445)
         else:
-            a = x.T @ x
-            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
-            x = torch.addmm(x, x, b, beta=3.4445)
+            a = x.mT @ x
+            b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.baddbmm(x, x, b, beta=3.4445)
     return x
 
 
