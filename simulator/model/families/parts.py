@@ -659,19 +659,15 @@ def attend(
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
         )
-    flash = query == value <= 256
-    saved_heads = kv_heads if flash else heads
+    saved_heads = kv_heads if query == value <= 256 else heads
     kernel = _backward_of_attention(heads, kv_heads, query, value)
-    kept = Kept((heads + saved_heads) * (query + value) + output + whole, heads)
     return Part(
         pair=2 * heads * (query + value),
         window=window,
         chunked=chunked,
         forward=Traffic(2 * output),
         backward=Traffic(2 * output),
-        kept=kept,
-        # Memory-efficient attention writes its output in the layout that the projection reads.
-        compiled=None if flash else Compiled(Kept(kept.low - output, heads)),
+        kept=Kept((heads + saved_heads) * (query + value) + output + whole, heads),
         attended=Kept(heads * value, heads),
         kernel=kernel,
         late=(kernel.whole,),
