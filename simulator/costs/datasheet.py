@@ -79,7 +79,7 @@ _THREAD_NORM_NS = 0.265
 limited by a chain of additions, not by memory, so it is used for every host (docs/lab_notes.md,
 "PyTorch's norm on the host")."""
 _CLIP_NS = 100_000
-"""Time of a clipping factor on a GPU in ns: 70 to 150 us on an H100
+"""Time of a layer's clipping factor on a GPU in ns: 70 to 150 us on an H100
 (experiments/results/h100-x4-large-models)."""
 _SUM_NS, _SUMMED_ELEMENT_NS = 150_000, 0.012
 """Time of summing an embedding's gradient by token on a GPU, in addition to its traffic: for
@@ -350,7 +350,7 @@ class Datasheet(EstimatedCosts):
         if kind in EXCHANGE_KINDS:
             return self._exchange_ns(op)
         if kind == "clip":
-            return _CLIP_NS if op.lane == "update" else 0
+            return _CLIP_NS if op.lane == "update" and op.layer else 0
         if kind == "cpu_update":
             exact_ns = op.parameters / hardware.cpu_update_per_s * 1e9
             return math.ceil(self._elementwise.update_ns(op, exact_ns))
