@@ -1040,7 +1040,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           it exists in attention. It has in DeepSeek-V3, for example.
         * If attention and MLP are `Part.parallel`, attention may begin before the MLP has freed its
           saved activations. Then there are the gradients of the last weights of both, and the
-          attention kernel's tensors, without `Compiled.gone`.
+          attention kernel's tensors, without `Compiled.gone`. With pieces, attention may end before
+          the first piece, so the gradients of all other weights are added in a piece.
 
         tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
         tests/simulator/memory/test_compiled_memory.py with compiled layers.
@@ -1127,7 +1128,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if compiled:
             inner = chain.in_compiled
             kept, early, freed = inner.kept, inner.early, inner.freed
-            scores, longer = part.scores.compiled[1], 2 * tokens * row
+            scores = part.scores.compiled[1]
+            longer = tokens * (2 * row + width * (part.in_compiled.longer - inner.longer))
 
         def held(*states: Kept) -> int:
             return max((state.bytes(width) for state in states), default=0)
@@ -1136,8 +1138,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in_piece = kept.bytes(width) + max(held(*early), held(chain.middle), after, 0) + 4 * row
         parameters = elements_of(chain)
         norms = tuple(state for state in part.early if state not in chain.early)
+        others = width * (layer.elements - parameters) if compiled and part.parallel else 0
         around = max(
-            tokens * row + piece * in_piece + (4 + width) * parameters,
+            tokens * row + piece * in_piece + (4 + width) * parameters + others,
             width * layer.elements
             + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
             + longer,

@@ -150,17 +150,16 @@ def pre_norms(
     )
 
 
-def _after_attention(norm: Part, *, before_norm: bool = False) -> Part:
-    """Returns the norm of attention's output.
+def _after_attention(c: ModelConfig, norm: Part) -> Part:
+    """Returns the norm of attention's output, whose gradient is not that of the residual."""
+    return msgspec.structs.replace(norm, compiled=norm.in_compiled._replace(longer=c.hidden))
 
-    If the residual sum is the input of another norm, as `before_norm` says, a compiled layer does
-    not save it, but computes it again from the input of `norm`. It is counted in the other norm.
+
+def _computed_sum(c: ModelConfig) -> Part:
+    """Returns the elements that a layer saves less if norms of attention's output and of the MLP's
+    input follow each other. A compiled layer computes the residual sum between them again.
     """
-    numbers = norm.in_compiled
-    kept = numbers.kept._replace(low=0) if before_norm else numbers.kept
-    # The gradient of attention's output is not that of the residual.
-    numbers = numbers._replace(kept=kept, longer=norm.tensors[0][1][0])
-    return msgspec.structs.replace(norm, compiled=numbers)
+    return Part(place="norm", compiled=Compiled(Kept(-c.hidden)))
 
 
 def post_norms(weight: str = "low") -> Layer:
@@ -169,7 +168,7 @@ def post_norms(weight: str = "low") -> Layer:
     """
     return lambda c, _: (
         _after_attention(
-            rms_norm("post_attention_layernorm", c.hidden, projected=False, weight=weight)
+            c, rms_norm("post_attention_layernorm", c.hidden, projected=False, weight=weight)
         ),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight=weight),
         residual(c.hidden),
@@ -187,7 +186,7 @@ def output_norms(*names: str, wanted: bool | str = True) -> Layer:
     def norms(c: ModelConfig, _kind: Kind) -> Parts:
         attended, *others = (rms_norm(name, c.hidden, projected=False) for name in names)
         wants = c.is_on(wanted)
-        return (_after_attention(attended, before_norm=True), *others) if wants else ()
+        return (_after_attention(c, attended), *others, _computed_sum(c)) if wants else ()
 
     return norms
 
@@ -197,11 +196,11 @@ def pre_and_post_norms(c: ModelConfig, _kind: Kind) -> Parts:
     return (
         *placed("first", rms_norm("input_layernorm", c.hidden, first=True, weight="wide")),
         _after_attention(
-            rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide"),
-            before_norm=True,
+            c, rms_norm("post_attention_layernorm", c.hidden, projected=False, weight="wide")
         ),
         *placed("norm", rms_norm("pre_feedforward_layernorm", c.hidden, weight="wide")),
         rms_norm("post_feedforward_layernorm", c.hidden, projected=False, weight="wide"),
+        _computed_sum(c),
         residual(c.hidden),
     )
 
