@@ -1037,7 +1037,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           When they do, only the kernel's results are left.
         * The compiler uses the memory of a freed tensor for a later one of the same size, and does
           not free it in between. If a gradient in `Part.gradients` has the size of `Part.joined`,
-          it exists in attention. It has in DeepSeek-V3, for example.
+          it exists in attention. It has in DeepSeek-V3, for example. If T = d, activations have the
+          size of gradients of weights. Then the gradients of the weights in `Part.inputs` are
+          counted throughout, if the layer is `Part.parallel` or its MLP has a bias. Counts of other
+          layers are below the formula without them.
         * If attention and MLP are `Part.parallel`, attention may begin before the MLP has freed its
           saved activations. Then there are the gradients of the last weights of both, and the
           attention kernel's tensors, without `Compiled.gone`. With pieces, attention may end before
@@ -1078,7 +1081,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     + tokens * _late(part, width, groups, compiled)
                     - held(part.in_compiled.gone)
                 )
-            if part.kernel:
+            biases = {name.replace(".weight", ".bias") for name, _ in part.last}
+            biased = any(name in biases for name, _ in part.tensors)
+            reusing = tokens == self.hidden and (biased or part.parallel)
+            if part.kernel and not reusing:
                 parts[3] = max(
                     parts[3] - width * part.inputs,
                     width * layer.elements + held(part.kernel.results) - held(freed) + longer,

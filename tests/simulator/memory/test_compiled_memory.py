@@ -186,6 +186,22 @@ def test_a_short_recompute_takes_no_more_memory(changes: dict[str, object]) -> N
     assert short.backward <= 1.001 * full.backward
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", [1, 2, 6, 8])
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"mlp_bias": True}), ("cohere", {})])
+def test_peaks_of_other_numbers_of_tokens(
+    family: str, changes: dict[str, object], batch: int
+) -> None:
+    """With as many tokens as hidden elements, 4,096 of Llama and 8,192 of Cohere, activations have
+    the size of gradients of weights, and the compiler keeps some of them longer.
+    """
+    config = AutoConfig.for_model(family).to_dict()
+    spec = ModelSpec.from_config({**config, **changes}, "config.json").shortest(1)
+    work = Workload(batch=batch, sequence=2048 if family == "llama" else 1024, compiled=True)
+    found = counted_compiled(spec, spec.decoders[0], work)
+    assert 1 <= predicted(spec, spec.decoders[0], work)[1] / found.all <= 1.3
+
+
 HEADS = ("qwen2.5-7b", "gemma-2-9b", "smollm3-3b", "granite-3.1-2b", "command-r7b")
 """Library models. The logits of the second have a soft cap, and the vocabulary of the fourth is no
 multiple of 8."""
