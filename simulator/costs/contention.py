@@ -35,12 +35,18 @@ PARTS = 1_000_000
 """Full speed, in millionths. A rate is between 1 and this."""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}
 _WEIGHT_PARTS = 1000
-_SHARE, _USUAL = {"norm": 1.0, "sum_rows": 1.0, "clip": 1.0}, 0.4
+_SHARE = {"norm": 1.0, "sum_rows": 1.0, "clip": 1.0, "exchange_gradients": 0.55}
+_USUAL = 0.4
 """Kind of op -> the time that a kernel of it waits beside compute, divided by the time of the
 longest matrix product of the layer, and the same of other kinds. Fitted to steps of 7B to 123B on
 H100s: norms waited 32, 39 and 6 ms beside products of 31, 21 and 6 ms, clipping factors 31 and
-23 ms, and a piece of a gradient that GPUs exchange 2.6 ms beside products of 6 ms
+23 ms, and a piece of a gradient that GPUs exchange 2.6 and 9.5 ms beside products of 6 and 14 ms
 (experiments/results/h100-x4-large-models)."""
+_HELD = 80_000
+"""The speed that compute loses to a collective, in millionths. A kernel of a collective keeps some
+multiprocessors from its launch until it has the data of all ranks. Fitted to the four H100 of the
+same results: backward passes of 32B lose 6.5 % while gradients are exchanged, recomputes 11 %, and
+forward passes of 7B lose 5 % while weights are gathered."""
 
 
 class Demand(NamedTuple):
@@ -226,7 +232,9 @@ class ContentionModel:
                 return 1
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
             if demand.turn and other.turn:
-                if demand.lane == "compute" != other.lane:
+                if demand.lane == "compute" and other.lane == "exchange":
+                    own = PARTS - _HELD
+                elif demand.lane == "compute" != other.lane:
                     own = PARTS - demand.turn * other.turn // PARTS
                 elif other.lane == "compute" != demand.lane:
                     own = demand.turn

@@ -28,8 +28,9 @@ from megatrain.simulator.memory.formulas import (
     tuning_bytes,
     workspace_estimate,
 )
+from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
-from megatrain.simulator.schedule.arithmetic import blocks_of
+from megatrain.simulator.schedule.arithmetic import blocks_of, part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
 
@@ -286,11 +287,21 @@ def with_knobs(
 
 def first_knobs(plan: Plan) -> Knobs:
     """Returns the knobs from which a search for plans like `plan` begins. They are the defaults,
-    except that layers rebuild outputs if they can and the policy reads `rebuild_outputs`, because
-    this takes less memory.
+    with two exceptions. Layers rebuild outputs if they can and the policy reads `rebuild_outputs`,
+    because this takes less memory. Several GPUs exchange the gradient of a decoder layer in about
+    four pieces, which have half the memory of the gradient.
     """
     reads = "rebuild_outputs" in policy_library.find(plan.policy).knobs
-    return Knobs(rebuild_outputs=int(reads and rebuilt_estimate(plan.model, plan.workload) > 0))
+    return Knobs(
+        rebuild_outputs=int(reads and rebuilt_estimate(plan.model, plan.workload) > 0),
+        exchange_bytes=exchanged_bytes(plan) // 2 if plan.gpus > 1 else 0,
+    )
+
+
+def exchanged_bytes(plan: Plan) -> int:
+    """Returns the bytes of the largest gradient of a decoder layer that several GPUs exchange."""
+    width = 4 if plan.workload.sum_group > 1 else DTYPE_BYTES[plan.workload.dtype]
+    return plan.gpus * width * max(part_elements(plan, spec.name) for spec in plan.model.decoders)
 
 
 def group_sizes(plan: Plan) -> list[int]:

@@ -382,6 +382,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 "checkpoint_interval": interval,
                 "chunk_bytes": min(CHUNK_BYTES),
                 "micro_batch_group": group,
+                "exchange_bytes": 0,
             }
             try:
                 yield MemoryFootprint(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from megatrain.simulator.planner.assessment import with_knobs
+from megatrain.simulator.planner.assessment import exchanged_bytes, with_knobs
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
@@ -42,9 +42,9 @@ class MakingRoom:
         """Yields plans that differ from `plan` by one change, whether they fit or not.
 
         The changes are: more layers on the device, larger copies of up to `largest_chunk` bytes,
-        more weight slots, the usual or a few slots, another share of host updates, other memory for
-        the layer inputs, other saved attention outputs, and one more layer that saves its
-        activations.
+        gradients that are exchanged whole, more weight slots, the usual or a few slots, another
+        share of host updates, other memory for the layer inputs, other saved attention outputs, and
+        one more layer that saves its activations.
         """
         knobs, placement, layers = plan.knobs, plan.knobs.placement, plan.model.layers
         for more in _MORE_LAYERS:
@@ -52,6 +52,8 @@ class MakingRoom:
         for factor in _LARGER:
             if factor * knobs.chunk_bytes <= largest_chunk:
                 yield with_knobs(plan, chunk_bytes=factor * knobs.chunk_bytes)
+        if plan.gpus > 1 and 0 < knobs.exchange_bytes < exchanged_bytes(plan):
+            yield with_knobs(plan, exchange_bytes=exchanged_bytes(plan))
         for more in _MORE_SLOTS:
             if knobs.weight_slots + more <= len(in_slots(plan)):
                 yield with_knobs(plan, weight_slots=knobs.weight_slots + more)

@@ -128,7 +128,7 @@ _LEAST_FREED = 1 / 64
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
     {},
     {"gradient_slots": 1, "state_slots": 2},
-    {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1},
+    {"weight_slots": 1, "gradient_slots": 1, "state_slots": 1, "exchange_bytes": 0},
 )
 """Knobs that need less and less memory. They are tried in order until a plan fits."""
 
@@ -245,7 +245,7 @@ class PlacementSearch:
         room = MakingRoom(self.filling, self.plan)
         hopeful: list[tuple[float, int, Plan]] = []
         for changed in room.changes(plan, largest):
-            larger = changed.knobs.chunk_bytes > plan.knobs.chunk_bytes
+            larger = _piece_bytes(changed) > _piece_bytes(plan)
             most = limit if larger else limit - waiting
             # Giving something up hardly lowers the bound.
             if changed.knobs in tried or self.lower_bound.step_ns(changed) >= most:
@@ -898,3 +898,8 @@ class PlacementSearch:
             plan = with_knobs(lean, placement=base)
             misses += [plan, next(self.filling.fills(lean, base))]
         return min(misses, key=lambda plan: self.filling.account(plan).excess_bytes)
+
+
+def _piece_bytes(plan: Plan) -> int:
+    """Returns the bytes of a copy and of a collective of `plan` together."""
+    return plan.knobs.chunk_bytes + plan.knobs.exchange_bytes

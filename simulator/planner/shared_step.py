@@ -22,7 +22,13 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
-from megatrain.simulator.planner.assessment import Choice, assess, first_knobs, group_sizes
+from megatrain.simulator.planner.assessment import (
+    Choice,
+    assess,
+    first_knobs,
+    group_sizes,
+    with_knobs,
+)
 from megatrain.simulator.planner.capacity import MemoryFootprint, fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import fastest
@@ -121,7 +127,7 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
     `hardware`, the GPUs share the host memory.
     """
     own_memory = hardware is not None and has_own_memory(hardware)
-    return msgspec.structs.replace(
+    shared = msgspec.structs.replace(
         plan,
         gpus=gpus,
         digest="",
@@ -130,14 +136,14 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
         workload=msgspec.structs.replace(
             plan.workload, accumulation=plan.workload.accumulation * gpus, sum_group=1
         ),
-        knobs=first_knobs(plan),
     )
+    return msgspec.structs.replace(shared, knobs=first_knobs(shared))
 
 
 def in_groups(plan: Plan, size: int) -> Plan:
     """Returns `plan` with micro-batch groups of `size`, whose gradients are summed first."""
-    return msgspec.structs.replace(
-        plan,
-        workload=msgspec.structs.replace(plan.workload, sum_group=size),
-        knobs=msgspec.structs.replace(plan.knobs, micro_batch_group=size),
+    grouped = msgspec.structs.replace(
+        plan, workload=msgspec.structs.replace(plan.workload, sum_group=size)
     )
+    room = first_knobs(grouped).exchange_bytes  # a group's sum has fp32 elements
+    return with_knobs(grouped, micro_batch_group=size, exchange_bytes=room)

@@ -562,6 +562,7 @@ class Overlapped(ParameterStorePolicy):
         "weights_ahead",
         "micro_batch_group",
         "rebuild_outputs",
+        "exchange_bytes",
     )
     placements = (
         "weights",

@@ -92,6 +92,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     up. The backward pass computes them again (`ModelSpec.rebuilt_bytes`). The activations of a
     layer then take up to a third less memory, and its backward pass takes about 2 % longer. It has
     no effect on layers that cannot rebuild outputs (`ModelSpec.rebuilding_products`)."""
+    exchange_bytes: int = 0
+    """With several GPUs: bytes of device memory for the pieces of gradients that a GPU receives. A
+    gradient that is larger is exchanged in several pieces, and each piece waits for the matrix
+    product under way. With 0, all pieces have `chunk_bytes` together."""
     placement: Placement = Placement()
     """Where the data of layers is kept."""
 
@@ -104,6 +108,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             ("checkpoint_interval", 1),
             ("state_slots", 1),
             ("micro_batch_group", 1),
+            ("exchange_bytes", 0),
         ):
             if not least <= getattr(self, field) <= 2**40:
                 raise UserError(
@@ -246,8 +251,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             del data["gpus"]
         if self.knobs.micro_batch_group == 1:
             del data["knobs"]["micro_batch_group"]
-        if not self.knobs.rebuild_outputs:
-            del data["knobs"]["rebuild_outputs"]
+        for knob in ("rebuild_outputs", "exchange_bytes"):
+            if not getattr(self.knobs, knob):
+                del data["knobs"][knob]
         write_toml(
             path, data, "A megatrain plan. Run it with `megatrain simulate` or `megatrain train`."
         )

@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_slots": 3,
         "state_slots": 1,
         "chunk_bytes": 2**14,
+        "exchange_bytes": 2**15,
         "placement": Placement(weights="e,0", master_low="0-1", moments="1,h", gradients="0,2"),
     },
     "tied": {
@@ -69,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tied": True,
         "dtype": "fp32",
         "vocabulary": 272,
+        "exchange_bytes": 2**15,
         "placement": Placement(weights="e,1", gradients="e,0"),
     },
     "other layers": {

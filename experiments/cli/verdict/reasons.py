@@ -149,7 +149,7 @@ def _knobs(verdict: Verdict) -> str:
     parts = [
         f"{name} {value}"
         for name, value in knobs.items()
-        if name not in ("chunk_bytes", "rebuild_outputs", "placement")
+        if name not in ("chunk_bytes", "rebuild_outputs", "exchange_bytes", "placement")
         and (name, value) not in (("weights_ahead", 0), ("micro_batch_group", 1))
     ]
     parts += [_REBUILDING[1]] if knobs.get("rebuild_outputs") else []
@@ -158,6 +158,8 @@ def _knobs(verdict: Verdict) -> str:
         parts += _placed(placement, PLACEMENT_LABELS)
     if "chunk_bytes" in knobs:
         parts.append(f"copies of {format_bytes(int(str(knobs['chunk_bytes'])))}")
+    if room := knobs.get("exchange_bytes"):
+        parts.append(f"{format_bytes(int(str(room)))} for the exchange of gradients")
     return ", ".join(parts)
 
 
@@ -189,17 +191,16 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
     if knobs is None:
         return ""
     own: Placement = verdict.knobs.get("placement", Placement())  # type: ignore[assignment]
-    changed = [
-        name
+    changed = {
+        name: value
         for name in knobs.__struct_fields__
         if name in verdict.knobs
         and name != "placement"
-        and getattr(knobs, name) != verdict.knobs[name]
-    ]
+        and (value := getattr(knobs, name)) != verdict.knobs[name]
+    }
     parts = [
-        f"{name}"
-        f" {format_bytes(knobs.chunk_bytes) if name == 'chunk_bytes' else getattr(knobs, name)}"
-        for name in changed
+        f"{name} {format_bytes(value) if name.endswith('_bytes') else value}"
+        for name, value in changed.items()
         if name != "rebuild_outputs"
     ]
     parts += [_REBUILDING[knobs.rebuild_outputs]] if "rebuild_outputs" in changed else []

@@ -131,12 +131,8 @@ class ShardedStore(ChunkedStore):
         scalars = sum(rows.values()) + plan.micro_batches
         self.sums_bytes = 4 * scalars
         """Bytes that a rank sends in `exchange_sums`."""
-        self.pieces = {
-            layer: min(part, max(self.chunk // plan.gpus // ALIGNMENT, 1) * ALIGNMENT)
-            for layer, part in self.parts.items()
-        }
-        """Layer -> the elements of a part of its gradient that are exchanged at a time, so that the
-        pieces of all parts have the size of a chunk."""
+        self.pieces = {layer: self._piece(layer) for layer in self.stack}
+        """Layer -> the elements of a part of its gradient that are exchanged at a time."""
         received = max(
             self.pieces[layer] * (self.sources[layer] + (self.pieces[layer] < part))
             for layer, part in self.parts.items()
@@ -150,9 +146,28 @@ class ShardedStore(ChunkedStore):
         """The buffer for the data that a collective receives, before it is added."""
         self.own_losses: list[str] = []
         """The buffers with the losses of this rank's micro-batches."""
+        self.pending: tuple[str, str, int, list[str]] | None = None
+        """The layer, the phase, the micro-batch and the slots of a gradient that is complete and
+        whose exchange was not emitted yet."""
         self.tied: list[str] = []
         """The slot with the gradient of a head that is tied to the embedding, until the gradient of
         the embedding is complete too."""
+
+    def _piece(self, layer: str) -> int:
+        """Returns the elements of a part of the layer's gradient that are exchanged at a time.
+
+        The workspace has room for the pieces that a rank receives and, if they are not whole parts,
+        for the pieces that it sends (`operands.exchange_room`). Without `exchange_bytes`, the
+        pieces that a rank receives have the size of a chunk.
+        """
+        part, knobs = self.parts[layer], self.plan.knobs
+        elements = self.chunk // self.plan.gpus
+        if knobs.exchange_bytes:
+            room = knobs.exchange_bytes // (self.plan.gpus * self.sent_width)
+            if room >= self.sources[layer] * part:
+                return part
+            elements = room // (self.sources[layer] + 1)
+        return min(part, max(elements // ALIGNMENT, 1) * ALIGNMENT)
 
     def _make_slots(self) -> None:
         """Makes the slots for chunks of state, for whole layers, and for parts of gradients."""
@@ -222,11 +237,13 @@ class ShardedStore(ChunkedStore):
         return (self.plan.gpus - 1) * self.parts[layer] * width
 
     def weights(self, layer: str, phase: str, micro: int) -> str:
-        cache = self._cache(layer)
-        slot = cache.find(layer)
-        if slot is not None:
-            return slot
-        slot, home = cache.take(layer), self.home["weights", layer]
+        slot = self._cache(layer).find(layer) or self._gathered(layer, phase, micro)
+        self._exchange()
+        return slot
+
+    def _gathered(self, layer: str, phase: str, micro: int) -> str:
+        """Gathers the layer's weights, and returns their slot."""
+        slot, home = self._cache(layer).take(layer), self.home["weights", layer]
         streamed = self._streams("weights", layer)
         if layer not in self.updated:
             self.updated.add(layer)
@@ -252,8 +269,9 @@ class ShardedStore(ChunkedStore):
         """Exchanges the sum of a group of micro-batches, and adds the parts that arrive to the sum
         of earlier groups.
 
-        The gradient of a tied head waits for the gradient of the embedding, because one GPU adds
-        both gradients of a micro-batch before those of the next micro-batch.
+        The weights of the next layer are gathered before the exchange, because compute needs them
+        first. The gradient of a tied head waits for the gradient of the embedding, because one GPU
+        adds both gradients of a micro-batch before those of the next micro-batch.
         """
         if (micro + 1) % self.group:
             self.summing[layer] = buffer
@@ -264,6 +282,14 @@ class ShardedStore(ChunkedStore):
         sent = [buffer]
         if self.sources[layer] > 1:
             sent, self.tied = [*self.tied, buffer], []
+        self._exchange()
+        self.pending = layer, phase, micro, sent
+
+    def _exchange(self) -> None:
+        """Emits the exchange of the gradient that was written last, if it was not emitted yet."""
+        if self.pending is None:
+            return
+        (layer, phase, micro, sent), self.pending = self.pending, None
         home, adding = self.home["gradients", layer], micro >= self.group
         streamed, part = self._streams("gradients", layer), home
         if streamed:
@@ -298,6 +324,7 @@ class ShardedStore(ChunkedStore):
 
     def update(self) -> None:
         """Ends the step: computes the clip coefficient for the next step."""
+        self._exchange()
         self.decoders.clear()
         self.vocabulary.clear()
         plan, norms = self.plan, self.clipping.norm

@@ -12,12 +12,13 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of, search
 from megatrain.simulator.planner.shared_step import shared_step, shares
 from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 # The limits of small models leave no room for what NCCL keeps on each GPU.
@@ -106,6 +107,28 @@ def test_more_gpus_or_memory_never_make_a_plan_slower(one: Plan, gib: int) -> No
     assert more[2] > 0.995 * more[1]
 
 
+def test_gradients_are_exchanged_in_larger_pieces_if_that_is_faster() -> None:
+    """Each piece waits for the matrix product under way, and smaller pieces wait more often."""
+    hardware = HardwareSpec.load("h100-sxm")
+    assert hardware.turns
+    (plan,) = plans_of(
+        ModelSpec.load("qwen2.5-7b").with_layers(4),
+        hardware,
+        Workload(batch=16, sequence=1024, compiled=True),
+        policies=["overlapped"],
+    )
+    chosen = shared_step(plan, hardware, 4).plan
+    whole = 4 * 2 * part_elements(chosen, "1")
+    assert whole // 2 <= chosen.knobs.exchange_bytes <= whole
+    costs = cost_model(hardware, chosen.model, chosen.workload, 4)
+    times = [
+        assess(with_knobs(chosen, exchange_bytes=room), costs).step_seconds
+        for room in (2**24, chosen.knobs.exchange_bytes)
+    ]
+    assert times[1] < 0.99 * times[0]
+    assert plan.knobs.exchange_bytes == 0
+
+
 def test_layers_may_stay_in_their_slots_instead_of_saving_activations() -> None:
     """A layer that stays in its slot is not gathered again for the backward pass. All state is on
     the devices, and its layers pass through slots, too.
@@ -163,7 +186,7 @@ def test_those_plans_have_no_groups_or_one_group(
 def test_the_search_takes_about_as_long_as_for_one_gpu(
     one: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ops of all simulated schedules are at most twice as many as for one GPU."""
+    """The ops of all simulated schedules are at most 2.5 times as many as for one GPU."""
     simulated = list[int]()
 
     def counted(schedule: Schedule, costs: CostModel) -> int:
@@ -176,7 +199,7 @@ def test_the_search_takes_about_as_long_as_for_one_gpu(
     for count in (2, 4, 8):
         simulated.clear()
         shared_step(one, H200, count)
-        assert 0 < sum(simulated) <= 2 * alone, count
+        assert 0 < sum(simulated) <= 2.5 * alone, count
 
 
 def test_tied_embeddings_share_a_step_without_groups() -> None:

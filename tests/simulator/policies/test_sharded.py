@@ -21,7 +21,7 @@ from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account
 from megatrain.simulator.model.metrics import mfu
-from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.specs import ALIGNMENT, ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
@@ -50,6 +50,7 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
         "gradient_slots": draw(st.integers(1, 3)),
         "state_slots": draw(st.integers(1, 3)),
         "chunk_bytes": draw(st.sampled_from([4096, 2**15, 2**20])),
+        "exchange_bytes": draw(st.sampled_from([0, 4096, 2**16, 2**20])),
         "dtype": draw(st.sampled_from(["bf16", "fp32"])),
         "layers": draw(st.integers(1, 4)),
         "tied": group == 1 and draw(st.booleans()),
@@ -151,6 +152,35 @@ def test_received_pieces_of_all_parts_have_the_size_of_a_chunk(make_plan: Make) 
         sizes[chunk] = schedule.buffer[exchange.writes[1]].bytes
     largest = max(part_elements(plan, layer) for layer in plan.model.stack)
     assert sizes == {2**13: 2 * 2**13, 2**14: 2 * 2**14, 2**20: 2 * 2 * largest}
+
+
+def test_exchange_bytes_hold_the_pieces_that_are_received_and_sent(make_plan: Make) -> None:
+    """A gradient that fits is exchanged whole, and the pieces that are sent then need no memory.
+    The pieces of larger gradients are as large as the memory allows.
+    """
+    changes: dict[str, Any] = {"gpus": 2, "accumulation": 2, "chunk_bytes": 4096}
+    part = part_elements(make_plan("overlapped", **changes), "1")
+    whole = 2 * 2 * part
+    for room, elements in ((whole, part), (2 * whole, part), (whole - 4, part // 2), (2**12, 512)):
+        plan = make_plan("overlapped", exchange_bytes=room, **changes)
+        schedule = policies.lower(plan)
+        schedule.check()
+        exchange = schedule.by_id["GX1b.m0"]
+        assert exchange.elements == pytest.approx(elements, abs=ALIGNMENT)
+        assert schedule.buffer[exchange.writes[1]].bytes <= room
+
+
+def test_weights_are_gathered_before_the_gradient_of_the_layer_above_is_exchanged(
+    make_plan: Make,
+) -> None:
+    """Compute needs the weights next, and nothing waits for the gradient. The slots still hold the
+    weights of the last two layers.
+    """
+    plan = make_plan("overlapped", gpus=2, accumulation=2, layers=4, weight_slots=2)
+    lane = [op.id for op in policies.lower(plan).lanes["exchange"]]
+    backward = lane[lane.index("GXhh.m0") :]
+    order = ["GXhh.m0", "GX3b.m0", "GW1r.m0", "GX2b.m0", "GW0r.m0", "GX1b.m0", "GX0b.m0"]
+    assert [op for op in backward if op in order] == order
 
 
 def test_parts_cover_a_layer_and_are_whole_rows(make_plan: Make) -> None:

@@ -409,6 +409,7 @@ def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
         "weights_ahead": 0,
         "micro_batch_group": 1,
         "rebuild_outputs": 0,
+        "exchange_bytes": 0,
     }
     workload = msgspec.convert({"batch": 3, "sequence": 5}, Workload)
     assert workload == Workload(
