@@ -27,6 +27,7 @@ from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.memory.formulas import rebuilt_estimate
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import EAGER_MIXERS, ModelSpec
@@ -233,9 +234,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _knobs(plan: Plan) -> dict[str, object]:
-    """Returns the knobs that the plan's policy reads, in the order of `Knobs`."""
+    """Returns the knobs that the plan's policy reads and that have an effect on this model and
+    number of GPUs, in the order of `Knobs`.
+    """
     policy = policy_library.find(plan.policy)
     read = {*policy.knobs, *(["placement"] if policy.placements else [])}
+    if not rebuilt_estimate(plan.model, plan.workload):
+        read.discard("rebuild_outputs")
+    if plan.gpus == 1:
+        read.discard("exchange_bytes")
     return {
         field: getattr(plan.knobs, field) for field in plan.knobs.__struct_fields__ if field in read
     }

@@ -20,7 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import CLASSES, class_of
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.planner.assessment import assess, plan_account, with_knobs
 from megatrain.simulator.planner.capacity import MemoryFootprint, least_memory_plans
 from megatrain.simulator.planner.search import candidates, plans_of, search
 from megatrain.simulator.planner.shared_step import shared_step
@@ -378,6 +378,28 @@ def test_advice_for_a_unified_machine_counts_no_offloading() -> None:
         "a resident plan holds all gradients, however they are clipped"
     )
     assert any("batch" in entry.options or "seq" in entry.options for entry in verdict.advice)
+
+
+def test_only_knobs_that_have_an_effect_are_named() -> None:
+    """Eager layers cannot rebuild outputs, and one GPU exchanges no gradients."""
+    work, knobs = Workload(batch=1, sequence=256), Knobs(rebuild_outputs=1, exchange_bytes=2**20)
+    for compiled, gpus in ((False, 1), (True, 2)):
+        plan = Plan(
+            model=ModelSpec.load("qwen2.5-0.5b").with_layers(2),
+            workload=msgspec.structs.replace(work, compiled=compiled, accumulation=gpus),
+            policy="overlapped",
+            knobs=knobs,
+            hardware="h200",
+            source="qwen2.5-0.5b",
+            gpus=gpus,
+            device_limit_bytes=2**36,
+            host_limit_bytes=2**36,
+        )
+        hardware = HardwareSpec.load("h200")
+        costs = cost_model(hardware, plan.model, plan.workload, gpus)
+        named = summarize(assess(plan, costs), hardware).knobs
+        assert ("rebuild_outputs" in named) is compiled
+        assert ("exchange_bytes" in named) is (gpus > 1)
 
 
 def test_training_arithmetic() -> None:
