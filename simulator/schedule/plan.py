@@ -115,7 +115,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"knobs: {field}",
                     found=getattr(self, field),
                     allowed=f"{least} to {2**40}",
-                    fix=f"set {field} = {max(least, 1)}",
+                    fix="leave it out"
+                    if field == "exchange_bytes"
+                    else f"set {field} = {max(least, 1)}",
                 )
         for field in ("weights_ahead", "rebuild_outputs"):
             if getattr(self, field) not in (0, 1):
