@@ -306,12 +306,16 @@ def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:
     from megatrain.simulator.schedule.plan import Knobs
 
     policy = find(plan.policy)
-    read = (*policy.knobs, *(f"placement.{name}" for name in policy.placements))
+    read = (
+        *(name for name in policy.knobs if plan.gpus > 1 or name != "exchange_bytes"),
+        *(f"placement.{name}" for name in policy.placements),
+    )
     for name in values:
         if (name in Knobs.__struct_fields__ or name.startswith("placement.")) and name not in read:
             raise UserError(
                 f"--set {name}",
-                found=f"a knob that policy {plan.policy} does not read",
+                found=f"a knob that policy {plan.policy} does not read"
+                + (" with one GPU" if name == "exchange_bytes" and name in policy.knobs else ""),
                 allowed=", ".join(read) or "no knob",
                 fix="leave it out, or set another policy too",
             )

@@ -33,6 +33,9 @@ _MACHINE = {
     "cuda": "CUDA",
 }
 
+_IN_WORDS = ("placement", "chunk_bytes", "weights_ahead", "rebuild_outputs", "exchange_bytes")
+"""Knobs that are left out of the plan's table, or have a row with another name."""
+
 
 def title(run: ComparedRun) -> str:
     """Returns the page's title."""
@@ -168,8 +171,12 @@ def plan(run: ComparedRun) -> str:
         *(
             [field.replace("_", " "), str(getattr(knobs, field))]
             for field in knobs.__struct_fields__
-            if field not in ("placement", "chunk_bytes", "weights_ahead", "rebuild_outputs")
-            and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
+            if field not in _IN_WORDS and (field, getattr(knobs, field)) != ("micro_batch_group", 1)
+        ),
+        *(
+            [["exchange of gradients", format_bytes(knobs.exchange_bytes)]]
+            if knobs.exchange_bytes
+            else []
         ),
         *([["outputs of norms and gates", "rebuilt"]] if knobs.rebuild_outputs else []),
         *(

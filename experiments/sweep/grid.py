@@ -34,7 +34,7 @@ from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _MOST = 1_000_000
 _LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
-_SIZES = {"chunk_bytes", *_LIMITS}
+_SIZES = {"chunk_bytes", "exchange_bytes", *_LIMITS}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
 _ALIASES = {"seq": "sequence", "compile": "compiled"} | {
     name.partition(".")[2]: name for name in _PLACED
@@ -99,7 +99,8 @@ def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, 
 
 
 def _value(name: str, value: Any, where: str) -> Any:
-    if name in _SIZES and isinstance(value, str):
+    nothing = name == "exchange_bytes" and value == "0"
+    if name in _SIZES and isinstance(value, str) and not nothing:
         return parse_bytes(value, where)
     into = Workload if name in Workload.__struct_fields__ else Knobs
     wanted = (

@@ -80,7 +80,7 @@ def settings(row: SweepRow) -> dict[str, str]:
 
 
 def _text(name: str, value: object) -> str:
-    return format_bytes(int(str(value))) if name == "chunk_bytes" else str(value)
+    return format_bytes(int(str(value))) if name.endswith("_bytes") else str(value)
 
 
 def _varied(rows: Sequence[SweepRow]) -> list[str]:

@@ -180,9 +180,8 @@ class ContentionModel:
         if lane != "compute":
             wait = max(self._turns.wait_ns, round(_SHARE.get(kind, _USUAL) * self._product_ns))
             return max(PARTS * duration_ns // (duration_ns + kernels * wait), 1)
-        return round(
-            PARTS * (self._turns.backward_loss if kind == "backward" else self._turns.forward_loss)
-        )
+        loss = self._turns.backward_loss if kind == "backward" else self._turns.forward_loss
+        return max(round(PARTS * loss), 1)  # other lanes wait even if compute loses nothing
 
     def _duplex_ns(self, size: int) -> float:
         """Returns the time in ns of a copy of `size` bytes while the other direction is busy. It is

@@ -99,8 +99,9 @@ class HostMemorySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernels of the lanes compute and update share the device. The kernels take turns, so
-    one lane gains what the other loses.
+    """How the kernels of compute share the device with those of updates and collectives
+    (`simulator/costs/contention.py`). Kernels of compute and update take turns, so one lane gains
+    what the other loses.
 
     While compute is busy, an update op that takes the time d alone runs at share = d / (d + wait)
     of its full speed, and compute runs at 1 - share x loss of its full speed. The loss is 1 if

@@ -210,6 +210,10 @@ class _EarliestTimes:
         """The part of `host` for ops that must finish before any copy that compute waits for."""
         self.exchanges = 0.0
         """Time of the lane of collectives, with several GPUs."""
+        self.exchanging = ("", 0.0)
+        """With several GPUs, the layer whose gradient is exchanged after the next layer's weights
+        have been gathered, and the time at which the gradient is complete. The name is empty if
+        there is no such layer."""
         self.offloaded_at: dict[str, float] = {}
         """For each layer, the time at which its offloaded input is in host memory."""
         self.width = DTYPE_BYTES[plan.workload.dtype]
@@ -259,6 +263,7 @@ class _EarliestTimes:
                 self._backward(block)
             self._gradient(EMBEDDING, self.group * self.bounds.duration_ns("embed_backward", ""))
         self._update_pending()
+        self._exchange_pending()
         return max(
             self.compute,
             self.loads,
@@ -378,12 +383,14 @@ class _EarliestTimes:
             loaded.remove(layer)
             loaded.append(layer)
             self._update_pending()
+            self._exchange_pending()
             return
         if len(loaded) == (self.plan.knobs.weight_slots if decoder else 1):
             loaded.pop(0)
         loaded.append(layer)
         if self.plan.gpus > 1:
             self._gather(layer, deferred=deferred)
+            self._exchange_pending()
             return
         if deferred and layer not in self.on_host:
             self._update(layer)
@@ -427,15 +434,28 @@ class _EarliestTimes:
         )
 
     def _exchanged(self, layer: str, duration: float) -> None:
-        """Adds the compute ops that produce a gradient of the layer, and the collective that sums
-        the parts of the gradient, with their copies. A tied head's gradient is exchanged together
-        with that of the embedding.
+        """Adds the compute ops that produce a gradient of the layer. The gradient is exchanged
+        after the next layer's weights have been gathered. A tied head's gradient is exchanged
+        together with that of the embedding.
         """
-        sources = contributions(self.plan, layer) // self.plan.workload.accumulation
         self.compute += duration
-        if self.arrived[layer] % sources:
+        if self.arrived[layer] % self._sources(layer):
             return
-        streams, ready = layer not in self.resident["gradients"], self.compute
+        self._exchange_pending()
+        self.exchanging = layer, self.compute
+
+    def _sources(self, layer: str) -> int:
+        """Returns how many gradients of the layer are exchanged at once."""
+        return contributions(self.plan, layer) // self.plan.workload.accumulation
+
+    def _exchange_pending(self) -> None:
+        """Adds the collective that sums the parts of the gradient of `exchanging`, if there is one,
+        with the copies of this rank's part.
+        """
+        (layer, ready), self.exchanging = self.exchanging, ("", 0.0)
+        if not layer:
+            return
+        streams, sources = layer not in self.resident["gradients"], self._sources(layer)
         if streams and self.arrived[layer] > sources:
             self._load(self._size("GL", layer, "h2d", 4, parameters=False))
             ready = max(ready, self.loads)

@@ -32,7 +32,7 @@ from megatrain.simulator.planner.assessment import (
 from megatrain.simulator.planner.capacity import MemoryFootprint, fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import fastest
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Knobs, Plan
 
 
 def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
@@ -109,7 +109,7 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     `plan`, which is for several GPUs.
     """
     work, ranks = plan.workload, 1 if has_own_memory(hardware) else plan.gpus
-    return msgspec.structs.replace(
+    single = msgspec.structs.replace(
         plan,
         gpus=1,
         digest="",
@@ -118,8 +118,9 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
         workload=msgspec.structs.replace(
             work, accumulation=work.accumulation // plan.gpus, sum_group=1
         ),
-        knobs=first_knobs(plan),
+        knobs=Knobs(),  # a group of micro-batches may not divide the new accumulation
     )
+    return msgspec.structs.replace(single, knobs=first_knobs(single))
 
 
 def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:

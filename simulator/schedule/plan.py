@@ -93,9 +93,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     layer then take up to a third less memory, and its backward pass takes about 2 % longer. It has
     no effect on layers that cannot rebuild outputs (`ModelSpec.rebuilding_products`)."""
     exchange_bytes: int = 0
-    """With several GPUs: bytes of device memory for the pieces of gradients that a GPU receives. A
-    gradient that is larger is exchanged in several pieces, and each piece waits for the matrix
-    product under way. With 0, all pieces have `chunk_bytes` together."""
+    """With several GPUs: bytes of device memory in which gradients are exchanged. A gradient that
+    does not fit is exchanged in several pieces: those that a GPU receives and those that it sends
+    must fit. Each piece waits for the matrix product under way. With 0, the pieces that a GPU
+    receives are together as large as a chunk."""
     placement: Placement = Placement()
     """Where the data of layers is kept."""
 
@@ -115,7 +116,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"knobs: {field}",
                     found=getattr(self, field),
                     allowed=f"{least} to {2**40}",
-                    fix=f"set {field} = {max(least, 1)}",
+                    fix="leave it out"
+                    if field == "exchange_bytes"
+                    else f"set {field} = {max(least, 1)}",
                 )
         for field in ("weights_ahead", "rebuild_outputs"):
             if getattr(self, field) not in (0, 1):

@@ -285,7 +285,7 @@ def described_change(before: Plan, after: Plan) -> str:
     policy = find(after.policy)
     pairs = [("policy", before.policy, after.policy)]
     for name in policy.knobs:
-        shown = format_bytes if name == "chunk_bytes" else str
+        shown = format_bytes if name.endswith("_bytes") else str
         old, new = (shown(getattr(plan.knobs, name)) for plan in (before, after))
         pairs.append((name, old, new))
     for name in policy.placements:

@@ -13,10 +13,11 @@ its own host memory. If all state is in host memory, a step is:
     head with loss, forward and backward
     for each layer, last to first:
         load_weights and gather_weights, if the layer is no longer in a slot
+        for the layer above: exchange_gradients sends each rank its part, and adds the parts that
+            arrive, rank 0's first (a tied head's gradient is exchanged together with the
+            embedding's); sum_rows of the sum, and a copy of the sum to host memory
         recompute, backward
-        exchange_gradients: sends each rank its part, and adds the parts that arrive, rank 0's first
-            (a tied head's gradient is exchanged later, together with the embedding's)
-        sum_rows of the sum, and a copy of the sum to host memory
+    exchange_gradients of the embedding, as above
     exchange_sums: the norms of all layers and the losses of all micro-batches, on every rank
     clip: the coefficient, from the norms
 

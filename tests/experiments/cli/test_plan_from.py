@@ -86,6 +86,11 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
         (("--set", "rebuild_outputs=1"), "policy double_buffer does not read", "another policy"),
         (("--set", "policy=overlapped", "--set", "rebuild_outputs=2"), "2", "rebuild_outputs = 1"),
         (("--set", "weights=e"), "policy double_buffer does not read", "another policy"),
+        (
+            ("--set", "policy=overlapped", "--set", "exchange_bytes=1MiB"),
+            "policy overlapped does not read with one GPU",
+            "leave it out",
+        ),
         (("--batch", 3), "--batch as well", "--set KEY=VALUE"),
         (("--hardware", "h200"), "--hardware as well", "--set KEY=VALUE"),
         (("tiny",), "MODEL as well", "--set KEY=VALUE"),

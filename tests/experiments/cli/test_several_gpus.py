@@ -71,6 +71,16 @@ def test_the_workload_is_chosen_for_all_gpus(
     assert f" a step with {chosen} (" in printed
 
 
+def test_the_memory_for_exchanges_is_written_like_other_sizes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out(capsys, "plan", *MODEL, *ROWS, "--gpus", "2", "--out", "plan.toml")
+    for text, size in (("64KiB", 2**16), ("0", 0)):
+        change = ("--set", f"exchange_bytes={text}")
+        out(capsys, "plan", "--from", "plan.toml", *change, "--out", "new.toml")
+        assert Plan.load(Path("new.toml")).knobs.exchange_bytes == size
+
+
 def test_options_that_are_named_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*LONG, *limits("5GiB", "16GiB"), "--token-piece", "4096", "--loss-chunk", "512")
     verdict = checked(capsys, *MODEL, *words, "--gpus", "4")

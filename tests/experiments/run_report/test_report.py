@@ -468,6 +468,18 @@ def test_the_plan_names_rebuilt_outputs_in_words(evenly_measured: Path) -> None:
         assert "rebuild outputs" not in text
 
 
+def test_the_plan_shows_the_memory_for_exchanges_only_with_several_gpus(
+    evenly_measured: Path,
+) -> None:
+    run = compare_run(evenly_measured)
+    for room in (0, 3 * 2**20):
+        knobs = msgspec.structs.replace(run.plan.knobs, exchange_bytes=room)
+        text = sections.plan(run._replace(plan=msgspec.structs.replace(run.plan, knobs=knobs)))
+        assert ("exchange of gradients" in text) is bool(room)
+        assert ("3.00 MiB" in text) is bool(room)
+        assert "exchange bytes" not in text
+
+
 def test_the_top_explains_measured_predicted_and_limit(reported: Reported) -> None:
     text = reported.page.read_text()
     for word in ("measured", "Predicted", "limits"):

@@ -21,6 +21,7 @@ from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
 from megatrain.experiments.sweep.simulated import Simulator, likeness
 from megatrain.experiments.sweep.store import Keys, Store, SweepRow, sources_digest
+from megatrain.experiments.sweep.table import settings as shown
 from megatrain.experiments.sweep.table import table
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
@@ -353,6 +354,10 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
     assert [found.key for found in fastest(rows)] == ["5 10.05 100", "6 10.05 100"]
     text = table([*rows, unfit])
     assert text.startswith("8 plans: 7 timed by the engine, 1 do not fit")
+    room = msgspec.structs.replace(
+        row, planned=False, knobs=msgspec.structs.replace(row.knobs, exchange_bytes=2**16)
+    )
+    assert shown(room)["exchange_bytes"] == "64.00 KiB"
 
 
 @pytest.mark.parametrize(

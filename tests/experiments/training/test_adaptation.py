@@ -351,6 +351,10 @@ def test_a_change_names_the_knobs_that_the_other_policy_reads(
     assert change.startswith("policy double_buffer -> overlapped")
     for part in ("weight_slots 2 -> 3", "chunk_bytes 4.00 KiB -> 1.00 MiB", "moments none -> all"):
         assert part in change
+    shared = msgspec.structs.replace(
+        after, knobs=msgspec.structs.replace(after.knobs, exchange_bytes=2**20)
+    )
+    assert described_change(after, shared) == "exchange_bytes 0 B -> 1.00 MiB"
 
 
 def test_the_rate_of_a_disk_is_positive(tmp_path: Path) -> None:

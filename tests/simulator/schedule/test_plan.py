@@ -265,6 +265,11 @@ GONE = object()
             ["knobs: chunk_bytes: ", "found 1", "allowed: 4096 to ", "fix: set chunk_bytes = 4096"],
         ),
         (
+            "knobs.exchange_bytes",
+            -1,
+            ["knobs: exchange_bytes: ", "found -1", "allowed: 0 to ", "fix: leave it out"],
+        ),
+        (
             "knobs.checkpoint_interval",
             2**63,
             [
