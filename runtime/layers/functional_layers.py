@@ -284,6 +284,8 @@ class FunctionalLayers:
         """Returns the arguments of each decoder layer, with masks or lengths for `documents`."""
         work = self.workload
         counts = self._document_counts.get(micro)
+        # Rows of one document have the same positions, which layers with sinks take as one row.
+        rows = 1 if documents is None and self.model.fuses_scores(work) else work.batch
         if documents is None:
             whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
             documents, counts = whole.to(self.device), self._count_documents(whole)
@@ -297,7 +299,7 @@ class FunctionalLayers:
             kind: lengths.bounds(parts, counts[kind], windows[kind], compiled=work.compiled)
             for kind, parts in self._documents_by_attention(documents).items()
         }
-        arguments = self._embedding_and_head.arguments_without_masks(positions(documents))
+        arguments = self._embedding_and_head.arguments_without_masks(positions(documents[:rows]))
         # `zip` is not strict, because a plan for calibration has fewer layers than the config.
         return [
             own | ({"attention_mask": bounds[kind]} if (kind := layer.attention) in bounds else {})

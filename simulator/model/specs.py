@@ -212,7 +212,8 @@ class KeptAttention(NamedTuple):
 
 
 TILE = 128
-"""Rows of a tile in the products of experts, of which a GPU computes whole ones."""
+"""Rows of a tile in the products of experts, of which a GPU computes whole ones, and the rows that
+a kernel adds for each document if it receives their lengths."""
 _ROUTER_LOSS_BYTES = (4, 20)
 """Bytes of each logit that a router loss keeps from forward to backward, the logit in fp32 at most,
 and in the backward pass: the probabilities, their fp32 copy, and three gradients."""
@@ -1073,7 +1074,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           gradients, the tensors of the norm, and two gradients, 2 T d b.
 
         With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
-        one group at a time (`KernelMemory.bytes`).
+        one group at a time (`KernelMemory.bytes`). With `fused`, the flash kernel computes scores
+        with sinks (`fuses_scores`). It receives lengths, so its own tensors have more rows.
 
         A compiled layer differs in these points:
 
@@ -1111,12 +1113,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             early, freed = part.in_compiled.early, part.in_compiled.freed
             scores, longer = part.scores.compiled[1], self._longer(part, tokens, width)
         written = tokens * sequence * scores.bytes(width)
+        padding = self._padding(part, tokens, sequence, fused)
         parts = [
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
             width * layer.elements
             + tokens * _late(part, width, groups, compiled)
+            + padding
             - held(freed)
             + longer,
         ]
@@ -1147,6 +1151,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
+
+    @staticmethod
+    def _padding(part: Part, tokens: int, sequence: int, fused: bool) -> int:
+        """Returns the bytes of the rows that a kernel that receives lengths adds to its own fp32
+        sums: `TILE` rows for each row of the micro-batch. 0 without `fused`.
+
+        Packed documents have more. They are not counted, as in families whose kernel receives
+        lengths only for documents.
+        """
+        if not fused or part.kernel is None:
+            return 0
+        return 4 * TILE * -(-tokens // sequence) * part.kernel.inside.wide
 
     def _longer(self, part: Part, tokens: int, width: int) -> int:
         """Returns the bytes of tensors that exist in attention, although other layers than compiled
@@ -1197,6 +1213,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             tokens * row + piece * in_piece + (4 + width) * parameters + others,
             width * layer.elements
             + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
+            + self._padding(part, tokens, sequence, fused)
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )
