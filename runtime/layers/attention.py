@@ -299,8 +299,7 @@ def _computed(
             sums.copy_(found.reshape(sums.shape))
     if sinks is None:
         return whole
-    log_sum_exp = add_sinks(whole.output.transpose(1, 2), whole.log_sum_exp, sinks[:, None])
-    return Attention(whole.output, log_sum_exp)
+    return Attention(*add_sinks(*whole, sinks))
 
 
 def _forward(
@@ -361,7 +360,8 @@ class _SavedAttention(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:
             output, log_sum_exp = saved[-2:]
-            of_sinks = sink_gradient(gradient, output, log_sum_exp, sinks[:, None], ctx.groups)
+            by_row = (gradient.transpose(1, 2), output.transpose(1, 2))
+            of_sinks = sink_gradient(*by_row, log_sum_exp, sinks, ctx.groups)
         kernel = functools.partial(_backward, ctx.kernel, ctx.scale, mask)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=1)
         return None, None, None, None, *gradients, None, None, of_sinks

@@ -182,9 +182,7 @@ def _computed(
             made, found = forward(documents.starts, documents.longest, left, scale, *group)
             out.copy_(made)
             sums.copy_(found)
-    if sinks is not None:
-        log_sum_exp = add_sinks(output.transpose(0, 1), log_sum_exp, sinks[:, None])
-    return output, log_sum_exp
+    return (output, log_sum_exp) if sinks is None else add_sinks(output, log_sum_exp, sinks)
 
 
 def backward_in_groups(
@@ -326,13 +324,7 @@ class _SavedLengthsAttention(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:
             output, log_sum_exp = saved[-2:]
-            of_sinks = sink_gradient(
-                gradient.transpose(0, 1),
-                output.transpose(0, 1),
-                log_sum_exp,
-                sinks[:, None],
-                ctx.groups,
-            )
+            of_sinks = sink_gradient(gradient, output, log_sum_exp, sinks, ctx.groups)
         kernel = functools.partial(backward, starts, ctx.longest, ctx.left, ctx.scale)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=0)
         return None, None, None, None, None, *gradients, None, None, of_sinks

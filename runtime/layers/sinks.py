@@ -12,8 +12,7 @@ queries, keys and values. The gradient of the sink is the sum over all rows of
 
     -exp(s - log_sum_exp') x D
 
-The functions below compute in fp32. A head is the dimension before the rows, and the number of
-groups of heads limits their temporary tensors, as it does those of the kernels.
+The functions below compute in fp32.
 """
 
 from __future__ import annotations
@@ -21,19 +20,22 @@ from __future__ import annotations
 import torch
 
 
-def add_sinks(output: torch.Tensor, log_sum_exp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Adds sinks to the results of a kernel. Changes `output` in place, and returns the log-sum-exp
-    with the sinks, contiguous.
+def add_sinks(
+    output: torch.Tensor, log_sum_exp: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the results of a kernel with sinks, contiguous. Changes `output` in place.
+
+    The output of a kernel may have the layout of the queries, and the output projection would then
+    save a copy.
 
     Args:
-        output: output of the kernel, [(batch), heads, rows, size].
+        output: output of the kernel, [(batch), rows, heads, size].
         log_sum_exp: log-sum-exp of the scores, [(batch), heads, rows] fp32.
-        sinks: the sinks, [heads, 1].
+        sinks: the sinks, [heads].
     """
-    sinks = sinks.float()
-    output.mul_(torch.sigmoid(log_sum_exp - sinks)[..., None])
-    # The order of the sums in `sink_gradient` depends on the layout, which differs between kernels.
-    return torch.logaddexp(log_sum_exp, sinks).contiguous()
+    column = sinks.float()[:, None]
+    output.mul_(torch.sigmoid(log_sum_exp - column).transpose(-1, -2)[..., None])
+    return output.contiguous(), torch.logaddexp(log_sum_exp, column).contiguous()
 
 
 def sink_gradient(
@@ -46,14 +48,17 @@ def sink_gradient(
     """Returns the gradient of the sinks, [heads], in their dtype.
 
     Args:
-        gradient: gradient of the output, [(batch), heads, rows, size].
+        gradient: gradient of the output, [(batch), rows, heads, size].
         output: output with the sinks, of the same shape.
         log_sum_exp: log-sum-exp with the sinks, [(batch), heads, rows] fp32.
-        sinks: the sinks, [heads, 1].
-        groups: number of groups of heads that are computed one after another.
+        sinks: the sinks, [heads].
+        groups: number of groups of heads that are computed one after another, which limits the
+            temporary tensors.
     """
-    heads = ((gradient, -3), (output, -3), (log_sum_exp, -2), (sinks, -2))
-    parts = (tensor.chunk(groups, dim) for tensor, dim in heads)
+    parts = (
+        tensor.chunk(groups, dim)
+        for tensor, dim in ((gradient, -2), (output, -2), (log_sum_exp, -2), (sinks, 0))
+    )
     found = [_of_group(*group) for group in zip(*parts, strict=True)]
     return torch.cat(found).to(sinks.dtype)
 
@@ -64,6 +69,7 @@ def _of_group(
     """Returns the gradient of a group of heads, [heads] fp32."""
     # In place, because a product of two 16-bit tensors would be rounded, or need a second copy.
     products = gradient.to(torch.float32, copy=True).mul_(output).sum(-1)
-    shares = torch.exp(sinks.float() - log_sum_exp)
-    rows = -(shares * products).sum(-1)
-    return rows.sum(0) if rows.dim() > 1 else rows
+    shares = torch.exp(sinks.float()[:, None] - log_sum_exp)
+    # Contiguous, because the order of a sum depends on the layout, which differs between kernels.
+    rows = (shares * products.transpose(-1, -2)).contiguous().sum(-1)
+    return -(rows.sum(0) if rows.dim() > 1 else rows)

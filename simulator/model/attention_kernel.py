@@ -89,8 +89,9 @@ def obstacle(
         return Obstacle(
             "attention",
             f"{kernel} for a {model.family} model",
-            "full causal attention in every layer, as in Llama, or for flash also sinks, as in"
-            " gpt-oss",
+            "flash, the only kernel for attention with sinks"
+            if model.has_sinks
+            else "full causal attention in every layer, as in Llama",
             "leave `attention` out of the workload",
         )
     if workload.documents and not separates_documents(kernel):

@@ -201,7 +201,8 @@ def _varlen(
     q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, ...]:
     tokens, heads, _size = q.shape
-    output = q.new_empty(tokens, heads, v.shape[-1])
+    assert q.shape[-1] == v.shape[-1]
+    output = torch.empty_like(q)  # with the layout of the queries
     seed = q.new_empty(2, dtype=torch.int64)
     return output, q.new_empty(heads, tokens, dtype=torch.float32), seed, seed[:0], seed[:0]
 
@@ -222,7 +223,12 @@ def varlen_inside(
 
 
 def _varlen_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **_: Any
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *others: Any,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:
     gradient = gradient.contiguous()
     found = tuple(
@@ -292,9 +298,7 @@ def layers_of_a_gpu(model: ModelSpec, workload: Workload, **options: Any) -> Fun
             model.document_attention(work.dtype, fused=model.fuses_scores(work)) == "lengths"
         ),
     ):
-        return FunctionalLayers(
-            model, workload, config_of(model), torch.device("cpu"), **options
-        )
+        return FunctionalLayers(model, workload, config_of(model), torch.device("cpu"), **options)
 
 
 def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any = None) -> Peaks:
