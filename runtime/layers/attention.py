@@ -31,8 +31,10 @@ Attention with sinks (`sinks.py`) uses the same kernels. On a GPU it uses the ke
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch.backends import cuda as sdp
 from torch.nn.attention import SDPBackend
@@ -48,7 +50,12 @@ from megatrain.runtime.layers.lengths import (
 )
 from megatrain.runtime.layers.sinks import add_sinks, sink_gradient
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.attention_kernel import computes_heads, obstacle, without_lengths
+from megatrain.simulator.model.attention_kernel import (
+    choosable,
+    computes_heads,
+    obstacle,
+    without_lengths,
+)
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
@@ -162,6 +169,25 @@ def refuse_attention(
         raise without_lengths(named).error()
     if special and device:
         kernel_of(model, work, device)
+
+
+def with_kernel_for_sinks(
+    workload: Workload, models: Sequence[ModelSpec], device: torch.device
+) -> Workload:
+    """Returns the workload to measure: with the flash kernel if it names none, if all `models` have
+    sinks, and if `device` is a GPU that has this kernel. So the planner can choose it.
+    """
+    named = msgspec.structs.replace(workload, attention="flash")
+    if device.type != "cuda" or workload.attention is not None:
+        return workload
+    if not all(model.has_sinks and choosable(model, workload) for model in models):
+        return workload
+    try:
+        for model in models:
+            kernel_of(model, named, device)
+    except UserError:
+        return workload
+    return named
 
 
 def install(config: PretrainedConfig) -> None:

@@ -22,11 +22,12 @@ from whole_models import (
 )
 
 from megatrain.runtime.layers import attention
-from megatrain.runtime.layers.attention import Attention, attend
+from megatrain.runtime.layers.attention import Attention, attend, with_kernel_for_sinks
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.layers.lengths import LengthBounds
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Placement
 
 SUNK = ("gpt_oss", "granite_swa", "granitemoe_swa")
@@ -235,3 +236,21 @@ def test_no_other_kernel_and_no_saved_attention_without_the_kernel(run: Callable
         run(model_of("gpt_oss"), policy="overlapped", placement=KEPT).__enter__()
     with pytest.raises(UserError, match="head_groups: found 2 for a gpt_oss model"):
         run(model_of("gpt_oss"), head_groups=2).__enter__()
+
+
+def test_a_calibration_on_a_gpu_measures_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the planner would know only the costs of written-out scores."""
+    oss, work = model_of("gpt_oss"), Workload(batch=1, sequence=8)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(attention, "kernel_of", lambda *_: "flash")
+    assert with_kernel_for_sinks(work, [oss], gpu).attention == "flash"
+    assert with_kernel_for_sinks(work, [oss], cpu) == work
+    assert with_kernel_for_sinks(work, [oss, model_of("gemma2")], gpu) == work
+    fp32 = Workload(batch=1, sequence=8, dtype="fp32")
+    assert with_kernel_for_sinks(fp32, [oss], gpu) == fp32
+
+    def refuses(*_: object) -> None:
+        raise UserError("workload: attention", found="none", allowed="one", fix="none")
+
+    monkeypatch.setattr(attention, "kernel_of", refuses)
+    assert with_kernel_for_sinks(work, [oss], gpu) == work

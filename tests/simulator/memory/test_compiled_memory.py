@@ -340,10 +340,9 @@ def test_the_counts_of_compiled_layers_have_not_changed(family: str) -> None:
 def write_sinks() -> None:
     """Counts the families in `sinks_memory.toml` again."""
     lines = [
-        "# Counted bytes of each kind of compiled layer with sinks and the flash kernel: [saved with"
-        " the output,",
-        "# peak], with 2 x 2,048 tokens, then with 32 x 1,024, and the default widths of"
-        " transformers.",
+        "# Counted bytes of each kind of compiled layer with sinks and the flash kernel:",
+        "# [saved with the output, peak], with 2 x 2,048 tokens, then with 32 x 1,024, and the",
+        "# default widths of transformers.",
         *(f"{family} = {[list(kind) for kind in count_sinks(family)]}" for family in SINKS),
     ]
     SINKS_FILE.write_text("\n".join(lines) + "\n")
