@@ -185,9 +185,13 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.training.progress import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.calibrate import Subject, calibrate
+    from megatrain.runtime.layers.attention import with_kernel_for_sinks
     from megatrain.runtime.layers.functional_layers import config_of
 
     device = options.device(args)
+    workload, *points = (
+        with_kernel_for_sinks(work, models, device) for work in (workload, *points)
+    )
     subject, *others = [Subject(model, config_of(model)) for model in models]
     began = time.monotonic()
     with measuring() as progress:

@@ -84,7 +84,8 @@ def _plain(row: HeldoutRow) -> bool:
     attention scores nor layers that are not compiled.
     """
     model = row.plan.model
-    return not model.writes_scores and all(layer.compilable for layer in model.decoders)
+    written = model.writes_scores and not model.fuses_scores(row.plan.workload)
+    return not written and all(layer.compilable for layer in model.decoders)
 
 
 def _groups(cases: Iterable[UncalibratedCase]) -> dict[str, list[UncalibratedCase]]:

@@ -270,7 +270,10 @@ class _Resizing:
             return op
         work, size = self.plan.workload, self._activation_bytes
         if kind in ("save_attention", "load_attention"):
-            size = self.plan.model.kept_attention(op.layer, work.tokens, work.dtype).bytes
+            model = self.plan.model
+            size = model.kept_attention(
+                op.layer, work.tokens, work.dtype, fused=model.fuses_scores(work)
+            ).bytes
         return msgspec.structs.replace(op, bytes=size)
 
 

@@ -39,9 +39,11 @@ def attention_curve(
     of S tokens. Each is the median of three calls, divided by the number of rows in a call.
 
     For a model without a fused kernel, which writes out the attention scores, there are no points.
+    Sinks are left out, because they take little time.
     There are fewer than two if memory or time is too short. With documents, each row has one.
     """
-    if model.writes_scores or model.family in UNFUSED_ATTENTION:
+    unfused = model.writes_scores or model.family in UNFUSED_ATTENTION
+    if unfused and not model.fuses_scores(workload):
         return ()
     kernel = workload.attention if device.type == "cuda" else None
     backend = sdpa_kernel(_BACKENDS[kernel]) if kernel else contextlib.nullcontext()

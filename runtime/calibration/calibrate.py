@@ -582,7 +582,10 @@ def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
     """Returns the decoder layers whose attention can be saved and has a large enough share of their
     FLOPs.
     """
-    layers = [layer.name for layer in model.decoders if model.can_save_attention(layer.name)]
+    fused = model.fuses_scores(workload)
+    layers = [
+        layer.name for layer in model.decoders if model.can_save_attention(layer.name, fused=fused)
+    ]
     works = {layer: model.work("recompute", layer, workload) for layer in layers}
     return [
         layer

@@ -23,13 +23,18 @@ All three allow fewer key and value heads than query heads. `FunctionalLayers` p
 With several groups of heads (`Workload.head_groups`), the kernels run for one group after another,
 forward and backward. Queries, keys, values and the output of all heads exist, so projections are
 computed once. What a kernel allocates for itself exists for one group at a time.
+
+Attention with sinks (`sinks.py`) uses the same kernels. On a GPU it uses the kernel of
+`lengths.py`, because that one supports windows, also for rows of one document.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch.backends import cuda as sdp
 from torch.nn.attention import SDPBackend
@@ -43,8 +48,14 @@ from megatrain.runtime.layers.lengths import (
     backward_in_groups,
     takes_lengths,
 )
+from megatrain.runtime.layers.sinks import add_sinks, sink_gradient
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.attention_kernel import computes_heads, obstacle, without_lengths
+from megatrain.simulator.model.attention_kernel import (
+    choosable,
+    computes_heads,
+    obstacle,
+    without_lengths,
+)
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
@@ -148,6 +159,7 @@ def refuse_attention(
     if (
         special
         and work.documents
+        and not model.fuses_scores(work)  # `kernel_of` asks the device for the same kernel
         and device
         and device.type == "cuda"
         and not takes_lengths(model, work, device)
@@ -157,6 +169,25 @@ def refuse_attention(
         raise without_lengths(named).error()
     if special and device:
         kernel_of(model, work, device)
+
+
+def with_kernel_for_sinks(
+    workload: Workload, models: Sequence[ModelSpec], device: torch.device
+) -> Workload:
+    """Returns the workload to measure: with the flash kernel if it names none, if all `models` have
+    sinks, and if `device` is a GPU that has this kernel. So the planner can choose it.
+    """
+    named = msgspec.structs.replace(workload, attention="flash")
+    if device.type != "cuda" or workload.attention is not None:
+        return workload
+    if not all(model.has_sinks and choosable(model, workload) for model in models):
+        return workload
+    try:
+        for model in models:
+            kernel_of(model, named, device)
+    except UserError:
+        return workload
+    return named
 
 
 def install(config: PretrainedConfig) -> None:
@@ -180,6 +211,7 @@ def attend(
     kept: Attention | None = None,
     results: list[torch.Tensor] | None = None,
     groups: int = 1,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention. This is an attention function for transformers.
@@ -196,6 +228,8 @@ def attend(
         kept: results of an earlier forward pass, which are used instead of running the kernel.
         results: a list, to which the output and the log-sum-exp are appended, to be saved.
         groups: number of groups of heads. More than one requires a `kernel` or `LengthBounds`.
+        s_aux: sinks, [heads], which require a `kernel` or `LengthBounds`. This is transformers'
+            name for them.
 
     Returns:
         The output, [batch, sequence, heads, value size], contiguous; and None instead of attention
@@ -206,12 +240,21 @@ def attend(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return (
             attend_within(
-                attention_mask, query, key, value, scale, kept=kept, results=results, groups=groups
+                attention_mask,
+                query,
+                key,
+                value,
+                scale,
+                kept=kept,
+                results=results,
+                groups=groups,
+                sinks=s_aux,
             ),
             None,
         )
     if kernel is None:
         assert groups == 1, "groups of heads call a kernel by its name"
+        assert s_aux is None, "sinks call a kernel by its name"
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
@@ -226,8 +269,8 @@ def attend(
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
             ~attention_mask, -torch.inf
         )
-    if kept is None and groups > 1:
-        kept = _in_groups(kernel, scale, attention_mask, groups, query, key, value)
+    if kept is None and (groups > 1 or s_aux is not None):
+        kept = _computed(kernel, scale, attention_mask, groups, s_aux, query, key, value)
     if kept is not None:
         output = _SavedAttention.apply(
             kernel,
@@ -239,6 +282,7 @@ def attend(
             value,
             kept.output.transpose(1, 2),
             log_sum_exp := kept.log_sum_exp,
+            s_aux,
         )
     else:
         output, log_sum_exp = _forward(kernel, scale, attention_mask, query, key, value)
@@ -249,26 +293,39 @@ def attend(
 
 
 @torch.no_grad()
-def _in_groups(
+def _computed(
     kernel: Kernel,
     scale: float,
     mask: torch.Tensor | None,
     groups: int,
+    sinks: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> Attention:
-    """Runs the forward kernel for one group of heads after another. Returns the results of all."""
-    batch, heads, sequence, _ = query.shape
-    output = query.new_empty(batch, sequence, heads, value.shape[-1])
-    log_sum_exp = query.new_empty(batch, heads, sequence, dtype=torch.float32)
-    parts = (tensor.chunk(groups, 1) for tensor in (output.transpose(1, 2), log_sum_exp))
-    inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
-    for out, sums, *group in zip(*parts, *inputs, strict=True):
-        made, found = _forward(kernel, scale, mask, *group)
-        out.copy_(made)
-        sums.copy_(found.reshape(sums.shape))
-    return Attention(output, log_sum_exp)
+    """Runs the forward kernel for one group of heads after another, and adds the sinks. Returns the
+    results of all heads. Autograd records nothing.
+    """
+    if groups == 1:
+        made, found = _forward(kernel, scale, mask, query, key, value)
+        whole = Attention(made.transpose(1, 2), found.reshape(found.shape[:3]))
+    else:
+        batch, heads, sequence, _ = query.shape
+        whole = Attention(
+            query.new_empty(batch, sequence, heads, value.shape[-1]),
+            query.new_empty(batch, heads, sequence, dtype=torch.float32),
+        )
+        parts = (
+            tensor.chunk(groups, 1) for tensor in (whole.output.transpose(1, 2), whole.log_sum_exp)
+        )
+        inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
+        for out, sums, *group in zip(*parts, *inputs, strict=True):
+            made, found = _forward(kernel, scale, mask, *group)
+            out.copy_(made)
+            sums.copy_(found.reshape(sums.shape))
+    if sinks is None:
+        return whole
+    return Attention(*add_sinks(*whole, sinks))
 
 
 def _forward(
@@ -317,17 +374,23 @@ class _SavedAttention(torch.autograd.Function):
         value: torch.Tensor,
         output: torch.Tensor,
         log_sum_exp: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(mask, query, key, value, output, log_sum_exp)
+        ctx.save_for_backward(mask, sinks, query, key, value, output, log_sum_exp)
         ctx.kernel, ctx.scale, ctx.groups = kernel, scale, groups
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mask, *saved = ctx.saved_tensors
+        mask, sinks, *saved = ctx.saved_tensors
+        of_sinks = None
+        if sinks is not None:
+            output, log_sum_exp = saved[-2:]
+            by_row = (gradient.transpose(1, 2), output.transpose(1, 2))
+            of_sinks = sink_gradient(*by_row, log_sum_exp, sinks, ctx.groups)
         kernel = functools.partial(_backward, ctx.kernel, ctx.scale, mask)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=1)
-        return None, None, None, None, *gradients, None, None
+        return None, None, None, None, *gradients, None, None, of_sinks
 
 
 def _backward(

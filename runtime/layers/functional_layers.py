@@ -56,7 +56,8 @@ def config_of(model: ModelSpec) -> PretrainedConfig:
     since the plan was made. Dropout is set to 0, because `preflight` refuses plans with dropout.
 
     Attention is PyTorch's fused attention. If the family has scores that the fused kernels do not
-    compute (soft caps, sinks), it is transformers' eager attention. Experts use transformers'
+    compute (soft caps, sinks), it is transformers' eager attention, and `FunctionalLayers` replaces
+    it if the workload names a kernel for scores with sinks. Experts use transformers'
     default, grouped products. In bf16, grouped products do not synchronize with the host and are
     deterministic.
     """
@@ -138,7 +139,10 @@ class FunctionalLayers:
             else None
         )
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
-        self._by_lengths = workload.documents and lengths.takes_lengths(model, workload, device)
+        fused = model.fuses_scores(workload)
+        self._by_lengths = (workload.documents or fused) and lengths.takes_lengths(
+            model, workload, device
+        )
         if workload.documents and device.type == "cuda" and not self._by_lengths:
             _log.warning(
                 "documents are separated by a mask, which is slower than flash attention with"
@@ -200,22 +204,25 @@ class FunctionalLayers:
         self._positions: dict[int, torch.Tensor] = {}
         """The distance of each token from the start of its document, for each micro-batch with
         documents."""
+        self._document_counts: dict[int, dict[str, int] | None] = {}
+        """Results of `lengths.room` by micro-batch and attention type. A micro-batch has None if
+        each of its rows is one document."""
         self._causal_arguments: list[Arguments] = []
         """Arguments of each decoder layer for rows of one document. They are made in advance,
         because making masks synchronizes with the device. The list is empty if lengths separate
-        documents and the model would have masks, which would take memory without need."""
+        documents and the model would have masks, which would take memory without need. The kernel
+        for sinks receives lengths in their place."""
         if workload.documents:
             self._refuse_unpackable()
-        if not (
+        if self._by_lengths and fused:
+            self._causal_arguments = self._separating_arguments(0, None)
+        elif not (
             self._by_lengths
             and model.mask_bytes(msgspec.structs.replace(workload, documents=False))
         ):
             self._causal_arguments = self._embedding_and_head.arguments(
                 workload.batch, workload.sequence, None
             )
-        self._document_counts: dict[int, dict[str, int] | None] = {}
-        """Results of `lengths.room` by micro-batch and attention type. A micro-batch has None if
-        each of its rows is one document."""
         self._chunk_loss = (
             compiling.compiled(self._token_losses) if workload.compiled else self._token_losses
         )
@@ -277,6 +284,8 @@ class FunctionalLayers:
         """Returns the arguments of each decoder layer, with masks or lengths for `documents`."""
         work = self.workload
         counts = self._document_counts.get(micro)
+        # Rows of one document have the same positions, which layers with sinks take as one row.
+        rows = 1 if documents is None and self.model.fuses_scores(work) else work.batch
         if documents is None:
             whole = torch.zeros(work.batch, work.sequence, dtype=torch.int64)
             documents, counts = whole.to(self.device), self._count_documents(whole)
@@ -290,7 +299,7 @@ class FunctionalLayers:
             kind: lengths.bounds(parts, counts[kind], windows[kind], compiled=work.compiled)
             for kind, parts in self._documents_by_attention(documents).items()
         }
-        arguments = self._embedding_and_head.arguments_without_masks(positions(documents))
+        arguments = self._embedding_and_head.arguments_without_masks(positions(documents[:rows]))
         # `zip` is not strict, because a plan for calibration has fewer layers than the config.
         return [
             own | ({"attention_mask": bounds[kind]} if (kind := layer.attention) in bounds else {})

@@ -22,6 +22,7 @@ import torch
 from torch.backends import cuda as sdp
 
 from megatrain.runtime.layers.documents import begins
+from megatrain.runtime.layers.sinks import add_sinks, sink_gradient
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -47,7 +48,8 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
     """Returns whether `device` has the kernel for this model. The kernel requires CUDA with flash
     attention, bf16, and attention scores that a fused kernel can compute.
     """
-    if device.type != "cuda" or model.document_attention(workload.dtype) != "lengths":
+    fused = model.fuses_scores(workload)
+    if device.type != "cuda" or model.document_attention(workload.dtype, fused=fused) != "lengths":
         return False
     heads, pairs, size = model.heads
     width = _aligned(size)
@@ -109,6 +111,7 @@ def attend_within(
     kept: Sequence[torch.Tensor] | None = None,
     results: list[torch.Tensor] | None = None,
     groups: int = 1,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes causal attention within each document.
 
@@ -123,6 +126,7 @@ def attend_within(
         results: a list, to which the output and the log-sum-exp, [batch, heads, sequence] fp32, are
             appended.
         groups: number of groups of heads, for which the kernel runs one after another.
+        sinks: sinks (`sinks.py`), [heads]. With sinks, saved results include them.
 
     Returns the output, [batch, sequence, heads, value size], contiguous.
     """
@@ -134,12 +138,12 @@ def attend_within(
     log_sum_exp: torch.Tensor | None = None
     if kept is not None:
         saved = (_flat(kept[0].transpose(1, 2), width), _by_head(kept[1]))
-    elif groups > 1:
-        saved = _in_groups(documents, left, scale, groups, *flat)
+    elif groups > 1 or sinks is not None:
+        saved = _computed(documents, left, scale, groups, sinks, *flat)
         log_sum_exp = saved[1]
-    if kept is not None or groups > 1:
+    if kept is not None or groups > 1 or sinks is not None:
         output = _SavedLengthsAttention.apply(
-            documents.starts, documents.longest, left, scale, groups, *flat, *saved
+            documents.starts, documents.longest, left, scale, groups, *flat, *saved, sinks
         )
     else:
         output, log_sum_exp = forward(documents.starts, documents.longest, left, scale, *flat)
@@ -151,26 +155,34 @@ def attend_within(
 
 
 @torch.no_grad()
-def _in_groups(
+def _computed(
     documents: LengthBounds,
     left: int,
     scale: float,
     groups: int,
+    sinks: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `forward` returns, which runs for one group of heads after another."""
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    log_sum_exp = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-    inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
-    for out, sums, *group in zip(
-        output.chunk(groups, 1), log_sum_exp.chunk(groups, 0), *inputs, strict=True
-    ):
-        made, found = forward(documents.starts, documents.longest, left, scale, *group)
-        out.copy_(made)
-        sums.copy_(found)
-    return output, log_sum_exp
+    """Returns what `forward` returns, with the sinks added. The kernel runs for one group of heads
+    after another. Autograd records nothing.
+    """
+    if groups == 1:
+        output, log_sum_exp = forward(
+            documents.starts, documents.longest, left, scale, query, key, value
+        )
+    else:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        log_sum_exp = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        inputs = (tensor.chunk(groups, 1) for tensor in (query, key, value))
+        for out, sums, *group in zip(
+            output.chunk(groups, 1), log_sum_exp.chunk(groups, 0), *inputs, strict=True
+        ):
+            made, found = forward(documents.starts, documents.longest, left, scale, *group)
+            out.copy_(made)
+            sums.copy_(found)
+    return (output, log_sum_exp) if sinks is None else add_sinks(output, log_sum_exp, sinks)
 
 
 def backward_in_groups(
@@ -300,17 +312,22 @@ class _SavedLengthsAttention(torch.autograd.Function):
         value: torch.Tensor,
         output: torch.Tensor,
         log_sum_exp: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(starts, query, key, value, output, log_sum_exp)
+        ctx.save_for_backward(starts, sinks, query, key, value, output, log_sum_exp)
         ctx.longest, ctx.left, ctx.scale, ctx.groups = longest, left, scale, groups
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        starts, *saved = ctx.saved_tensors
+        starts, sinks, *saved = ctx.saved_tensors
+        of_sinks = None
+        if sinks is not None:
+            output, log_sum_exp = saved[-2:]
+            of_sinks = sink_gradient(gradient, output, log_sum_exp, sinks, ctx.groups)
         kernel = functools.partial(backward, starts, ctx.longest, ctx.left, ctx.scale)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=0)
-        return None, None, None, None, None, *gradients, None, None
+        return None, None, None, None, None, *gradients, None, None, of_sinks
 
 
 def _window(left: int) -> dict[str, int]:

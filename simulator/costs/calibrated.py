@@ -529,7 +529,7 @@ class Calibrated(ContendedCosts):
                 for other in sorted(known)
                 if _layer(other) == _layer(wanted) and _dtype(other) == _dtype(wanted)
             ]
-            if alike and (wanted in known or not model.writes_scores):
+            if alike and (wanted in known or not _written(model, workload)):
                 tokens, size = known.get(wanted) or min(
                     alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
                 )
@@ -590,7 +590,7 @@ class Calibrated(ContendedCosts):
         known = self.table.workspace
         if shape in known:
             return known[shape]
-        if model.writes_scores:
+        if _written(model, workload):
             return None
         points: dict[int, Workspace] = {}
         for other, measured in sorted(known.items()):
@@ -609,6 +609,11 @@ class Calibrated(ContendedCosts):
             **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
         )
         return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
+
+
+def _written(model: ModelSpec, workload: Workload) -> bool:
+    """Returns whether some layer writes out its attention scores."""
+    return model.writes_scores and not model.fuses_scores(workload)
 
 
 def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:

@@ -154,11 +154,12 @@ class Datasheet(EstimatedCosts):
         attention = hardware.attention.get(
             "flash" if workload.documents else workload.attention or "", usual
         )
+        fused = model.fuses_scores(workload)
         # Written-out scores always include the masked pairs, so documents change nothing there.
         self.masked = (
             workload.documents
-            and model.document_attention(workload.dtype) == "mask"
-            and model.family not in UNFUSED_ATTENTION
+            and model.document_attention(workload.dtype, fused=fused) == "mask"
+            and (model.family not in UNFUSED_ATTENTION or fused)
         )
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
         self._products_per_ns = products * 1e3 * hardware.linear_efficiency

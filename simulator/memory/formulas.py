@@ -27,7 +27,12 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     compiled = _compiled(model, workload)
     return (
         model.max_saved_bytes(
-            workload.tokens, workload.sequence, workload.dtype, workload.piece, compiled=compiled
+            workload.tokens,
+            workload.sequence,
+            workload.dtype,
+            workload.piece,
+            compiled=compiled,
+            fused=model.fuses_scores(workload),
         )
         + model.saved_mask_bytes(workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
@@ -192,6 +197,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             workload.piece,
             compiled=_compiled(model, workload),
             groups=workload.groups,
+            fused=model.fuses_scores(workload),
         )
         + model.mask_bytes(workload)
         - model.added_mask_bytes(workload)

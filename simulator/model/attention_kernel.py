@@ -11,6 +11,10 @@ or PyTorch may lack a kernel.
 
 Both need full causal attention in every layer (`CAN_SAVE_ATTENTION`). On a GPU, both compute in
 bf16, with heads whose size is a multiple of 8.
+
+`flash` also computes attention with sinks (`ModelSpec.has_sinks`), with or without a window, and
+always receives the lengths of documents. A workload that names no kernel has transformers' own
+attention for these models, which writes out the scores.
 """
 
 from __future__ import annotations
@@ -80,11 +84,14 @@ def obstacle(
         kernel: the kernel.
         deterministic: whether only deterministic kernels may run.
     """
-    if not all(model.can_save_attention(layer.name) for layer in model.decoders):
+    fused = model.has_sinks and kernel == "flash"
+    if not all(model.can_save_attention(layer.name, fused=fused) for layer in model.decoders):
         return Obstacle(
             "attention",
             f"{kernel} for a {model.family} model",
-            "full causal attention in every layer, as in Llama",
+            "flash, the only kernel for attention with sinks"
+            if model.has_sinks
+            else "full causal attention in every layer, as in Llama",
             "leave `attention` out of the workload",
         )
     if workload.documents and not separates_documents(kernel):
@@ -118,7 +125,8 @@ def choosable(
     """Returns the kernels that the planner may choose for the workload.
 
     There are none for rows with documents. Flash attention, which receives their lengths, is the
-    only fused kernel for them, and it is used without being named.
+    only fused kernel for them, and it is used without being named. It is named if the model has
+    sinks, because transformers writes out their scores otherwise.
 
     Args:
         model: the model.
@@ -126,7 +134,9 @@ def choosable(
         deterministic: whether only deterministic kernels may run.
     """
     size = model.heads.size
-    if workload.documents or size > _LARGEST_HEAD or not computes_heads(workload.dtype, size):
+    if size > _LARGEST_HEAD or not computes_heads(workload.dtype, size):
+        return ()
+    if workload.documents and not model.has_sinks:
         return ()
     return tuple(
         kernel

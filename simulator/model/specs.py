@@ -212,7 +212,8 @@ class KeptAttention(NamedTuple):
 
 
 TILE = 128
-"""Rows of a tile in the products of experts, of which a GPU computes whole ones."""
+"""Rows of a tile in the products of experts, of which a GPU computes whole ones, and the rows that
+a kernel adds for each document if it receives their lengths."""
 _ROUTER_LOSS_BYTES = (4, 20)
 """Bytes of each logit that a router loss keeps from forward to backward, the logit in fp32 at most,
 and in the backward pass: the probabilities, their fp32 copy, and three gradients."""
@@ -392,8 +393,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         return "+".join(dict.fromkeys(layer.signature for layer in self.decoders))
 
-    def _part(self, layer: str) -> Part:
-        return self._architecture.decoders[self._architecture.kinds[int(layer)]]
+    def _part(self, layer: str, *, fused: bool = False) -> Part:
+        """Returns the parts of a decoder layer. With `fused`, the flash kernel computes its scores
+        if it has sinks.
+        """
+        shape = self._architecture
+        return (shape.with_flash if fused else shape.decoders)[shape.kinds[int(layer)]]
+
+    def fuses_scores(self, workload: Workload) -> bool:
+        """Returns whether the kernel that `workload` names computes the scores of this model, which
+        transformers writes out. It does for scores with sinks.
+        """
+        return workload.attention is not None and self.has_sinks
+
+    @functools.cached_property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks that the flash kernel can compute."""
+        shape = self._architecture
+        return self.writes_scores and all(
+            part.scores.kept == Kept() for part in shape.with_flash.values()
+        )
 
     def layer_pieces(self, layer: str, *, compiled: bool = False) -> LayerPieces | None:
         """Returns the parts of a decoder layer that are computed in pieces of tokens, or None if
@@ -483,7 +502,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def _can_rebuild(self) -> bool:
-        """Whether the decoder layers can rebuild outputs if they are compiled."""
+        """Whether the decoder layers can rebuild outputs if they are compiled. Layers with sinks
+        cannot, also if a flash kernel computes their scores, because they were not counted.
+        """
         return (
             all(part.silu_gated for part in self._architecture.decoders.values())
             and all(layer.compilable for layer in self.decoders)
@@ -640,11 +661,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         of a fused kernel, so the result is 1 for them. Their other time is in the traffic, which
         counts all pairs. Linear attention has no pairs.
         """
-        spec, part = self.stack[layer], self._part(layer)
-        written = part.scores.kept != Kept()
-        if written or not self._masked(spec, workload):
+        spec = self.stack[layer]
+        if self._writes(spec, workload) or not self._masked(spec, workload):
             return 1.0
-        return 2 * workload.sequence**2 / _doubled_pairs(part, workload.sequence)
+        return 2 * workload.sequence**2 / _doubled_pairs(self._part(layer), workload.sequence)
 
     def projected_rows(self, workload: Workload) -> int:
         """Returns the rows of the output projection's matrix that the head multiplies with.
@@ -753,7 +773,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 0,
                 moved + padding + -(-tokens // workload.loss_chunk) * table * width,
             )
-        part, passes = self._part(layer), _PASSES[kind]
+        part, passes = self._part(layer, fused=self.fuses_scores(workload)), _PASSES[kind]
         traffic, matrix = (
             (part.backward, part.scores.backward)
             if kind == "backward"
@@ -872,6 +892,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         piece: int = 0,
         *,
         compiled: bool = False,
+        fused: bool = False,
     ) -> int:
         """Returns the bytes that autograd saves in a decoder layer from its forward to its
         backward.
@@ -879,7 +900,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         They are the sum over the parts of the layer (`families/parts.py`). A norm saves its input
         in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
         its output, and its score matrix only if the family writes it out. A gated MLP saves gate,
-        up, the activation and their product.
+        up, the activation and their product. With `fused`, the flash kernel computes scores with
+        sinks (`fuses_scores`), so they are not written out.
 
         With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
         norm before attention saves only its output, which projections read. With a router loss, a
@@ -893,7 +915,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
         """
-        part, width = self._part(layer), DTYPE_BYTES[dtype]
+        part, width = self._part(layer, fused=fused), DTYPE_BYTES[dtype]
         kept, scores, once = part.kept, part.scores.kept, 0
         if compiled:
             kept, scores = part.in_compiled.kept, part.scores.compiled[0]
@@ -909,8 +931,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def writes_scores(self) -> bool:
-        """Whether some layer writes out its attention scores. Its memory then grows with the square
-        of the sequence length.
+        """Whether some layer writes out its attention scores, if the workload names no kernel that
+        computes them. Its memory then grows with the square of the sequence length.
         """
         return any(part.scores.kept != Kept() for part in self._architecture.decoders.values())
 
@@ -941,21 +963,38 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return chosen * part.experts // (3 * count * self.hidden)
         return part.down // self.hidden
 
-    def can_save_attention(self, layer: str) -> bool:
-        """Returns whether the runtime can save the attention of a decoder layer."""
+    def can_save_attention(self, layer: str, *, fused: bool = False) -> bool:
+        """Returns whether the runtime can save the attention of a decoder layer. With `fused`, the
+        flash kernel computes its scores if it has sinks.
+        """
+        if fused and self.has_sinks:
+            return self.stack[layer].kind == "decoder"
         return self.family in CAN_SAVE_ATTENTION and self.stack[layer].attention == "full_attention"
 
-    def kept_attention(self, layer: str, tokens: int, dtype: Dtype) -> KeptAttention:
-        """Returns the bytes of a decoder layer's saved attention."""
-        attended = self._part(layer).attended
+    def kept_attention(
+        self, layer: str, tokens: int, dtype: Dtype, *, fused: bool = False
+    ) -> KeptAttention:
+        """Returns the bytes of a decoder layer's saved attention. `fused` is as in
+        `can_save_attention`.
+        """
+        attended = self._part(layer, fused=fused).attended
         return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
 
     def max_saved_bytes(
-        self, tokens: int, sequence: int, dtype: Dtype, piece: int = 0, *, compiled: bool = False
+        self,
+        tokens: int,
+        sequence: int,
+        dtype: Dtype,
+        piece: int = 0,
+        *,
+        compiled: bool = False,
+        fused: bool = False,
     ) -> int:
         """Returns the largest `saved_bytes` of all decoder layers."""
         return max(
-            self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
+            self.saved_bytes(
+                layer.name, tokens, sequence, dtype, piece, compiled=compiled, fused=fused
+            )
             for layer in {layer.signature: layer for layer in self.decoders}.values()
         )
 
@@ -968,15 +1007,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         *,
         compiled: bool = False,
         groups: int = 1,
+        fused: bool = False,
     ) -> int:
         """Returns the largest `backward_bytes` of all decoder layers, minus the largest
         `saved_bytes`: the bytes of temporary tensors in the backward pass.
         """
-        most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled)
+        most = self.max_saved_bytes(tokens, sequence, dtype, piece, compiled=compiled, fused=fused)
         return (
             max(
                 self.backward_bytes(
-                    layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
+                    layer,
+                    tokens,
+                    sequence,
+                    dtype,
+                    piece,
+                    compiled=compiled,
+                    groups=groups,
+                    fused=fused,
                 )
                 for layer in {layer.signature: layer for layer in self.decoders}.values()
             )
@@ -993,6 +1040,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         *,
         compiled: bool = False,
         groups: int = 1,
+        fused: bool = False,
     ) -> int:
         """Returns the peak device bytes of a decoder layer's backward pass, saved activations
         included.
@@ -1026,7 +1074,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
           gradients, the tensors of the norm, and two gradients, 2 T d b.
 
         With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
-        one group at a time (`KernelMemory.bytes`).
+        one group at a time (`KernelMemory.bytes`). With `fused`, the flash kernel computes scores
+        with sinks (`fuses_scores`). It receives lengths, so its own tensors have more rows.
 
         A compiled layer differs in these points:
 
@@ -1049,10 +1098,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
         tests/simulator/memory/test_compiled_memory.py with compiled layers.
         """
-        part, width = self._part(layer.name), DTYPE_BYTES[dtype]
+        part, width = self._part(layer.name, fused=fused), DTYPE_BYTES[dtype]
         if piece and self.layer_pieces(layer.name):
             return self._backward_in_pieces(
-                layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups
+                layer, tokens, sequence, dtype, piece, compiled=compiled, groups=groups, fused=fused
             )
 
         def held(*states: Kept) -> int:
@@ -1064,12 +1113,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             early, freed = part.in_compiled.early, part.in_compiled.freed
             scores, longer = part.scores.compiled[1], self._longer(part, tokens, width)
         written = tokens * sequence * scores.bytes(width)
+        padding = self._padding(part, tokens, sequence, fused)
         parts = [
             width * part.down + held(*early),
             width * part.projections + held(part.middle),
             width * part.projections + held(*part.between) - held(freed),
             width * layer.elements
             + tokens * _late(part, width, groups, compiled)
+            + padding
             - held(freed)
             + longer,
         ]
@@ -1095,11 +1146,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if carried:
             parts.append(width * layer.elements + 3 * tokens * carried * width + written)
         return (
-            self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled)
+            self.saved_bytes(layer.name, tokens, sequence, dtype, compiled=compiled, fused=fused)
             + max(parts)
             + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + 24 * sequence * self.heads.size
         )
+
+    @staticmethod
+    def _padding(part: Part, tokens: int, sequence: int, fused: bool) -> int:
+        """Returns the bytes of the rows that a kernel that receives lengths adds to its own fp32
+        sums: `TILE` rows for each row of the micro-batch. 0 without `fused`.
+
+        Packed documents have more. They are not counted, as in families whose kernel receives
+        lengths only for documents.
+        """
+        if not fused or part.kernel is None:
+            return 0
+        return 4 * TILE * -(-tokens // sequence) * part.kernel.inside.wide
 
     def _longer(self, part: Part, tokens: int, width: int) -> int:
         """Returns the bytes of tensors that exist in attention, although other layers than compiled
@@ -1118,9 +1181,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         *,
         compiled: bool,
         groups: int,
+        fused: bool,
     ) -> int:
         """Returns `backward_bytes` of a layer that is computed in pieces of `piece` tokens."""
-        part, width = self._part(layer.name), DTYPE_BYTES[dtype]
+        part, width = self._part(layer.name, fused=fused), DTYPE_BYTES[dtype]
         pieces = self.layer_pieces(layer.name, compiled=compiled)
         assert pieces is not None
         chain, row = pieces.chain, self.hidden * width
@@ -1149,11 +1213,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             tokens * row + piece * in_piece + (4 + width) * parameters + others,
             width * layer.elements
             + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
+            + self._padding(part, tokens, sequence, fused)
             + longer,
             width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
         )
         return (
-            self.saved_bytes(layer.name, tokens, sequence, dtype, piece, compiled=compiled)
+            self.saved_bytes(
+                layer.name, tokens, sequence, dtype, piece, compiled=compiled, fused=fused
+            )
             + around
             + tokens * _ROUTER_LOSS_BYTES[1] * self.router_logits(layer.name)
             + tokens * sequence * scores.bytes(width)
@@ -1174,15 +1241,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         return None
 
-    def document_attention(self, dtype: Dtype) -> Literal["lengths", "mask"]:
+    def document_attention(
+        self, dtype: Dtype, *, fused: bool = False
+    ) -> Literal["lengths", "mask"]:
         """Returns how attention on a GPU separates the documents of a row: `lengths` if a fused
-        kernel receives their lengths, `mask` if the scores are masked.
+        kernel receives their lengths, `mask` if the scores are masked. `fused` is the result of
+        `fuses_scores`. The kernel then receives lengths also for rows of one document.
         """
-        return (
-            "mask"
-            if dtype == "fp32" or self.family in (*UNFUSED_ATTENTION, *WIDE_HEADS)
-            else "lengths"
-        )
+        unfused = self.family in (*UNFUSED_ATTENTION, *WIDE_HEADS) and not fused
+        return "mask" if dtype == "fp32" or unfused else "lengths"
 
     def window(self, layer: str) -> int:
         """Returns the most tokens that a query of the decoder layer attends to, including its own
@@ -1193,7 +1260,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def mask_bytes(self, workload: Workload) -> int:
         """Returns the bytes of attention masks on the device. Documents need a mask, unless the
         kernel receives their lengths. transformers also makes a mask for a window that is not
-        longer than a sequence, and for written-out scores. Linear attention has no mask.
+        longer than a sequence, and for written-out scores. Linear attention has no mask, and
+        neither has the flash kernel for scores with sinks in bf16 (`document_attention`).
 
         With B rows of S tokens and b bytes per element, each kind of attention has a boolean mask
         of S S bytes, or B S S with documents or chunks. The layer that uses a mask also needs it in
@@ -1206,7 +1274,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
         for layer in self._attentions:
             if self._masked(layer, workload):
-                written = self._part(layer.name).scores.kept != Kept()
+                written = self._writes(layer, workload)
                 each_row = workload.documents or self._part(layer.name).chunked
                 masks[layer.attention] = workload.sequence**2 * (
                     workload.batch if each_row else 1
@@ -1217,11 +1285,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Returns whether the layer's attention has a mask."""
         if layer.attention == "linear_attention":
             return False
-        if workload.documents:
-            return self.document_attention(workload.dtype) == "mask"
-        written = self._part(layer.name).scores.kept != Kept()
+        fused = self.fuses_scores(workload)
+        separates = self.document_attention(workload.dtype, fused=fused)
+        if workload.documents or (fused and separates == "lengths"):
+            return separates == "mask"
         windowed = 0 < self.window(layer.name) <= workload.sequence
-        return windowed or written or self.family in ALWAYS_MASKED
+        return windowed or self._writes(layer, workload) or self.family in ALWAYS_MASKED
+
+    def _writes(self, layer: LayerSpec, workload: Workload) -> bool:
+        """Returns whether the layer writes out its scores."""
+        part = self._part(layer.name, fused=self.fuses_scores(workload))
+        return part.scores.kept != Kept()
 
     def saved_mask_bytes(self, workload: Workload) -> int:
         """Returns the most bytes that a decoder layer saves in addition because a fused attention
@@ -1249,7 +1323,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _masks_a_kernel(self, workload: Workload) -> bool:
         """Returns whether some layer has a fused attention kernel with a mask."""
         return any(
-            self._masked(layer, workload) and self._part(layer.name).scores.kept == Kept()
+            self._masked(layer, workload) and not self._writes(layer, workload)
             for layer in self._attentions
         )
 

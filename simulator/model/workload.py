@@ -78,7 +78,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     round differently from eager layers."""
     attention: Kernel | None = None
     """The attention kernel (`model/attention_kernel.py`). Each kernel rounds differently. None
-    means the kernel that PyTorch's `scaled_dot_product_attention` chooses."""
+    means the kernel that PyTorch's `scaled_dot_product_attention` chooses, or for models with sinks
+    (gpt-oss) scores that are written out, as in plans that were made before a kernel could compute
+    them. Commands set it for these models, so pass `attention="flash"` in Python to get the same
+    workload."""
     head_groups: int | None = None
     """Groups of key-value heads, with their query heads, for which the attention kernels run one
     after another. A divisor of the model's key-value heads. A flash kernel in deterministic mode

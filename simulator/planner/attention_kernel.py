@@ -11,6 +11,10 @@ short row does not fill a GPU. So the choice depends on the model, the machine a
 not on the batch, the loss chunk or the token piece, and all commands choose the same kernel.
 
 A calibration mostly has the times of one kernel. No kernel is chosen then.
+
+Attention with sinks is the exception (`ModelSpec.has_sinks`). Without a kernel, its scores are
+written out. So the flash kernel is chosen wherever the machine has costs for it, by a rate of its
+own or not.
 """
 
 from __future__ import annotations
@@ -67,11 +71,13 @@ def with_attention_kernel(
     times = {
         kernel: _layers_ns(model, hardware, workload, kernel)
         for kernel in choosable(model, workload, deterministic=deterministic)
-        if hardware.costs is not None or kernel in hardware.attention
+        if hardware.costs is not None or kernel in hardware.attention or model.has_sinks
     }
     if not times:
         return workload
     fastest = min(times, key=lambda kernel: times[kernel])
+    if model.has_sinks and times[fastest] < math.inf:
+        return msgspec.structs.replace(workload, attention=fastest)
     if _gain(_layers_ns(model, hardware, workload, None), times[fastest]) < LEAST_GAIN:
         return workload
     return msgspec.structs.replace(workload, attention=fastest)

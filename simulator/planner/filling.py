@@ -200,7 +200,8 @@ class Filling:
         cannot be saved.
         """
         # The CUDA kernels that return the tensors to save do not support fp32.
-        if plan.workload.dtype != "bf16" or not plan.model.can_save_attention(layer):
+        fused = plan.model.fuses_scores(plan.workload)
+        if plan.workload.dtype != "bf16" or not plan.model.can_save_attention(layer, fused=fused):
             return 0.0
         kept, full = (
             self.costs.duration_ns(
@@ -270,7 +271,10 @@ class Filling:
         layers = [layer for layer in self.attention_layers if layer not in saved]
         if layers:
             output_bytes = max(
-                plan.model.kept_attention(layer, work.tokens, work.dtype).bytes for layer in layers
+                plan.model.kept_attention(
+                    layer, work.tokens, work.dtype, fused=plan.model.fuses_scores(work)
+                ).bytes
+                for layer in layers
             )
             each_on_device = plan.knobs.micro_batch_group * (output_bytes + 256)
             names = [layer.name for layer in plan.model.decoders]

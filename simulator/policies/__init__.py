@@ -225,7 +225,8 @@ def _refuse_head_groups(plan: Plan, policy: Policy) -> None:
     model, groups = plan.model, plan.workload.groups
     allowed = f"a divisor of its {model.heads.pairs} key-value heads"
     obstacle = f"{groups} for {model.name}" if model.heads.pairs % groups else ""
-    if not all(model.can_save_attention(layer.name) for layer in model.decoders):
+    fused = model.fuses_scores(plan.workload)
+    if not all(model.can_save_attention(layer.name, fused=fused) for layer in model.decoders):
         obstacle = f"{groups} for a {model.family} model"
         allowed = "full causal attention in every layer, as in Llama"
     if policy.prediction_only:

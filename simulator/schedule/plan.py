@@ -233,7 +233,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Returns the layers in the field `name` of the placement. Raises UserError if the field
         does not name layers of this model.
         """
-        return _placed(self.model, name, getattr(self.knobs.placement, name))
+        fused = self.model.fuses_scores(self.workload)
+        return _placed(self.model, name, getattr(self.knobs.placement, name), fused)
 
     def save(self, path: Path) -> None:
         """Writes the plan as TOML to `path`."""
@@ -270,8 +271,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @functools.lru_cache(maxsize=4096)
-def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
-    """Returns the layers of `model` that `text` names. `name` is the field of the placement."""
+def _placed(model: ModelSpec, name: str, text: str, fused: bool) -> frozenset[str]:
+    """Returns the layers of `model` that `text` names. `name` is the field of the placement, and
+    `fused` is the result of `ModelSpec.fuses_scores`.
+    """
     stack = list(model.stack)
     decoders = [layer for layer in stack if model.stack[layer].kind == "decoder"]
     allowed = decoders if name in OF_DECODERS else stack
@@ -294,20 +297,27 @@ def _placed(model: ModelSpec, name: str, text: str) -> frozenset[str]:
                 fix="name layers that the model has",
             )
     if name == "saved_attention":
-        _refuse_kept_attention(model, chosen)
+        _refuse_kept_attention(model, chosen, fused)
     return frozenset(chosen)
 
 
-def _refuse_kept_attention(model: ModelSpec, chosen: set[str]) -> None:
+def _refuse_kept_attention(model: ModelSpec, chosen: set[str], fused: bool) -> None:
     """Raises UserError if the runtime cannot save the attention of a chosen layer."""
     unable = next(
-        (layer for layer in model.stack if layer in chosen and not model.can_save_attention(layer)),
+        (
+            layer
+            for layer in model.stack
+            if layer in chosen and not model.can_save_attention(layer, fused=fused)
+        ),
         None,
     )
     if unable is not None:
         raise UserError(
             "knobs.placement: saved_attention",
             found=f"layer {unable} of a {model.family} model, {model.stack[unable].attention}",
-            allowed=f"full causal attention of {', '.join(CAN_SAVE_ATTENTION)}",
+            allowed=(
+                f"full causal attention of {', '.join(CAN_SAVE_ATTENTION)}, or attention with sinks"
+                " and the kernel flash"
+            ),
             fix="leave `saved_attention` empty for this model",
         )

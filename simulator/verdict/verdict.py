@@ -415,7 +415,8 @@ def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
     """
     plan = choice.plan
     model, work = plan.model, plan.workload
-    if not (model.writes_scores and work.compiled and choice.feasible):
+    written = model.writes_scores and not model.fuses_scores(work)
+    if not (written and work.compiled and choice.feasible):
         return ""
     if policy_library.find(plan.policy).prediction_only:
         return ""
@@ -425,10 +426,11 @@ def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
 
 def _documents(model: ModelSpec, work: Workload) -> str:
     """Returns the text of `Verdict.documents`."""
+    fused = model.fuses_scores(work)
     if (
         not work.documents
-        or model.document_attention(work.dtype) != "mask"
-        or model.family in UNFUSED_ATTENTION
+        or model.document_attention(work.dtype, fused=fused) != "mask"
+        or (model.family in UNFUSED_ATTENTION and not fused)
     ):
         return ""
     return (

@@ -359,11 +359,13 @@ def _hardware(
     import msgspec
 
     from megatrain.experiments.cli.training.calibration_cache import calibration
+    from megatrain.runtime.layers.attention import with_kernel_for_sinks
 
+    # Costs with pieces of tokens and groups of heads are derived from costs without.
+    measured = msgspec.structs.replace(workload, token_piece=None, head_groups=None)
     file = calibration(
         model,
-        # Costs with pieces of tokens and groups of heads are derived from costs without.
-        msgspec.structs.replace(workload, token_piece=None, head_groups=None),
+        with_kernel_for_sinks(measured, [model], device),
         device,
         device_bytes=args.device_memory,
         host_bytes=args.host_memory,

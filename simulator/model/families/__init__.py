@@ -35,6 +35,7 @@ from megatrain.simulator.model.families.parts import (
     Tensors,
     layer_pieces,
     merge_parts,
+    with_flash,
 )
 from megatrain.simulator.model.families.refused import NOT_YET, REFUSED, UNDESCRIBED
 from megatrain.simulator.model.families.shared_experts import SHARED_EXPERT_FAMILIES
@@ -102,7 +103,8 @@ UNFUSED_ATTENTION = (
     "vaultgemma",
 )
 """Families whose attention scores transformers writes out to memory, because no fused kernel
-supports them. They have soft caps, sinks, or slopes that are added to the scores."""
+supports them. They have soft caps, sinks, or slopes that are added to the scores. If the workload
+names the flash kernel, it computes the scores with sinks (`ModelSpec.fuses_scores`)."""
 WIDE_HEADS = ("gemma4_text",)
 """Families with heads of more than 256 elements. The fused kernels that receive the lengths of
 documents do not support such heads."""
@@ -169,6 +171,10 @@ class Architecture:
         parts = {kind: self.family.layer(c, kind) for kind in dict.fromkeys(self.kinds)}
         self.decoders = {kind: merge_parts(of_kind) for kind, of_kind in parts.items()}
         """Kind -> all parts of a decoder layer of this kind, merged into one."""
+        self.with_flash = {
+            kind: merge_parts(with_flash(of_kind)) for kind, of_kind in parts.items()
+        }
+        """The same for a workload that names the flash kernel."""
         self.pieces = {kind: layer_pieces(of_kind) for kind, of_kind in parts.items()}
         """Kind -> the parts of a decoder layer of this kind that can be computed in pieces of
         tokens, or None if its MLP cannot be."""

@@ -206,7 +206,7 @@ def glm4_moe(c: ModelConfig, kind: Kind) -> Parts:
 
 def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
     """Returns attention with sinks, whose output is scaled by a sigmoid of each head's log-sum-exp
-    and a learned number. Autograd saves the output.
+    and a learned number. Autograd saves the output, unless a flash kernel computes attention.
     """
     c.each_layer("layer_rope_theta")  # checks that it has one entry for each layer
     output = c.heads * c.head_dim
@@ -214,8 +214,9 @@ def sunk_attention(c: ModelConfig, kind: Kind) -> Parts:
         forward=Traffic(3 * output),
         backward=Traffic(6 * output),
         kept=Kept(output + c.heads, 2 * c.heads),
+        flash=Part(),
     )
-    mixer = attention(c, kind.attention, bias="attention_bias", scores=scaled_scores)
+    mixer = attention(c, kind.attention, bias="attention_bias", scores=scaled_scores, sinks=True)
     return (*sinks(c, kind), *mixer, scaled)
 
 
@@ -389,7 +390,7 @@ DECODERS: dict[str, Family] = {
     "gpt_oss": Family(
         layer=stacked(
             sinks,
-            attends(bias="attention_bias", scores=sink_scores),
+            attends(bias="attention_bias", scores=sink_scores, sinks=True),
             routed(
                 number="num_local_experts", inner="intermediate_size", gate="router",
                 transposed=True, bias=True,

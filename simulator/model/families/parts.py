@@ -11,7 +11,8 @@ that produces it. With b bytes per element of the compute dtype, a layer costs f
 
 If no fused kernel computes attention, its scores are written out to memory (`Scores`). Then the
 bytes and saved bytes of each pair of tokens in a row are added, by the same formulas. This includes
-masked pairs.
+masked pairs. Scores with sinks are written out by transformers, and a flash kernel computes them if
+the workload names it. So such a part has two descriptions (`Part.flash`).
 
 In the docstrings below, a number in parentheses after an operation is the number of elements that
 its kernels read and write, per element of the tensor.
@@ -336,6 +337,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     it."""
     compiled: Compiled | None = None
     """The numbers that are different if the layer is compiled. None if all are the same."""
+    flash: Part | None = None
+    """What takes the place of this part if the workload names the flash kernel. None if the part is
+    the same with and without it."""
     attention: str = ""
     """A text that distinguishes this attention from others, for a layer's signature."""
     mlp: str = ""
@@ -405,8 +409,15 @@ def placed(place: Place, *parts: Part) -> tuple[Part, ...]:
     return tuple(msgspec.structs.replace(part, place=place) for part in parts)
 
 
+def with_flash(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Returns the parts of the same layer for a workload that names the flash kernel."""
+    return tuple(part.flash or part for part in parts)
+
+
 def merge_parts(parts: tuple[Part, ...]) -> Part:
-    """Returns the parts as one part. Costs are summed, and tensors stay in order."""
+    """Returns the parts as one part, without `Part.flash`. Costs are summed, and tensors stay in
+    order.
+    """
     return Part(
         tensors=tuple(tensor for part in parts for tensor in part.tensors),
         linears=tuple(tensor for part in parts for tensor in part.linears),
@@ -609,6 +620,7 @@ def attend(
     copied: bool = False,
     fused: bool = False,
     scores: Scores | None = None,
+    sinks: bool = False,
 ) -> Part:
     """Returns attention without its projections.
 
@@ -631,6 +643,7 @@ def attend(
         scores: The costs of scores if they are written out. None means that a fused kernel is used.
             With scores, shared keys and values are copied for each query head, and q, k and v are
             copied into the layout of the matrix product.
+        sinks: Whether the scores are those of heads with sinks, which the flash kernel can compute.
     """
     heads, kv_heads, query = c.heads, kv_heads or c.kv_heads, query or c.head_dim
     value = value or query
@@ -649,6 +662,9 @@ def attend(
         + (f"w{window}" if window else "")
     )
     if scores is not None:
+        of_kernel = functools.partial(
+            attend, c, kind, query=query, value=value, kv_heads=kv_heads, window=window
+        )
         return Part(
             pair=2 * heads * (query + value),
             window=window,
@@ -658,6 +674,7 @@ def attend(
             kept=Kept(2 * heads * (query + value)),
             compiled=Compiled(Kept(2 * heads * (query + value) + 2 * heads, 4 * heads)),
             attention=label,
+            flash=_with_sinks(of_kernel(), heads, value) if sinks else None,
         )
     saved_heads = kv_heads if query == value <= 256 else heads
     kernel = _backward_of_attention(heads, kv_heads, query, value)
@@ -672,6 +689,23 @@ def attend(
         kernel=kernel,
         late=(kernel.whole,),
         attention=label,
+    )
+
+
+def _with_sinks(part: Part, heads: int, value: int) -> Part:
+    """Returns attention by a fused kernel, `part`, with sinks.
+
+    Forward: the output is scaled in place (2), by a number per head that a subtraction and a
+    sigmoid make (5), and the log-sum-exp gets the sink (3). Backward: the product of the output and
+    its gradient is a cast, a product in place (3) and a sum (1), and is multiplied with a number
+    per head and summed (8). The temporary tensors of this product are fewer than those of the
+    kernel, which runs later. Autograd saves the same tensors as without sinks.
+    """
+    output = heads * value
+    return msgspec.structs.replace(
+        part,
+        forward=part.forward.plus(Traffic(2 * output, 9 * heads)),
+        backward=part.backward.plus(Traffic(output, 3 * output + 8 * heads, output)),
     )
 
 
@@ -705,6 +739,7 @@ def attention(
     weight: str = "low",
     copied: bool = False,
     scores: Callable[[ModelConfig], Scores | None] | None = None,
+    sinks: bool = False,
 ) -> tuple[Part, ...]:
     """Returns attention with its projections and rotary positions.
 
@@ -720,6 +755,7 @@ def attention(
         copied: As in `attend`.
         scores: A function of the config that returns `scores` of `attend`. None means that a fused
             kernel is used.
+        sinks: As in `attend`.
     """
     heads, kv_heads, size, hidden = c.heads, c.kv_heads, c.head_dim, c.hidden
     biased = c.is_on(bias)
@@ -737,7 +773,7 @@ def attention(
     return (
         *parts,
         rotary((heads + kv_heads) * size),
-        attend(c, kind, copied=copied, scores=scores(c) if scores else None),
+        attend(c, kind, copied=copied, scores=scores(c) if scores else None, sinks=sinks),
         Part(inputs=hidden * (heads + 2 * kv_heads) * size),
         shared_input(hidden, 3),
     )

@@ -144,7 +144,10 @@ class _Buffers:
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
-        saved = model.max_saved_bytes(work.tokens, work.sequence, work.dtype, work.piece)
+        fused = model.fuses_scores(work)
+        saved = model.max_saved_bytes(
+            work.tokens, work.sequence, work.dtype, work.piece, fused=fused
+        )
         builder.slots(
             "device.checkpoints",
             # Even if all inputs are offloaded, the inputs of one layer and one output are on the
@@ -182,7 +185,7 @@ class _Buffers:
             scales_with_tokens=True,
         )
         self.attention_bytes = {
-            index: model.kept_attention(str(index), work.tokens, work.dtype).bytes
+            index: model.kept_attention(str(index), work.tokens, work.dtype, fused=fused).bytes
             for index in self.attended
         }
         together = max(len(self.attention_offloaded.intersection(block)) for block in self.blocks)

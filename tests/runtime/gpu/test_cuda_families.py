@@ -68,9 +68,22 @@ def off(found: Tensors, exact: Tensors) -> float:
 def test_bf16_is_as_near_to_fp32_as_transformers_is(
     make_plan: Callable[..., Plan], family: str
 ) -> None:
-    """The gradients in bf16 are about as close to fp32 as those of transformers.
+    is_near(make_plan, family)
 
-    Rounding may make a router choose another expert, so the bounds allow for one such token.
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "granitemoe_swa"])
+def test_flash_attention_with_sinks_is_as_near_to_fp32_as_transformers_is(
+    make_plan: Callable[..., Plan], family: str, compiled: bool
+) -> None:
+    is_near(make_plan, family, attention="flash", compiled=compiled)
+
+
+def is_near(make_plan: Callable[..., Plan], family: str, **work: Any) -> None:
+    """Asserts that the gradients in bf16 are about as close to fp32 as those of transformers.
+
+    Rounding may make a router choose another expert, so the bounds allow for one such token. `work`
+    are further fields of the workload.
     """
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
@@ -89,7 +102,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(
         # transformers 5.17 fails on tokens outside of the second table.
         changes["vocab_size_per_layer_input"] = TINY["vocab_size"]
     model = model_of(family, **changes)
-    plan = make_plan("resident", model=model, **sizes, **limits)
+    plan = make_plan("resident", model=model, **sizes, **limits, **work)
     try:
         refuse_unlike_transformers(plan.model)
         config = config_of(plan.model)

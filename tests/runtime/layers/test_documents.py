@@ -28,6 +28,7 @@ from whole_models import (
     compare,
     drawn,
     labelled,
+    loss_of_each_alone,
     model_of,
     packed_bound,
     scale_of,
@@ -78,19 +79,6 @@ def batches_of(plan: Plan, *packings: torch.Tensor) -> list[Batch]:
         batch._replace(documents=documents)
         for batch, documents in zip(drawn(plan), packings, strict=True)
     ]
-
-
-def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
-    """Returns transformers' loss of each document alone, without masks, positions or padding."""
-    trained = [labelled(batch) for batch in batches]
-    loss = torch.zeros(())
-    for batch in trained:
-        assert batch.documents is not None
-        for ids, labels, documents in zip(*batch, strict=True):
-            for document in range(int(documents.max()) + 1):
-                here = documents == document
-                loss = loss + token_losses(model(ids[None, here]).logits, labels[None, here])
-    return loss * scale_of(trained)
 
 
 # ---- loss and gradients

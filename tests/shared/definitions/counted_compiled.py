@@ -33,7 +33,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.utils._triton
-from counted_memory import INSIDE, INSTEAD, Live, Peaks
+from counted_memory import INSIDE, INSTEAD, Live, Peaks, layers_of_a_gpu, varlen_inside
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
@@ -79,6 +79,7 @@ def _backward_of_efficient(_: Any, q: torch.Tensor, k: torch.Tensor, v: Any, *__
 _INSIDE: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": _backward_of_flash,
     "aten._scaled_dot_product_efficient_attention_backward.default": _backward_of_efficient,
+    "aten._flash_attention_backward.default": varlen_inside,
 }
 """Further entries of `counted_memory.INSIDE`."""
 
@@ -251,9 +252,7 @@ def counted_compiled(
     Each layer of the model costs time, so it should have as few as possible.
     """
     torch._dynamo.reset()
-    layers = FunctionalLayers(
-        model, workload, config_of(model), torch.device("cpu"), rebuild=rebuild
-    )
+    layers = layers_of_a_gpu(model, workload, rebuild=rebuild)
     kind = layers._kinds[int(layer.name)]
     short = bool(model.last_products(layer.name, workload)) and not workload.piece
     dtype = TORCH_DTYPE[workload.dtype]

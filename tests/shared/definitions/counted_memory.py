@@ -4,10 +4,11 @@ The runtime's own function of a layer is executed on fake tensors. They have sha
 so layers of real widths with thousands of tokens are counted in a second. Every tensor that an op
 makes counts from then on until it is freed, rounded up to 512 bytes as in PyTorch's allocator.
 
-The fake tensors are on the CPU. Two things differ on a GPU and are modelled here:
+The fake tensors are on the CPU. Three things differ on a GPU and are modelled here:
 
 * *Attention.* `scaled_dot_product_attention` is replaced by a function that allocates as the GPU's
   kernels do. Without a mask this is flash attention, otherwise memory-efficient attention.
+* *Lengths.* The kernel for sinks receives lengths instead of a mask.
 * *Memory inside kernels.* Fake kernels only allocate their results. `INSIDE` has the temporary
   bytes of the GPU's kernels for some ops.
 
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
@@ -195,7 +197,51 @@ def _flash_backward(
     return found
 
 
+def _varlen(
+    q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, ...]:
+    tokens, heads, _size = q.shape
+    assert q.shape[-1] == v.shape[-1]
+    output = torch.empty_like(q)  # with the layout of the queries
+    seed = q.new_empty(2, dtype=torch.int64)
+    return output, q.new_empty(heads, tokens, dtype=torch.float32), seed, seed[:0], seed[:0]
+
+
+def varlen_inside(
+    _: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **__: Any
+) -> int:
+    """Returns the temporary bytes of the backward kernel that receives the lengths of documents.
+
+    They are those of flash attention. The sum of q's gradient and the products of output and
+    gradient have 128 more rows for each document.
+    """
+    tokens, heads, size = q.shape
+    documents = others[2].shape[0] - 1
+    shared = heads * (size + v.shape[-1]) if heads != k.shape[1] else 0
+    rows = tokens + 128 * documents
+    return 4 * rows * heads * (-(-size // 32) * 32 + 1) + tokens * shared * q.element_size()
+
+
+def _varlen_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *others: Any,
+    **_: Any,
+) -> tuple[torch.Tensor, ...]:
+    gradient = gradient.contiguous()
+    found = tuple(
+        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)
+    )
+    held = q.new_empty(varlen_inside(gradient, q, k, v, *others), dtype=torch.uint8)
+    del held
+    return found
+
+
 _OPS = {
+    "aten._flash_attention_forward.default": _varlen,
+    "aten._flash_attention_backward.default": _varlen_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _flash_backward,
 }
@@ -243,12 +289,24 @@ def attention_of_a_gpu() -> Iterator[None]:
         yield
 
 
+def layers_of_a_gpu(model: ModelSpec, workload: Workload, **options: Any) -> FunctionalLayers:
+    """Returns layers on the CPU whose attention kernel receives lengths where it would on a GPU."""
+    with mock.patch.object(
+        lengths,
+        "takes_lengths",
+        lambda model, work, _: (
+            model.document_attention(work.dtype, fused=model.fuses_scores(work)) == "lengths"
+        ),
+    ):
+        return FunctionalLayers(model, workload, config_of(model), torch.device("cpu"), **options)
+
+
 def counted(model: ModelSpec, layer: LayerSpec, workload: Workload, layers: Any = None) -> Peaks:
     """Returns the peak bytes of a decoder layer.
 
     Each layer of the model costs time, so it should have as few as possible.
     """
-    layers = layers or FunctionalLayers(model, workload, config_of(model), torch.device("cpu"))
+    layers = layers or layers_of_a_gpu(model, workload)
     run = layers._kinds[int(layer.name)].eager
     dtype = TORCH_DTYPE[workload.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, attention_of_a_gpu():

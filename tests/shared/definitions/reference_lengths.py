@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatrain.runtime.layers import lengths
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 
 Tensor = torch.Tensor
 
@@ -131,9 +133,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             called.append(len(starts))
         return forward(starts, *others)
 
-    monkeypatch.setattr(
-        lengths, "takes_lengths", lambda model, *_: model.document_attention("bf16") == "lengths"
-    )
+    def takes_lengths(model: ModelSpec, work: Workload, _device: torch.device) -> bool:
+        return model.document_attention("bf16", fused=model.fuses_scores(work)) == "lengths"
+
+    monkeypatch.setattr(lengths, "takes_lengths", takes_lengths)
     monkeypatch.setattr(lengths, "forward", counted)
     monkeypatch.setattr(lengths, "backward", backward)
     return called

@@ -419,3 +419,16 @@ def with_documents(plan: Plan, documents: torch.Tensor) -> Batch:
 def labelled(batch: Batch) -> Batch:
     assert batch.documents is not None
     return batch._replace(labels=batch.labels.masked_fill(batch.documents < 0, IGNORED))
+
+
+def loss_of_each_alone(model: Any, batches: list[Batch]) -> torch.Tensor:
+    """Returns transformers' loss of each document alone, without masks, positions or padding."""
+    trained = [labelled(batch) for batch in batches]
+    loss = torch.zeros(())
+    for batch in trained:
+        assert batch.documents is not None
+        for ids, labels, documents in zip(*batch, strict=True):
+            for document in range(int(documents.max()) + 1):
+                here = documents == document
+                loss = loss + token_losses(model(ids[None, here]).logits, labels[None, here])
+    return loss * scale_of(trained)

@@ -47,6 +47,9 @@ MANY_FILE = FILE.with_name("many_tokens_memory.toml")
 MANY_TOKENS = counts_in(MANY_FILE)
 FP8 = counts_in(FILE.with_name("fp8_memory.toml"))
 """The same counts for layers with fp8 products, for families with dense layers of each kind."""
+SINKS_FILE = FILE.with_name("sinks_memory.toml")
+SINKS = counts_in(SINKS_FILE)
+"""The same counts for layers with sinks and the flash kernel, with few tokens, then with many."""
 WORKLOAD = Workload(batch=2, sequence=2048, compiled=True)
 NOT_COUNTED = ("apertus", "gemma3n_text")
 """Families whose layers read a value of a tensor. Fake tensors have no values."""
@@ -63,9 +66,11 @@ def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, i
     """Returns the predicted saved bytes with the output, and the predicted peak."""
     sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + spec.saved_mask_bytes(work)
+    fused = spec.fuses_scores(work)
+    peak = spec.backward_bytes(layer, *sizes, compiled=True, fused=fused)
     return (
-        spec.saved_bytes(layer.name, *sizes, compiled=True) + more,
-        spec.backward_bytes(layer, *sizes, compiled=True) + more + spec.mask_bytes(work),
+        spec.saved_bytes(layer.name, *sizes, compiled=True, fused=fused) + more,
+        peak + more + spec.mask_bytes(work),
     )
 
 
@@ -258,6 +263,37 @@ def test_measured_peaks_of_compiled_layers_are_predicted(
     assert peak <= 1.1 * measured * 2**30
 
 
+def count_sinks(family: str) -> list[tuple[int, int]]:
+    """Returns the entry of a family in `sinks_memory.toml`."""
+    works = (msgspec.structs.replace(work, attention="flash") for work in (WORKLOAD, MEASURED))
+    return [each for work in works for each in count(family, work)]
+
+
+@pytest.mark.parametrize("family", SINKS)
+def test_nothing_of_a_compiled_layer_with_sinks_is_predicted_too_low(family: str) -> None:
+    """There is one entry for layers with a window, and one for full layers."""
+    spec, counts = wide_model(family), iter(SINKS[family])
+    layers = different_layers(spec)
+    assert {layer.attention for layer in layers} == {"sliding_attention", "full_attention"}
+    for work in (WORKLOAD, MEASURED):
+        for layer in layers:
+            counted, flash = next(counts), msgspec.structs.replace(work, attention="flash")
+            saved, peak = predicted(spec, layer, flash)
+            assert 1 <= saved / counted[0] <= 1.01
+            assert 1 <= peak / counted[1] <= 1.3
+            written = predicted(spec, layer, work)
+            assert saved < written[0]
+            assert peak < written[1]
+    assert not list(counts)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", SINKS)
+def test_the_counts_of_compiled_layers_with_sinks_have_not_changed(family: str) -> None:
+    for now, before in zip(count_sinks(family), SINKS[family], strict=True):
+        assert now == pytest.approx(before, rel=0.004)
+
+
 @pytest.mark.parametrize("family", FP8)
 def test_nothing_of_a_compiled_fp8_layer_is_predicted_too_low(family: str) -> None:
     """The predicted peak is an upper bound. The peak of some families is half of it."""
@@ -301,6 +337,17 @@ def test_the_counts_of_compiled_layers_have_not_changed(family: str) -> None:
         assert now == pytest.approx(before, rel=0.004)
 
 
+def write_sinks() -> None:
+    """Counts the families in `sinks_memory.toml` again."""
+    lines = [
+        "# Counted bytes of each kind of compiled layer with sinks and the flash kernel:",
+        "# [saved with the output, peak], with 2 x 2,048 tokens, then with 32 x 1,024, and the",
+        "# default widths of transformers.",
+        *(f"{family} = {[list(kind) for kind in count_sinks(family)]}" for family in SINKS),
+    ]
+    SINKS_FILE.write_text("\n".join(lines) + "\n")
+
+
 def write(file: Path, counts: Counts, tokens: str) -> None:
     """Writes the counts to `file`, in the order of the families' names."""
     kinds = (f"{each} = {[list(kind) for kind in counts[each]]}" for each in sorted(counts))
@@ -318,3 +365,5 @@ if __name__ == "__main__":
         COUNTED[name], MANY_TOKENS[name] = count(name), count_many(name)
         write(FILE, COUNTED, "2 x 2,048")
         write(MANY_FILE, MANY_TOKENS, "32 x 1,024")
+    if not sys.argv[1:] or SINKS.keys() & set(sys.argv[1:]):
+        write_sinks()

@@ -207,6 +207,35 @@ def test_the_memory_of_a_router_loss_is_not_predicted_too_low(
     assert found.all <= peak <= (1.25 if changes else 1.2) * found.all
 
 
+@pytest.mark.parametrize(
+    ("batch", "sequence", "piece"),
+    [(2, 2048, None), (32, 1024, None), (1, 16384, None), (1, 16384, 2048)],
+)
+@pytest.mark.parametrize(
+    "family", others_nightly(("gpt_oss", "granite_swa", "granitemoe_swa"), among=("gpt_oss",))
+)
+def test_the_memory_of_attention_with_sinks_is_predicted(
+    family: str, batch: int, sequence: int, piece: int | None
+) -> None:
+    """The flash kernel computes the scores, with and without a window. It receives lengths, so
+    there are no masks.
+    """
+    spec = wide_model(family)
+    work = Workload(batch=batch, sequence=sequence, attention="flash", token_piece=piece)
+    sizes = (work.tokens, work.sequence, work.dtype, work.piece)
+    output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    turns = 8 * work.sequence * spec.heads.size  # sines and cosines, which the peak includes
+    kinds = different_layers(spec)
+    assert {layer.attention for layer in kinds} == {"sliding_attention", "full_attention"}
+    assert not spec.mask_bytes(work)
+    for layer in kinds:
+        found = counted(spec, layer, work)
+        saved = spec.saved_bytes(layer.name, *sizes, fused=True) + output
+        peak = spec.backward_bytes(layer, *sizes, fused=True) + output
+        assert found.saved - turns <= saved <= 1.01 * found.saved
+        assert 1 <= peak / found.all <= 1.55
+
+
 @pytest.mark.parametrize("family", others_nightly(MASKED, among=MASKED[:1]))
 def test_the_memory_of_a_layer_with_a_mask_is_predicted(family: str) -> None:
     """Each layer saves a mask in the compute dtype, and copies of keys and values."""
