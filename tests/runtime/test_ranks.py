@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sum_group": 2,
         "micro_batch_group": 2,
         "dtype": "fp32",
+        "exchange_bytes": 2**30,  # in one piece
         "placement": Placement(weights="all", moments="all", gradients="all"),
     },
     "one group a rank": {
