@@ -23,7 +23,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.machine import default_device
+from megatrain.runtime.machine import default_device, grow_segments
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks, joined
@@ -68,6 +68,7 @@ def run(
         digests: whether to compute the digest, which reads the whole model.
         timeline: the file to which rank 0 writes its timeline of the last step.
     """
+    grow_segments()  # as `megatrain train` does
     device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0

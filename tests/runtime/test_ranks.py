@@ -26,7 +26,7 @@ from started_ranks import Driver
 from whole_models import model_of
 
 from megatrain.experiments.ranks import batches_of, main
-from megatrain.runtime import ranks
+from megatrain.runtime import machine, ranks
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sum_group": 2,
         "micro_batch_group": 2,
         "dtype": "fp32",
+        "exchange_bytes": 2**30,  # in one piece
         "placement": Placement(weights="all", moments="all", gradients="all"),
     },
     "one group a rank": {
@@ -152,6 +153,17 @@ def test_ranks_give_the_bits_of_one_gpu(
     assert results(driver.printed(0)) == alone
     assert len({row["masters"] for row in alone if "masters" in row}) == len(names)
     assert "step" not in driver.printed(1), "one rank reports"
+
+
+def test_ranks_have_the_allocator_of_a_training_run(
+    saved_plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a plan that fills a GPU may run out of memory because of fragmentation."""
+    for name in machine._ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so the test's end removes it again
+        monkeypatch.delenv(name)
+    assert main([saved_plan("one", accumulation=1), "--steps", "1", "--no-digest"]) == 0
+    assert os.environ[machine._ALLOCATOR[0]] == "expandable_segments:True"
 
 
 def test_memory_of_each_rank_and_the_timeline_of_rank_0(
